@@ -1,0 +1,42 @@
+# Two commands do everything: `make quickstart` and `make test`. Both install into .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export DS_BUILD_OPS := 0
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow lint types clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+install: $(STAMP)  ## build .venv with every extra (first time only)
+
+# torch goes first: DeepSpeed's build step imports it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch hatchling editables setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $(STAMP)
+
+quickstart: install  ## train a small model on real text, on CPU, in a few minutes
+	$(BIN)/ullage train --output_dir runs/quickstart
+
+test: install  ## the tests, under ten minutes on two cores
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: install  ## the rest of the tests
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## pyright
+	$(BIN)/pyright
+
+clean:  ## remove the environment and what was built
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache

@@ -1,0 +1,67 @@
+"""The command line: one file a verb, loaded only when its verb is called.
+
+Exit status 0 done, 1 a problem with the data (said in one line), 2 wrong usage, 130 interrupted. A verb is a module
+``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ullage.errors import UllageError
+
+#: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
+VERBS = {
+    "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """A group that knows its verbs by name and imports a verb when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        if sys.argv[1:2] != [cmd_name]:  # ``ullage --help``: the line is enough
+            return TyperCommand(cmd_name, help=VERBS[cmd_name])
+        command = typer.main.get_command(importlib.import_module(f"ullage.cli.{cmd_name}").app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    """Training on sequences of unequal length, from the batch to the checkpoint."""
+    if version:
+        from ullage import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    try:
+        app()
+    except UllageError as error:
+        typer.echo(f"ullage: {error}", err=True)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(130)

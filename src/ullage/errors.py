@@ -1,0 +1,58 @@
+"""What goes wrong, said once: what, where, expected, found, and what to do about it.
+
+Every error of this library is an :class:`UllageError` and also the built-in error a caller would
+expect (``ValueError`` or ``RuntimeError``), so that code that knows nothing of us catches it too.
+"""
+
+from __future__ import annotations
+
+
+class UllageError(Exception):
+    """An error whose message is one line: ``what (where): expected X, found Y. What to do.``
+
+    Only ``what`` is required. The parts stay readable as attributes, so that tests and tools need
+    not parse the line. A copy that crosses a process boundary keeps its message and its parts.
+    """
+
+    #: Exit status of the command line: 1, a problem with the data.
+    exit_status = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what, self.where, self.expected, self.found, self.hint = what, where, expected, found, hint
+        line = what if where is None else f"{what} ({where})"
+        facts = [f"{word} {fact}" for word, fact in (("expected", expected), ("found", found)) if fact is not None]
+        if facts:
+            line += ": " + ", ".join(facts)
+        if hint is not None:
+            line += f". {hint[:1].upper()}{hint[1:]}"
+        super().__init__(" ".join(line.split()))
+
+
+class InputError(UllageError, ValueError):
+    """The user's data or arguments cannot be used."""
+
+
+class UsageError(InputError):
+    """A command was called in a way it does not understand."""
+
+    exit_status = 2
+
+
+class CheckpointError(UllageError, ValueError):
+    """A checkpoint is incomplete, contradicts itself, or is none."""
+
+
+class TrainingError(UllageError, RuntimeError):
+    """Training cannot go on, for example after a loss that is not a number."""
+
+
+class DistributedError(UllageError, RuntimeError):
+    """Ranks disagree, or another rank failed; raised on every rank."""

@@ -1,0 +1,255 @@
+"""The one idea: segments laid end to end in a flat buffer, each followed by its own padding, the buffer cut by
+shard boundaries.
+
+A packed microbatch, a ``PackedSequence``, a ZeRO parameter group and a ZeRO-3 parameter are all a :class:`Layout`.
+Item *i* occupies the slot ``[starts[i], starts[i] + slots[i])`` of the buffer, and its tokens are the first
+``lengths[i]`` elements of that slot. A cut divides the buffer into shards; which part of which item lies in which
+shard is one question with one answer, :meth:`Layout.pieces`. Padding is whatever no piece covers, so a tail that
+spans one shard, three, or seven hundred needs no special case, and no length is ever computed by subtraction from
+a padding count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ullage.errors import InputError
+
+Int64 = npt.NDArray[np.int64]
+Integers = Sequence[int] | npt.NDArray[np.integer]
+
+_INT32_LIMIT = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The parts of items that lie in shards: five int64 arrays of one length, ordered by item, then by shard.
+
+    Elements ``[item_start, item_start + length)`` of ``item`` are elements ``[shard_start, shard_start + length)``
+    of ``shard``. No piece is empty.
+    """
+
+    item: Int64
+    shard: Int64
+    item_start: Int64
+    shard_start: Int64
+    length: Int64
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+
+@dataclass(frozen=True, eq=False)
+class TimeMajor:
+    """A layout transposed, as ``PackedSequence`` wants it: all first tokens, then all second tokens, and so on.
+
+    ``index`` [num_tokens] is the flat position of each token; ``batch_sizes`` [max length] counts the items that
+    still run at each time step; ``order`` [n] lists items by falling length (stable) and ``inverse`` undoes it.
+    """
+
+    index: Int64
+    batch_sizes: Int64
+    order: Int64
+    inverse: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where items of unequal length lie in one flat buffer.
+
+    ``lengths``: integers >= 0, one an item. ``multiple_of``: each item's slot is its length rounded up to this.
+    All arrays are int64 and read-only. Touches no device. Raises ``InputError`` (a ``ValueError``) for lengths
+    that are negative or not integers.
+
+    >>> layout = Layout([3, 5], multiple_of=4)
+    >>> layout.slots, layout.starts, layout.size
+    (array([4, 8]), array([0, 4]), 12)
+    >>> pieces = layout.pieces([0, 6, 12])
+    >>> [tuple(map(int, row)) for row in zip(pieces.item, pieces.shard, pieces.item_start, pieces.length)]
+    [(0, 0, 0, 3), (1, 0, 0, 2), (1, 1, 2, 3)]
+    """
+
+    lengths: Int64
+    slots: Int64
+    starts: Int64 = field(repr=False)
+
+    def __init__(self, lengths: Integers, multiple_of: int = 1) -> None:
+        lengths = as_lengths(lengths)
+        multiple_of = _as_int(multiple_of, "multiple_of", least=1)
+        self._fill(lengths, -(-lengths // multiple_of) * multiple_of)
+
+    @classmethod
+    def from_slots(cls, lengths: Integers, slots: Integers) -> Layout:
+        """A layout whose slots are given: ``slots[i] >= lengths[i]``, both in elements. Raises ``InputError``."""
+        lengths, slots = as_lengths(lengths), as_lengths(slots, "slots")
+        if len(lengths) != len(slots):
+            raise InputError("lengths and slots disagree", expected=f"{len(lengths)} slots", found=len(slots))
+        small = np.flatnonzero(slots < lengths)
+        if len(small):
+            i = int(small[0])
+            raise InputError(
+                "a slot is smaller than its item",
+                where=f"item {i}",
+                expected=f"at least {lengths[i]}",
+                found=int(slots[i]),
+            )
+        layout = object.__new__(cls)
+        layout._fill(lengths, slots)
+        return layout
+
+    def _fill(self, lengths: Int64, slots: Int64) -> None:
+        starts = np.cumsum(slots) - slots
+        for name, array in (("lengths", lengths), ("slots", slots), ("starts", starts)):
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+
+    @property
+    def num_items(self) -> int:
+        """How many items there are."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real elements, without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer, padding included."""
+        return int(self.slots.sum())
+
+    @property
+    def max_length(self) -> int:
+        """The longest item in elements, 0 if there is none."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def ullage(self) -> float:
+        """The part of the buffer that is padding: ``1 - num_tokens / size``, 0.0 if the buffer is empty."""
+        return 1.0 - self.num_tokens / self.size if self.size else 0.0
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return np.array_equal(self.lengths, other.lengths) and np.array_equal(self.slots, other.slots)
+
+    def __hash__(self) -> int:
+        return hash((self.lengths.tobytes(), self.slots.tobytes()))
+
+    def cu_seqlens(self, padded: bool = False) -> npt.NDArray[np.int32]:
+        """Cumulated lengths (``padded=False``) or slots (``padded=True``), int32 [n + 1], from 0.
+
+        Raises ``InputError`` at 2**31 elements and beyond, which int32 cannot count.
+        """
+        total = self.size if padded else self.num_tokens
+        if total >= _INT32_LIMIT:
+            raise InputError(
+                "cu_seqlens cannot count this many elements in int32",
+                expected=f"fewer than {_INT32_LIMIT}",
+                found=total,
+                hint="put fewer sequences into one batch",
+            )
+        cumulated = np.zeros(self.num_items + 1, np.int32)
+        np.cumsum(self.slots if padded else self.lengths, out=cumulated[1:])
+        return cumulated
+
+    def pieces(self, cuts: Integers) -> Pieces:
+        """Which part of which item lies in which shard.
+
+        ``cuts`` [k + 1]: positions in the buffer that never fall; shard *s* is ``[cuts[s], cuts[s + 1])`` and may be
+        empty. Cuts may leave out either end of the buffer or reach past it: what no shard covers has no piece.
+        Each element of an item that lies within the cuts is in exactly one piece. Raises ``InputError`` for cuts
+        that fall.
+        """
+        cuts = _as_int64(cuts, "cuts")
+        if len(cuts) == 0:
+            raise InputError("cuts are empty", expected="at least one position")
+        falls = np.flatnonzero(np.diff(cuts) < 0)
+        if len(falls):
+            k = int(falls[0]) + 1
+            raise InputError("cuts must not fall", where=f"cut {k}", expected=f">= {cuts[k - 1]}", found=int(cuts[k]))
+        shards = len(cuts) - 1
+        ends = self.starts + self.lengths
+        first = np.maximum(np.searchsorted(cuts, self.starts, side="right") - 1, 0)
+        last = np.minimum(np.searchsorted(cuts, ends, side="left") - 1, shards - 1)
+        counts = np.where(self.lengths > 0, np.maximum(last - first + 1, 0), 0)
+        item = np.repeat(np.arange(self.num_items), counts)
+        shard = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts) + first[item]
+        begin = np.maximum(self.starts[item], cuts[shard])
+        length = np.minimum(ends[item], cuts[shard + 1]) - begin
+        real = length > 0
+        item, shard, begin, length = item[real], shard[real], begin[real], length[real]
+        return Pieces(item, shard, begin - self.starts[item], begin - cuts[shard], length)
+
+    def token_index(self) -> Int64:
+        """The flat position of every real element, int64 [num_tokens], in order."""
+        return _ranges(self.starts, self.lengths)
+
+    def positions(self) -> Int64:
+        """Each flat position counted from the start of its slot, int64 [size]; padding counts on."""
+        return np.arange(self.size) - np.repeat(self.starts, self.slots)
+
+    def item_ids(self) -> Int64:
+        """The item whose slot holds each flat position, int64 [size]."""
+        return np.repeat(np.arange(self.num_items), self.slots)
+
+    def time_major(self) -> TimeMajor:
+        """The same items, transposed: time first, long items first. See :class:`TimeMajor`.
+
+        Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
+        """
+        order = np.argsort(-self.lengths, kind="stable")
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(self.num_items)
+        ending = np.bincount(self.lengths, minlength=self.max_length + 1)
+        batch_sizes = (self.num_items - np.cumsum(ending))[: self.max_length].astype(np.int64)
+        row = _ranges(np.zeros_like(batch_sizes), batch_sizes)
+        time = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
+        return TimeMajor(self.starts[order][row] + time, batch_sizes, order, inverse)
+
+
+def _ranges(starts: Int64, lengths: Int64) -> Int64:
+    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them for each *i*, end to end."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
+
+
+def as_lengths(values: Integers, name: str = "lengths") -> Int64:
+    """A fresh int64 array of ``values``, each an integer >= 0. Raises ``InputError`` that names the first bad one."""
+    array = _as_int64(values, name)
+    bad = np.flatnonzero(array < 0)
+    if len(bad):
+        i = int(bad[0])
+        raise InputError(f"{name} must not be negative", where=f"item {i}", expected=">= 0", found=int(array[i]))
+    return array
+
+
+def _as_int64(values: Integers, name: str) -> Int64:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"{name} are not a flat list of integers", found=str(error)) from error
+    if array.ndim != 1:
+        raise InputError(f"{name} must have one dimension", expected="[n]", found=f"shape {list(array.shape)}")
+    if array.dtype.kind == "f":
+        bad = np.flatnonzero(~(np.isfinite(array) & (array == np.floor(array))))
+        if len(bad):
+            i = int(bad[0])
+            raise InputError(f"{name} must be integers", where=f"item {i}", found=array[i])
+    elif array.dtype.kind not in "iu" and array.size:
+        raise InputError(f"{name} must be integers", found=f"dtype {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _as_int(value: int, name: str, *, least: int) -> int:
+    number = int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
+    if number is None or number < least:
+        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
+    return number
