@@ -169,7 +169,7 @@ def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
     rows = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if any(cell.strip() for cell in row)]
     if not rows:
         raise InputError("a file holds no lengths", where=where)
-    header = None if all(map(_is_number, rows[0])) else [cell.strip() for cell in rows.pop(0)]
+    header = None if all(map(is_number, rows[0])) else [cell.strip() for cell in rows.pop(0)]
     if header is None and column is not None:
         raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
     chosen = None if header is None else _length_column(header, column, where)
@@ -210,7 +210,7 @@ def _length_column(header: list[str], column: str | None, where: str) -> int:
     return header.index(named[0])
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
