@@ -59,7 +59,7 @@ def mock_lengths(
     ...               "mean_seq_len": 4096, "lognormal_sigma": 1.1}, n=4)
     array([8192, 3473, 6564, 8192])
     """
-    config = _mock_config(config)
+    config = mock_config(config)
     if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0):
         raise InputError("n must be a count", expected="an integer >= 0", found=n)
     if config["mode"] == "file":
@@ -70,8 +70,11 @@ def mock_lengths(
     return _lognormal(config, MOCK_SIZE if n is None else int(n), seed)
 
 
-def _mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """``config`` as a dict whose keys and values have been checked; paths are relative to the JSON file, if any."""
+def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """``config`` as a dict with every key, checked. Relative paths are of here, or of the JSON file's folder.
+
+    Raises ``InputError`` as :func:`mock_lengths` does.
+    """
     if config is None:
         return {"mode": "distribution", "type": "lognormal", **_MEGATRON}
     folder = Path()
