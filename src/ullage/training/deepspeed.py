@@ -28,6 +28,7 @@ DeepSpeed unpickles the files, which can run code: load only checkpoints whose o
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ullage.checkpoint.torchfile import read_torch_file
 from ullage.errors import CheckpointError, InputError
 
 _LATEST = "latest_universal"
@@ -147,7 +149,7 @@ def locate(folder: str | Path, tag: str | None = None) -> tuple[Path, str]:
 def _problems(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
     """Everything in ``checkpoint`` that does not fit ``engine``; the same list on every rank. Reads no tensor data."""
     zero, problems = engine.optimizer, []
-    saved = _saved_groups(zero, _read(checkpoint / "zero" / "optimizer_state.pt"))
+    saved = _saved_groups(zero, _describe(checkpoint / "zero" / "optimizer_state.pt"))
     if saved is None:
         problems.append("zero/optimizer_state.pt is not for this stage; convert the original with ullage convert")
     elif len(saved) != len(zero.optimizer.param_groups):
@@ -160,12 +162,12 @@ def _problems(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
         here = {path.name for path in (checkpoint / "zero").iterdir() if path.is_dir()}
         untrained = dict(_untrained(engine))
         problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *untrained})]
-        states = _model_states(engine, checkpoint)
+        states = _model_states(engine, checkpoint, _describe)
         for name, target in untrained.items():
-            value = _value(states, name, target, checkpoint)
+            value = _value(states, name, target, checkpoint, _describe)
             if value is None:
                 problems.append(f"{name}: not in the checkpoint")
-            elif value.numel() != _shape(target).numel():
+            elif math.prod(value.shape) != _shape(target).numel():
                 problems.append(f"{name}: {list(value.shape)} in the checkpoint, {list(_shape(target))} here")
     return problems
 
@@ -173,13 +175,13 @@ def _problems(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
 def _tensor_problem(path: Path, name: str, shape: torch.Size, engine: Any) -> list[str]:
     if not path.is_file():
         return [f"{name}: not in the checkpoint"]
-    held = _read(path)
+    held = _describe(path)
     if not isinstance(held, dict):
         if not _is_stage3(engine.optimizer):
             return [f"{name}: written for stage 3 only, without its shape; convert the original with ullage convert"]
         held = {"param": held}
     whole = engine.mpu is None and not held.get("vocab_tensor") and not held.get("is_expert_param")
-    if whole and held["param"].numel() != shape.numel():
+    if whole and math.prod(held["param"].shape) != shape.numel():
         return [f"{name}: {list(held['param'].shape)} in the checkpoint, {list(shape)} here"]
     return []
 
@@ -335,9 +337,9 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
     """Copies frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
     import deepspeed
 
-    states = _model_states(engine, checkpoint)
+    states = _model_states(engine, checkpoint, _read)
     for name, target in _untrained(engine):
-        value = _value(states, name, target, checkpoint)
+        value = _value(states, name, target, checkpoint, _read)
         if value is None:
             continue
         if not hasattr(target, "ds_id"):
@@ -348,16 +350,18 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
                 target.data.copy_(value.view(target.shape))
 
 
-def _value(states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path) -> torch.Tensor | None:
-    """The tensor ``name`` of the model states, where stage 3 leaves parameters empty; else of its own folder."""
+def _value(
+    states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path, read: Callable[[Path], Any]
+) -> Any:
+    """The tensor ``name`` of the model states, which stage 3 leaves empty; else of its own folder; else ``None``."""
     value = states["module"].get(name)
-    if value is not None and value.numel() == _shape(target).numel():
+    if value is not None and math.prod(value.shape) == _shape(target).numel():
         return value
     own = checkpoint / "zero" / name / "fp32.pt"
     if own.is_file():
-        held = _read(own)
+        held = read(own)
         return held["param"] if isinstance(held, dict) else held
-    return value if value is not None and value.numel() else None
+    return value if value is not None and math.prod(value.shape) else None
 
 
 # What DeepSpeed calls things
@@ -386,6 +390,11 @@ def _step_of(tag: str) -> int:
     return int(numbers[-1]) if numbers else -1
 
 
+def _describe(path: Path) -> Any:
+    """What a file holds, with the shapes of its tensors and without their data; runs no code from it."""
+    return read_torch_file(path).root
+
+
 def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
@@ -406,9 +415,9 @@ def _model_files(engine: Any, checkpoint: Path) -> list[str]:
     return next((found for name in names if (found := sorted(map(str, checkpoint.glob(name))))), [])
 
 
-def _model_states(engine: Any, checkpoint: Path) -> dict[str, Any]:
+def _model_states(engine: Any, checkpoint: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     """The model states that the loader reads on this rank. Raises ``CheckpointError`` if there are none."""
     files = _model_files(engine, checkpoint)
     if not files:
         raise CheckpointError("the universal checkpoint has no model states", where=str(checkpoint))
-    return _read(Path(files[engine.checkpoint_mp_rank * len(files) // engine.mp_world_size]))
+    return read(Path(files[engine.checkpoint_mp_rank * len(files) // engine.mp_world_size]))
