@@ -5,8 +5,8 @@ Pure: no process group, no device, no torch. ``plan`` spreads a global batch ove
 """
 
 from ullage.planning.cost import TransformerCost
-from ullage.planning.packing import pack_dataset
+# packing
 from ullage.planning.plan import Plan, Statistics
 from ullage.planning.planner import plan
 
-__all__ = ["Plan", "Statistics", "TransformerCost", "pack_dataset", "plan"]
+__all__ = ["Plan", "Statistics", "TransformerCost", "plan"]
