@@ -138,7 +138,9 @@ def read_columns(
         return Columns(None, {}, np.zeros(0, np.int64))
     for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
-            raise InputError("a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__)
+            raise InputError(
+                "a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__
+            )
     names = list(samples[0] if fields is None else fields)
     for i, sample in enumerate(samples):
         missing = [name for name in names if name not in sample]
