@@ -49,8 +49,7 @@ class Field:
     @property
     def padding(self) -> int:
         """What padding holds: -100 in labels where the dtype has such a number, otherwise 0."""
-        signed = self.dtype.is_floating_point or (self.dtype != torch.bool and torch.iinfo(self.dtype).min < -100)
-        return fill_value(self.name) if signed else 0
+        return fill_value(self.name) if self.dtype.is_signed else 0
 
     def __str__(self) -> str:
         unit = "one a sequence" if self.per_sequence else "one a token"
@@ -149,8 +148,7 @@ def read_columns(
             raise InputError(
                 "a sample lacks a field" if missing else "a sample has a field that others have not",
                 where=f"{where(i)}, field {(missing or extra)[0]!r}",
-                expected=names,
-                found=list(sample),
+                found=f"fields {list(sample)}",
             )
     declared = set(per_sequence)
     values = {name: [sample_value(samples, i, name).detach() for i in range(len(samples))] for name in names}

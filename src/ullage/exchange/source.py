@@ -57,9 +57,10 @@ def fingerprint(samples: Any) -> str:
 def _digest(sample: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(sample) if isinstance(sample, Mapping) else ():
-        value = sample_value([sample], 0, name).detach().cpu().contiguous()
+        value = sample_value([sample], 0, name).detach().cpu()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = value.reshape(-1).clone(memory_format=torch.contiguous_format)  # a view as bytes wants stride 1
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 
