@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -119,7 +118,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
-        inputs = super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             next_sequence_length=next_sequence_length,
             is_first_iteration=is_first_iteration,

@@ -13,7 +13,7 @@ own kernels: one dense call a rectangle (on the CPU), or one packed call (cuDNN)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +82,8 @@ class _TorchCell(Cell):
             state = (zeros,) * len(self.state_names)
         elif state is not None:
             state = schedule.ranked(state)
-        outputs, final = (self._packed if schedule.batch_sizes is not None else self._staircase)(
-            values, schedule, state
-        )
+        run = self._staircase if schedule.batch_sizes is None else self._packed
+        outputs, final = run(values, schedule, state)
         return outputs, schedule.unranked(final) if schedule.keeps_state else None
 
     def _staircase(self, values: Tensor, schedule: Schedule, state: State | None) -> tuple[Tensor, State]:
@@ -102,7 +101,8 @@ class _TorchCell(Cell):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), final
 
     def _packed(self, values: Tensor, schedule: Schedule, state: State | None) -> tuple[Tensor, State]:
-        assert schedule.batch_sizes is not None and state is not None
+        assert schedule.batch_sizes is not None
+        assert state is not None
         running = int(schedule.batch_sizes[0])  # on the host; sequences of no tokens keep their state
         output, final = self._call(PackedSequence(values, schedule.batch_sizes), tuple(s[:running] for s in state))
         return output.data, tuple(torch.cat([f, s[running:]]) for f, s in zip(final, state))
@@ -125,10 +125,10 @@ class LSTMCell(_TorchCell):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        hidden = self.rnn.hidden_size
-        bias = self.rnn.bias_ih_l0.detach().clone()
+        hidden, parameter = self.rnn.hidden_size, cast(Tensor, self.rnn.bias_ih_l0)
+        bias = parameter.detach().clone()
         bias[hidden : 2 * hidden] = 1.0  # remember at first (Jozefowicz, Zaremba and Sutskever 2015)
-        init.copy_(self.rnn.bias_ih_l0, bias)
+        init.copy_(parameter, bias)
 
 
 @register_cell("gru")

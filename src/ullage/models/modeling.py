@@ -118,6 +118,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         rows = input_ids if inputs_embeds is None else inputs_embeds
         if rows is None:
             raise InputError("a model needs input_ids or inputs_embeds", found="neither")
+        end_to_end = sequences is not None
         if sequences is None:
             sequences = Sequences.read(
                 rows,
@@ -144,9 +145,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         hidden = schedule.take(self.norm(values))
         seen = sequences.shape[1] + (past_key_values.seen if past_key_values is not None else 0)
         return BaseModelOutputWithPast(
-            last_hidden_state=cast(
-                Any, sequences.unflatten(hidden) if rows.shape[:2] == sequences.shape else hidden[None]
-            ),
+            last_hidden_state=cast(Any, hidden[None] if end_to_end else sequences.unflatten(hidden)),
             past_key_values=cast(Any, RecurrentState(tuple(final), seen) if keep_state else None),
         )
 

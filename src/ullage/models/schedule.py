@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,8 @@ class Schedule:
 
     @cached_property
     def _backwards(self) -> Tensor:
-        assert self.lengths is not None and self.where is not None
+        assert self.lengths is not None
+        assert self.where is not None
         layout = Layout(self.lengths)
         last = layout.starts + layout.lengths - 1
         index = (last + layout.starts)[layout.item_ids()] - np.arange(layout.size)
@@ -168,7 +170,7 @@ def _blocks(steps: int, rows: int, hidden_size: int) -> list[Window]:
     """A rectangle of ``steps`` by ``rows`` as equal blocks that the cache can hold."""
     count = min(steps, -(-steps * rows * hidden_size // MAX_ELEMENTS))
     ends = [steps * i // count for i in range(count + 1)]
-    return [Window(end - start, rows) for start, end in zip(ends, ends[1:])]
+    return [Window(end - start, rows) for start, end in pairwise(ends)]
 
 
 def _cheapest_cuts(points: Int64, batch_sizes: Int64) -> Int64:

@@ -26,13 +26,13 @@ Lengths = Tensor | Sequence[int]
 class Sequences:
     """Sequences in rows of ``shape`` (N, L).
 
-    ``num_sequences`` of them, each of ``length`` tokens, or, where that is ``None``, of ``lengths`` [n] on the host.
+    ``num_sequences`` of them, with ``lengths`` [n] on the host; where that is ``None``, all are ``length`` tokens long.
     ``index`` [T]: where in the flattened rows each token lies; ``None`` where every element is a token.
     """
 
     shape: tuple[int, int]
     num_sequences: int
-    length: int | None = None
+    length: int = 0
     lengths: Int64 | None = None
     index: Tensor | None = None
 
@@ -127,7 +127,6 @@ class Sequences:
     def schedule(self, hidden_size: int, device: torch.device, *, keep_state: bool) -> Schedule:
         """The order in which a recurrent layer runs these sequences."""
         if self.lengths is None:
-            assert self.length is not None
             return Schedule.dense(self.num_sequences, self.length, hidden_size, on_cpu=device.type == "cpu")
         return Schedule.ragged(self.lengths, hidden_size, device, keep_state=keep_state)
 
@@ -152,7 +151,7 @@ class Sequences:
 
     def locate(self, token: int) -> tuple[int, int]:
         """The sequence that flat token lies in and its position there."""
-        layout = Layout(self.lengths if self.lengths is not None else [self.length or 0] * self.num_sequences)
+        layout = Layout(self.lengths if self.lengths is not None else [self.length] * self.num_sequences)
         sequence = int(layout.item_ids()[token])
         return sequence, token - int(layout.starts[sequence])
 
