@@ -138,14 +138,12 @@ class Rows:
             if flat.ndim >= 1 and flat.shape[0] == self.layout.size:
                 starts, lengths = self.layout.starts.tolist(), self.layout.lengths.tolist()
                 return [flat[start : start + length] for start, length in zip(starts, lengths)]
+        if self.starts is not None and self.lengths is not None and value.ndim >= 2 and value.shape[0] == self.num:
+            whole = value.shape[1] == max(self.lengths, default=0) and not any(self.starts)
+            if value.shape[1] == self.width or whole:
+                return self._reordered([value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))])
         if self.packed is not None and value.ndim >= 1 and value.shape[0] == self.packed.data.shape[0]:
             return self.split(_like(self.packed, value))[0]
-        if self.starts is None or self.lengths is None or value.ndim < 2 or value.shape[0] != self.num:
-            return None
-        longest = max(self.lengths, default=0)
-        if value.shape[1] == self.width or (value.shape[1] == longest and not any(self.starts)):
-            rows = [value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))]
-            return self._reordered(rows)
         return None
 
     def _reordered(self, rows: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -504,8 +504,10 @@ class _Nothing:
 
 
 def _is_ragged(inputs: Any) -> bool:
-    values = inputs.values() if hasattr(inputs, "values") and not isinstance(inputs, RaggedBatch) else ()
-    return isinstance(inputs, (RaggedBatch, PackedSequence)) or any(isinstance(v, PackedSequence) for v in values)
+    """Whether the batch itself says how long its sequences are, other than by a mask."""
+    if isinstance(inputs, Mapping):
+        return "input_lengths" in inputs or any(isinstance(value, PackedSequence) for value in inputs.values())
+    return isinstance(inputs, (RaggedBatch, PackedSequence))
 
 
 def _embedding_of(model: nn.Module) -> int | None:
