@@ -104,6 +104,7 @@ class Record:
     """What this rank has seen: a mean loss with its count, and predictions, labels and inputs by sample."""
 
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    has_loss: bool = False
     samples: list[int] = field(default_factory=list)
     predictions: list[list[Any]] = field(default_factory=list)
     labels: list[list[Any]] = field(default_factory=list)
@@ -117,7 +118,8 @@ class Record:
             self.ragged.add(name)
 
     def cut(self, num_real: int) -> None:
-        """Forgets the batches that were repetitions."""
+        """Forgets the batches that were repetitions; whether the model gives a loss they have told all the same."""
+        self.has_loss = bool(self.losses)
         for kept in (self.losses, self.samples, self.predictions, self.labels, self.inputs):
             del kept[num_real:]
 

@@ -47,8 +47,8 @@ class RaggedTrainerMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
-        if self.args.label_names is None and model is not self.model:
-            self.label_names = find_labels(type(model))  # a compiled model's own forward has no names
+        if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
+            self.label_names = [name for name in find_labels(type(model)) if name != "shift_labels"]
         self._form: str | None = None
         self._divides_by_count: bool | None = None
         self._evaluating = False
@@ -349,8 +349,8 @@ class RaggedTrainerMixin(_Base):
             problem = error
         finally:
             self._evaluating = False
-        if isinstance(dataloader, EvaluationLoader) and problem is None:
-            record.cut(dataloader.share.num_real)
+        if problem is None:
+            record.cut(dataloader.share.num_real if isinstance(dataloader, EvaluationLoader) else len(record.samples))
         totals = self._reduce_or_raise(record, problem)
         return self._output(record, totals, metric_key_prefix)
 
@@ -460,7 +460,7 @@ class RaggedTrainerMixin(_Base):
             extra = {"inputs": inputs} if "inputs" in self.args.include_for_metrics else {}
             metrics = dict(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra)))
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        if record.losses:
+        if record.has_loss:
             metrics["loss"] = loss / count if count else float("nan")
         if self.model_preparation_time:
             metrics["model_preparation_time"] = self.model_preparation_time
