@@ -239,7 +239,9 @@ def _deal(load, ranks):
     return places
 
 
-@njit(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64), cache=True, nogil=True)
+@njit(
+    types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64), cache=True, nogil=True
+)
 def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
     else the next multiple that is. ``budget``: operations to spend on improvement."""
