@@ -24,6 +24,12 @@ from ullage.layout import Int64
 
 Cost = Callable[[Int64], Any]
 
+
+@dataclass(frozen=True)
+class RecurrentCost:
+    pass
+
+
 #: Sums of costs stay below this, so that no int64 comparison overflows.
 _TOTAL_LIMIT = 2.0**60
 #: Costs that are not integers are scaled up until the dearest has about this many bits.
