@@ -18,6 +18,9 @@ from ullage.errors import UllageError
 #: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
 VERBS = {
     "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
+    "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
+    "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
+    "verify": "Compare a converted checkpoint with its source, byte by byte.",
 }
 
 
