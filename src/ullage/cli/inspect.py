@@ -174,22 +174,21 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from ullage.report.checkpoint import by_name
     from ullage.report.page import size
 
     table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
     for name, side in (("name", "left"), ("shape", "left"), ("dtype", "left"), ("states", "left"), ("bytes", "right")):
         table.add_column(name, justify=side, overflow="fold")
     table.add_column("fragments", justify="right")
-    by_name: dict[str, list[Any]] = {}
-    for tensor in inventory.tensors:
-        by_name.setdefault(tensor.name, []).append(tensor)
-    for name, tensors in list(by_name.items())[:limit]:
+    names = by_name(inventory)
+    for name, tensors in list(names.items())[:limit]:
         first = tensors[0]
         shape = " × ".join(map(str, first.shape)) or "scalar"
         states = ", ".join(t.key for t in tensors)
         total = sum(t.num_bytes for t in tensors)
         fragments = str(max(t.num_fragments for t in tensors))
         table.add_row(Text(name), shape, first.dtype, states, size(total), fragments)
-    if limit is not None and len(by_name) > limit:
-        table.caption = f"and {len(by_name) - limit:,} more (--all)"
+    if limit is not None and len(names) > limit:
+        table.caption = f"and {len(names) - limit:,} more (--all)"
     return table

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ullage.checkpoint.inventory import Group, Inventory, Problem
+from ullage.checkpoint.inventory import Group, Inventory, Problem, Tensor
 from ullage.report.page import NUM_COLOURS, render, size
 
-#: Ranks drawn at the head and the tail of a group, groups drawn, tensors and problems listed.
-_HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 50
+#: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.
+_HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 20
 #: Per cent of a bar: below the first a fragment is drawn with its neighbours; a letter takes the second.
 _NARROW, _LETTER = 0.25, 1.9
+#: Shards in one bar up to which their cuts are drawn.
+_CUTS = 48
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,17 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         drawings=[_draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
         kinds=_kinds(inventory),
-        tensors=inventory.tensors[:_TENSORS],
-        tensors_left_out=max(0, len(inventory.tensors) - _TENSORS),
+        tensors=list(by_name(inventory).values())[:_TENSORS],
+        tensors_left_out=max(0, len(by_name(inventory)) - _TENSORS),
     )
+
+
+def by_name(inventory: Inventory) -> dict[str, list[Tensor]]:
+    """The states of each parameter and buffer, by its name."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in inventory.tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    return found
 
 
 def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
@@ -87,8 +97,8 @@ def _draw(group: Group) -> Drawing:
     padded = np.flatnonzero(padding)
     held = int(group.pieces.length.sum())
     sentence = (
-        f"{held:,} elements of {len(group.names):,} parameters and {group.padding:,} elements of padding fill "
-        f"{group.num_shards:,} {'shard' if group.num_shards == 1 else 'shards'} of {group.shard_size:,}."
+        f"{held:,} elements of {_number(len(group.names), 'parameter')} and {group.padding:,} elements of padding fill "
+        f"{_number(group.num_shards, 'shard')} of {group.shard_size:,}."
     )
     if len(padded):
         ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"
@@ -98,7 +108,7 @@ def _draw(group: Group) -> Drawing:
     if len(wrong):
         sentence += (
             f" The files book {booked[wrong[0]]:,} of it on rank {wrong[0]}, which holds only {group.shard_size:,} "
-            f"elements: cutting it off there would leave {group.shard_size - booked[wrong[0]]:,}."
+            f"elements: cutting it off there would leave {group.shard_size - booked[wrong[0]]:,}.".replace("-", "−")
         )
     end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
     title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
@@ -117,28 +127,38 @@ def _draw(group: Group) -> Drawing:
     )
 
 
+def _number(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+
+
 def _position(group: Group) -> np.ndarray:
     """Where each piece begins when the shards are laid end to end, [pieces]."""
     return group.pieces.shard * group.shard_size + group.pieces.shard_start
 
 
 def _tail(group: Group, padded: np.ndarray) -> Row | None:
-    """The last shards end to end: from the shard before the first that has padding."""
+    """The last shards end to end: from the shard before the first that has padding, if that is not too many."""
     if not len(padded) or group.num_shards <= 4:
         return None
-    first = max(int(padded[0]) - 1, group.num_shards - 8, 0)
+    first = max(int(padded[0]) - 1, 0)
+    if group.num_shards - first > _CUTS:
+        first = group.num_shards - _TAIL
     return _span(group, first, group.num_shards, f"ranks {first}–{group.num_shards - 1}")
 
 
 def _span(group: Group, first: int, last: int, label: str) -> Row:
     """Shards ``[first, last)`` as one bar, with a line at each cut if there is room for them."""
     pieces = group.pieces
-    inside = (pieces.shard >= first) & (pieces.shard < last)
+    inside = np.flatnonzero((pieces.shard >= first) & (pieces.shard < last))
     start = _position(group)[inside] - first * group.shard_size
+    item, ends = pieces.item[inside], start + pieces.length[inside]
     total = (last - first) * group.shard_size
-    boxes = _boxes(group.names, pieces.item[inside], start, pieces.length[inside], total)
+    joined = np.r_[False, (item[1:] == item[:-1]) & (start[1:] == ends[:-1])][: len(item)]
+    begins = np.flatnonzero(~joined)  # a cut does not part what lies end to end
+    stops = np.flatnonzero(~np.r_[joined[1:], False][: len(item)])
+    boxes = _boxes(group.names, item[begins], start[begins], ends[stops] - start[begins], total)
     shards = last - first
-    cuts = tuple(round(100 * i / shards, 4) for i in range(1, shards)) if shards <= 48 else ()
+    cuts = tuple(round(100 * i / shards, 4) for i in range(1, shards)) if shards <= _CUTS else ()
     return Row(label, boxes, f"{total:,}", cuts)
 
 
