@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ullage.checkpoint.convert import Report, convert, plan
 from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Problem, Slice, Tensor, Topology, check
 from ullage.checkpoint.locate import locate
+from ullage.checkpoint.verify import verify
 
 
 def read(folder: str | Path) -> Inventory:
     """What a checkpoint holds: logical tensors and their fragments, topology, paddings. Reads no tensor data.
 
     ``folder``: the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``. Problems are collected, not raised: see :func:`check`. Raises
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. Problems are collected, not raised: see :func:`check`. Raises
     ``CheckpointError`` for a folder that is no checkpoint, for expert files, and for a file that asks to run code.
     """
     path, found = locate(folder)
@@ -28,9 +30,17 @@ def read(folder: str | Path) -> Inventory:
         from ullage.checkpoint.zero import read_zero
 
         return read_zero(path)
-    from ullage.errors import CheckpointError
+    if found == "universal":
+        from ullage.checkpoint.universal import read_universal
 
-    raise CheckpointError(f"cannot read the format {found}", where=str(path))
+        return read_universal(path)
+    if found == "safetensors":
+        from ullage.checkpoint.safetensors import read_safetensors
+
+        return read_safetensors(path)
+    from ullage.checkpoint.dcp import read_dcp
+
+    return read_dcp(path)
 
 
 __all__ = [
@@ -40,9 +50,13 @@ __all__ = [
     "Inventory",
     "Merge",
     "Problem",
+    "Report",
     "Slice",
     "Tensor",
     "Topology",
     "check",
+    "convert",
+    "plan",
     "read",
+    "verify",
 ]

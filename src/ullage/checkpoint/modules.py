@@ -66,6 +66,13 @@ def frozen_and_buffers(
     return tensors
 
 
+def one_fragment(name: str, key: str, ref: TensorRef, file: int, offset: int) -> Tensor:
+    """A tensor that lies whole in one file."""
+    place = [offset] if ref.numel else []
+    fragments = Fragments.of([file] * len(place), place, [0] * len(place), [ref.numel] * len(place))
+    return Tensor(name, key, tuple(ref.shape), ref.dtype, "buffer", (Slice(0, tuple(ref.shape), fragments),))
+
+
 def _slice(source: TorchFile, file: int, model_rank: int, ref: TensorRef, shape: tuple[int, ...]) -> Slice:
     place = [] if not ref.numel else [source.place(ref)]
     some = [1] * len(place)
