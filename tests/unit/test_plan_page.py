@@ -33,7 +33,7 @@ class Bars(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.bars, self.open, self.in_title = [], [], False
+        self.bars, self.open, self.in_title, self.in_bar = [], [], False, False
         self.feed(page)
         assert not self.open, self.open
 
@@ -41,9 +41,11 @@ class Bars(HTMLParser):
         attrs = dict(attrs)
         if tag not in ("meta", "line", "br"):
             self.open.append(tag)
-        if tag == "svg" and "bar" in attrs.get("class", ""):
-            self.bars.append([])
-        if tag == "rect" and self.bars and "svg" in self.open and attrs.get("x", "").endswith("%"):
+        if tag == "svg":
+            self.in_bar = "bar" in attrs.get("class", "").split()
+            if self.in_bar:
+                self.bars.append([])
+        if tag == "rect" and self.in_bar:
             self.bars[-1].append([attrs["class"], float(attrs["x"][:-1]), float(attrs["width"][:-1]), ""])
         self.in_title = tag == "title"
 
@@ -57,7 +59,7 @@ class Bars(HTMLParser):
         self.in_title = False
 
     def handle_data(self, data):
-        if self.in_title and self.bars and self.bars[-1]:
+        if self.in_title and self.in_bar:
             self.bars[-1][-1][3] += data
 
 
@@ -171,18 +173,24 @@ def test_histogram_counts_every_sequence():
 MEASURE = """<script>
 addEventListener("load", () => {
   document.querySelectorAll("details").forEach(d => d.open = true);
-  const seen = [...document.querySelectorAll("h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg")]
-    .map(e => [e, e.getBoundingClientRect()]).filter(([e, r]) => r.width && r.height);
-  const wide = seen.filter(([e, r]) => (r.right > innerWidth + 0.5 || r.left < -0.5) && !e.closest(".scroll")).map(([e]) => e.outerHTML.slice(0, 80));
+  const parts = "h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg";
+  const seen = [...document.querySelectorAll(parts)].map(e => [e, e.getBoundingClientRect()])
+    .filter(([e, r]) => r.width && r.height);
+  const named = e => e.outerHTML.slice(0, 80);
+  const wide = seen.filter(([e, r]) => r.right > innerWidth + 0.5 || r.left < -0.5).map(([e]) => named(e));
   const overlaps = [];
   seen.forEach(([a, r], i) => seen.slice(i + 1).forEach(([b, s]) => {
     if (a.contains(b) || b.contains(a)) return;
-    if (Math.min(r.right, s.right) - Math.max(r.left, s.left) > 1 && Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 1)
-      overlaps.push(a.outerHTML.slice(0, 80) + " / " + b.outerHTML.slice(0, 80));
+    const across = Math.min(r.right, s.right) - Math.max(r.left, s.left);
+    const down = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
+    if (across > 1 && down > 1) overlaps.push(named(a) + " / " + named(b));
   }));
   const table = document.querySelector("table"), dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const facts = {width: innerWidth, page: document.documentElement.scrollWidth, wide, overlaps, dark, seen: seen.length,
-                 table: table.scrollWidth - table.parentElement.clientWidth, ground: getComputedStyle(document.body).backgroundColor};
+  const facts = {
+    width: innerWidth, page: document.documentElement.scrollWidth, wide, overlaps, dark, seen: seen.length,
+    table: table.scrollWidth - table.parentElement.clientWidth,
+    ground: getComputedStyle(document.body).backgroundColor,
+  };
   document.body.innerHTML = "";
   document.body.textContent = "FACTS" + JSON.stringify(facts) + "END";
 });
