@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from ullage.datasets.files import read_lengths, read_stream
 from ullage.errors import InputError
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from ullage.datasets import CAPACITIES, WORKLOADS, mock_lengths
 from ullage.errors import InputError
 

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+
 import ullage
 from ullage.datasets import CAPACITIES, WORKLOADS
 from ullage.report import plan as drawing
