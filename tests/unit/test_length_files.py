@@ -70,7 +70,7 @@ def test_text_is_measured_in_bytes_as_byt5_tokenizes(tmp_path):
 def test_txt_of_text_is_a_text_a_line(tmp_path):
     path = write(tmp_path / "a.txt", "one\ntwo words\n")
     np.testing.assert_array_equal(read_lengths(path, "text").lengths, [4, 10])
-    with pytest.raises(InputError, match="must hold integers.*'one'.*--column text"):
+    with pytest.raises(InputError, match=r"must hold integers.*'one'.*--column text"):
         read_lengths(path)
 
 
@@ -94,7 +94,7 @@ def test_a_column_that_is_asked_for(tmp_path):
     np.testing.assert_array_equal(read_lengths(path).lengths, [1, 2])
     np.testing.assert_array_equal(read_lengths(path, "other").lengths, [3, 4])
     np.testing.assert_array_equal(read_lengths(path, "text").lengths, [3, 2])
-    with pytest.raises(InputError, match="a column is missing .*expected nope, found length, other, text"):
+    with pytest.raises(InputError, match=r"a column is missing .*expected nope, found length, other, text"):
         read_lengths(path, "nope")
 
 
