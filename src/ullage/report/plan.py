@@ -16,7 +16,7 @@ import numpy as np
 
 from ullage.layout import Int64
 from ullage.planning import Plan
-from ullage.report.figures import described, figures, lost_sequences, step_time
+from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
 from ullage.report.histogram import histogram
 from ullage.report.page import percent, render
 from ullage.report.timeline import Timeline, timeline
@@ -77,6 +77,7 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         described=described(plan.original_lengths),
         figures=figures(plan, reference),
         reference=reference,
+        reference_name="" if reference is None else reference_name(reference),
         steps=_steps(plan, reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
         time=_time_drawing(plan, shades),
@@ -91,7 +92,7 @@ def _steps(plan: Plan, reference: Plan | None) -> list[Row]:
     """The time of the step as bars: work, then waiting; the longest fills the width."""
     named = [(f"this plan ({plan.strategy})", plan)]
     if reference is not None:
-        named.append((reference.strategy, reference))
+        named.append((reference_name(reference), reference))
     times = [(name, step_time(p)) for name, p in named]
     longest = max(time for _, time in times) or 1.0
     rows = []
