@@ -19,7 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numba import boolean, int64, njit, types
 
-from ullage.planning.balancing import balance, improve
+from ullage.planning.balancing import balance
+from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order
 from ullage.planning.packing import pack
 from ullage.planning.placing import NOWHERE, Items, Room, heaviest_first, no_bins
