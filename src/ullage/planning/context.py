@@ -19,7 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numba import boolean, int64, njit, types
 
-from ullage.planning.balancing import improve
+from ullage.planning.balancing import balance
+from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order
 from ullage.planning.packing import pack
 from ullage.planning.placing import NOWHERE, Items, Room, heaviest_first, no_bins
@@ -27,6 +28,8 @@ from ullage.planning.placing import NOWHERE, Items, Room, heaviest_first, no_bin
 TABLE = int64[:, ::1]
 #: Shares of a giant that are allowed, in hundredths of the mean microbatch; the last one is no limit.
 _TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, 1 << 30)
+#: Times that one microbatch more is tried, and what the critical path must come down to for it.
+_EXTRA, _WORTH = 3, 0.98
 
 
 @njit(ARRAY(TABLE, TABLE, int64, int64), cache=True, nogil=True)
@@ -208,19 +211,25 @@ def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponent
 def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The place of each item, the exponent of the bin at each place (−1 behind the first rank of a block and 0 for one
     rank), and the number of microbatches. ``slots``, ``costs`` [exponents, items]: at degree 1, 2, 4, ..."""
-    levels, n = slots.shape
+    n = slots.shape[1]
     order = falling_order(costs[0])
     slots, costs, counts = slots[:, order].copy(), costs[:, order].copy(), counts[order]
-    best = np.int64(-1)
+    best, best_microbatches = np.int64(-1), microbatches
     best_home, best_exponents = np.empty(0, np.int64), np.empty(0, np.int64)
-    total = costs[0].sum()
-    while best < 0:
-        mean = total // (microbatches * ranks) + 1
+    if slots[0].max() <= capacity:
+        best_home, best_microbatches = balance(
+            slots[0], costs[0], counts, capacity, sequences, ranks, microbatches, multiple, budget
+        )
+        best_exponents = np.zeros(best_microbatches * ranks, np.int64)
+        best = _path(_shares(best_home, best_exponents, costs, ranks), ranks)
+    extra = 0
+    while best < 0 or extra <= _EXTRA:
+        mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
         for tolerance in _TOLERANCES:
             share = mean * tolerance // 100 if tolerance < (1 << 20) else np.int64(1) << 60
             needed = _needed(slots, costs, capacity, share)
-            if np.array_equal(needed, last):
+            if np.array_equal(needed, last) or needed.max() == 0:
                 continue
             last = needed
             home, exponents, lost = _place_giants(
@@ -229,10 +238,11 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
             if lost or not _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponents, budget):
                 continue
             path = _path(_shares(home, exponents, costs, ranks), ranks)
-            if best < 0 or path < best:
-                best, best_home, best_exponents = path, home, exponents
-        if best < 0:
-            microbatches += multiple
+            worth = 1.0 if microbatches == best_microbatches else _WORTH
+            if best < 0 or path < best * worth:
+                best, best_home, best_exponents, best_microbatches = path, home, exponents, microbatches
+        microbatches += multiple
+        extra += 1
     homes = np.empty(n, np.int64)
     homes[order] = best_home
-    return homes, best_exponents, microbatches
+    return homes, best_exponents, best_microbatches

@@ -140,13 +140,13 @@ def _first_within(falling, most):
     return low
 
 
-@njit(int64(ITEMS, BINS, ROOM, int64, int64), cache=True, nogil=True)
-def fill_giant_steps(items, bins, room, ranks, most):
-    """Fills microbatches whose dearest item is dearer than the mean: each bin up to that item's cost.
+@njit(int64(ITEMS, BINS, ROOM, int64, int64, int64), cache=True, nogil=True)
+def fill_steps(items, bins, room, ranks, most, margin):
+    """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
 
-    Opens microbatches from 0 on, each with the dearest item left, and fills their bins in turn with the dearest items
-    that still fit both the cost and the capacity, as long as the dearest item is above what a bin of the rest would
-    carry on average, for at most ``most`` microbatches. Returns how many it filled.
+    The goal is the cost of the dearest item left, or what a bin of the rest carries on average and ``margin``
+    thousandths more if that is dearer; a negative margin stops where it is. Each bin in turn takes the dearest items
+    left that fit both the goal and the capacity. Returns how many microbatches it filled.
     """
     slots, costs = items.slots, items.costs
     n, microbatches = len(slots), len(bins.load) // ranks
@@ -155,9 +155,14 @@ def fill_giant_steps(items, bins, room, ranks, most):
     filled = 0
     while filled < most and filled < microbatches - 1:
         lead = _unplaced(following, 0)
-        if lead == n or costs[lead] * (microbatches - filled) * ranks <= rest + rest // 100:
+        if lead == n:
             break
+        mean = rest // ((microbatches - filled) * ranks)
         goal = costs[lead]
+        if goal <= mean + mean // 100:
+            if margin < 0:
+                break
+            goal = max(goal, mean + mean * margin // 1000)
         for k in range(filled * ranks, (filled + 1) * ranks):
             at = 0
             while at < n:

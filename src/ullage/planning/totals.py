@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, types
 
-from ullage.planning.balancing import improve
+from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order, rows
 from ullage.planning.packing import pack
 from ullage.planning.placing import Items, Room, heaviest_first, no_bins
