@@ -115,6 +115,25 @@ def test_options_reach_the_planner(run, tmp_path):
     assert figures(run, path, "-c", 130, "-n", 10)["source"]["sequences"] == 10
 
 
+def test_cost_of_a_model(run, tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        figures(run, "chat", "-n", 50, "--model", path, "--save", tmp_path / "plan.json")
+        saved = ullage.Plan.from_json((tmp_path / "plan.json").read_text())
+        lengths = WORKLOADS["chat"](50, 0)
+        cost = ullage.TransformerCost.from_config(config)
+        assert saved == ullage.plan(lengths, ranks=8, capacity=CAPACITIES["chat"], cost=cost)
+    (tmp_path / "config.json").write_text("{}")
+    status, _, err = run("plan", "chat", "--model", tmp_path)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "not JSON" in run("plan", "chat", "--model", __file__)[2]
+    assert run("plan", "chat", "--model", tmp_path, "--linear", 1)[0] == 2
+
+
 def test_oversize(run, tmp_path):
     (tmp_path / "a.txt").write_text("10 200 30 400")
     status, out, err = run("plan", tmp_path / "a.txt", "-c", 100)

@@ -57,6 +57,9 @@ def plan(
     oversize: _Oversize = "error",
     linear: Annotated[float | None, typer.Option(min=0, help="Cost of a token. Default 24576.")] = None,
     quadratic: Annotated[float | None, typer.Option(min=0, help="Cost of a token squared. Default 1.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The cost of a Hugging Face model: its config.json, or the folder it is in.")
+    ] = None,
     column: Annotated[str | None, typer.Option(help="The column of the file that holds lengths or text.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For text: a name or folder for AutoTokenizer. Default: bytes.")
@@ -80,9 +83,9 @@ def plan(
         raise UsageError(
             "the capacity is missing", hint=f"pass --capacity; the longest is {int(measured.lengths.max())}"
         )
-    settings: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "cost": _cost(linear, quadratic), "sync": sync}
-    settings |= {"context_parallel": _degree(context_parallel), "align": align, "oversize": oversize}
-    settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences}
+    settings: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "sync": sync, "align": align}
+    settings |= {"context_parallel": _degree(context_parallel), "cost": _cost(linear, quadratic, model)}
+    settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
     planned, reference = _planned(measured, strategy, settings)
     _outputs(planned, reference, name, html, trace, save)
     if as_json:
@@ -137,11 +140,25 @@ def _degree(context_parallel: str) -> int | str:
     return int(context_parallel)
 
 
-def _cost(linear: float | None, quadratic: float | None) -> Any:
+def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> Any:
+    from ullage.datasets.lengths import read_text
     from ullage.planning import TransformerCost
 
-    given = {"linear": linear, "quadratic": quadratic}
-    return TransformerCost(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in (("linear", linear), ("quadratic", quadratic)) if value is not None}
+    if model is None:
+        return TransformerCost(**given)
+    if given:
+        raise UsageError("a model has its own cost", hint="pass --model, or --linear and --quadratic")
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(read_text(path))
+    except ValueError as error:
+        if isinstance(error, UllageError):
+            raise
+        raise InputError("a model's config is not JSON", where=str(path), found=str(error)) from error
+    if not isinstance(config, dict):
+        raise InputError("a model's config must be a JSON object", where=str(path), found=type(config).__name__)
+    return TransformerCost.from_config(config)
 
 
 def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tuple[Plan, Plan | None]:
