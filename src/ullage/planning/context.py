@@ -7,7 +7,7 @@ microbatch, times a tolerance. Giants open their bins, widest first, which keeps
 whole microbatch where a giant dominates all the same, are filled with the dearest items that still fit under the
 giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
 
-With one degree a bin an engine runs each microbatch with one process group a rank. :func:`mixed_path` is what list
+With one degree a bin an engine runs each microbatch with one process group a rank. :func:`list_schedule` is what list
 scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this gives up.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
@@ -30,6 +30,8 @@ TABLE = int64[:, ::1]
 _TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, 1 << 30)
 #: Times that one microbatch more is tried, and what the critical path must come down to for it.
 _EXTRA, _WORTH = 3, 0.98
+#: A critical path this close to the mean rank is good enough.
+_LEVEL = 1.002
 
 
 @njit(ARRAY(TABLE, TABLE, int64, int64), cache=True, nogil=True)
@@ -223,7 +225,8 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
         best_exponents = np.zeros(best_microbatches * ranks, np.int64)
         best = _path(_shares(best_home, best_exponents, costs, ranks), ranks)
     extra = 0
-    while best < 0 or extra <= _EXTRA:
+    ideal = costs[0].sum() / ranks
+    while best < 0 or (extra <= _EXTRA and best > ideal * _LEVEL):
         mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
         for tolerance in _TOLERANCES:
@@ -246,3 +249,40 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
     homes = np.empty(n, np.int64)
     homes[order] = best_home
     return homes, best_exponents, best_microbatches
+
+
+@njit(int64(TABLE, TABLE, int64, int64, int64), cache=True, nogil=True)
+def list_schedule(slots, costs, capacity, ranks, microbatches):
+    """The critical path, in cost, if each item has its own degree: the dearest first, each on the block of ranks, over
+    all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
+    n = slots.shape[1]
+    order = falling_order(costs[0])
+    mean = costs[0].sum() // (microbatches * ranks) + 1
+    best = np.int64(-1)
+    for tolerance in _TOLERANCES:
+        share = mean * tolerance // 100 if tolerance < (1 << 20) else np.int64(1) << 60
+        needed = _needed(slots, costs, capacity, share)
+        if n and needed.min() < 0:
+            return -1
+        load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
+        fits = True
+        for e in range(slots.shape[0] - 1, -1, -1):
+            width = 1 << e
+            for i in order:
+                if needed[i] != e or not fits:
+                    continue
+                at, least = -1, 0
+                each = -(-slots[e, i] // width)
+                for microbatch in range(microbatches):
+                    for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
+                        high = load[begin : begin + width].max()
+                        if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
+                            at, least = begin, high
+                fits = at >= 0
+                if fits:
+                    for k in range(at, at + width):
+                        load[k] = least + (costs[e, i] >> e)
+                        held[k] += each
+        if fits and (best < 0 or _path(load, ranks) < best):
+            best = _path(load, ranks)
+    return best

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout, as_lengths
-from ullage.planning.bounds import microbatch_bound, path_bound
+from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 
 _ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
 _NUMBERS = ("ranks", "capacity", "align", "max_sequences", "microbatch_multiple", "per_microbatch", "communication")
@@ -58,6 +58,8 @@ class Statistics:
     lower_bound: int
     rank_imbalance_bound: float
     critical_path_bound: float
+    #: What a degree for each sequence inside a microbatch would reach, beside one degree for all of it.
+    mixed_critical_path: float
     #: Sequences and their tokens that run on more than one rank.
     num_shared: int
     shared_tokens: int
@@ -271,6 +273,7 @@ def _statistics(plan: Plan) -> Statistics:
     ideal = total / plan.ranks + plan.per_microbatch * plan.num_microbatches
     loads = plan.loads
     path, dearest = float(loads.max(axis=1, initial=0).sum()), float(loads.sum(axis=0).max(initial=0))
+    reached = path / ideal if ideal else 1.0
     shared = degree > 1
     bounds = path_bound(plan)
     return Statistics(
@@ -289,10 +292,11 @@ def _statistics(plan: Plan) -> Statistics:
         sum_squared_lengths=sum_of_squares(placed),
         ullage=1 - num_tokens / capacity_tokens if capacity_tokens else 0.0,
         rank_imbalance=dearest / ideal if ideal else 1.0,
-        critical_path=path / ideal if ideal else 1.0,
+        critical_path=reached,
         lower_bound=microbatch_bound(plan),
         rank_imbalance_bound=bounds.rank_imbalance,
         critical_path_bound=bounds.critical_path,
+        mixed_critical_path=min(reached, mixed_path(plan)),
         num_shared=int(np.count_nonzero(shared)),
         shared_tokens=int(placed[shared].sum()),
     )
