@@ -149,6 +149,12 @@ def test_bad_files(tmp_path, name, content, message):
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
+def test_names_are_taken_literally(tmp_path):
+    for name in ("we[i]rd*.jsonl", "größe ?.jsonl", "a#b%20.jsonl"):
+        source = write(tmp_path / name, [{"input_ids": [1, 2]}])
+        assert pack_file(source, tmp_path / "out.parquet", 8).num_tokens == 2
+
+
 def test_bad_arguments(tmp_path, run):
     source = write(tmp_path / "in.jsonl", [{"input_ids": [1]}])
     for arguments, status, message in (

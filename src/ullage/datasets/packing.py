@@ -13,6 +13,7 @@ shuffled, because packing leaves the long sequences in front.
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 from collections.abc import Iterator
@@ -169,9 +170,9 @@ def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
         raise InputError("a file cannot be read", where=str(source), found="no such file")
     if not source.stat().st_size:
         raise InputError("a file holds no sequences", where=str(source), hint="it is empty")
-    reader = READERS[source.suffix.lower()]
+    reader, literally = READERS[source.suffix.lower()], glob.escape(str(source.resolve()))
     try:
-        stream = datasets.load_dataset(reader, data_files=str(source.resolve()), split="train", streaming=True)
+        stream = datasets.load_dataset(reader, data_files=literally, split="train", streaming=True)
         tables = iter(stream.with_format("arrow").iter(batch_size=_BATCH))
         first: Any = next(tables, None)
     except Exception as error:  # each reader raises its own library's
