@@ -182,7 +182,7 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),
         ({"lengths": [3, 9, 8, 10]}, r"does not fit into a microbatch \(sequence 1 and 1 more\): expected at most the "
          r"capacity of 8 tokens, found 9\. Raise the capacity"),
-        ({"lengths": [7], "align": 5}, r"\(sequence 0\): expected at most the capacity of 5 tokens at align 5, found 7"),
+        ({"lengths": [7], "align": 5}, r"at most the capacity of 5 tokens at align 5, found 7"),
         ({"lengths": [1], "align": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at align 9, found 1"),
         ({"oversize": "cut"}, r"no such oversize: expected 'error' or 'truncate' or 'drop', found 'cut'"),
         ({"sync": "never"}, r"no such sync: expected 'microbatch' or 'step', found 'never'"),

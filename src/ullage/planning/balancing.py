@@ -9,8 +9,9 @@ tried and compared with the lower bound.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float64, int64, njit, types
+from numba import boolean, float64, int64, types
 
+from ullage.planning.compiled import kernel
 from ullage.planning.critical import deal, least_path, path_of
 from ullage.planning.improving import GOOD, improve
 from ullage.planning.ordering import ARRAY, falling_order
@@ -23,7 +24,7 @@ _ROUNDS = 60
 _MANY = 32768
 
 
-@njit(boolean(ITEMS, BINS, ROOM, int64, int64, int64), cache=True, nogil=True)
+@kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64))
 def _start(items, bins, room, ranks, most, margin):
     """Places all items, or returns false: at most ``most`` microbatches filled in turn and the rest heaviest first, or
     all items packed as full as they go if ``most`` is negative."""
@@ -44,7 +45,7 @@ def _start(items, bins, room, ranks, most, margin):
     return True
 
 
-@njit(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64), cache=True, nogil=True)
+@kernel(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64))
 def _best_starts(items, room, ranks, microbatches, bound):
     """The two best of several first placements, and the critical path of the best; infinite if none was found."""
     n, count = len(items.slots), microbatches * ranks
@@ -73,9 +74,7 @@ def _best_starts(items, room, ranks, microbatches, bound):
     return first, second, best
 
 
-@njit(
-    types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64), cache=True, nogil=True
-)
+@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
 def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
     else the next multiple that is. ``budget``: operations to spend on improvement."""

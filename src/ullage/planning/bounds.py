@@ -75,7 +75,7 @@ def path_bound(plan: Plan) -> PathBound:
 
     costs = plan.costs[plan.order]
     degree = int(plan.degrees.max(initial=1))
-    if not costs.any() or np.any(plan.degrees != degree) or plan.communication and degree > 1:
+    if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
     order = falling_order(costs)
     slots = slots_of(plan.lengths[plan.order][order], plan.align, degree)

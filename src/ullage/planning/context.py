@@ -1,11 +1,11 @@
 """How many ranks a giant sequence gets, where context parallelism is free to choose.
 
-A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times as
-much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A giant
-gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the mean
-microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned; the bins, and the
-whole microbatch where a giant dominates all the same, are filled with the dearest items that still fit under the
-giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
+A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times
+as much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A
+giant gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the
+mean microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned; the bins,
+and the whole microbatch where a giant dominates all the same, are filled with the dearest items that still fit under
+the giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
 
 With one degree a bin an engine runs each microbatch with one process group a rank. :func:`list_schedule` is what list
 scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this gives up.
@@ -17,9 +17,10 @@ and FlexSP (arXiv:2412.01523).
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, int64, njit, types
+from numba import boolean, int64, types
 
 from ullage.planning.balancing import balance
+from ullage.planning.compiled import kernel
 from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order
 from ullage.planning.packing import pack
@@ -34,7 +35,7 @@ _EXTRA, _WORTH = 3, 0.98
 _LEVEL = 1.002
 
 
-@njit(ARRAY(TABLE, TABLE, int64, int64), cache=True, nogil=True)
+@kernel(ARRAY(TABLE, TABLE, int64, int64))
 def _needed(slots, costs, capacity, share):
     """The exponent of the least degree at which each item fits and costs a rank at most ``share``; the least at which
     it fits and costs a rank the least if there is none, or −1 if it fits at none."""
@@ -52,7 +53,7 @@ def _needed(slots, costs, capacity, share):
     return needed
 
 
-@njit(boolean(ARRAY, ARRAY, ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(boolean(ARRAY, ARRAY, ARRAY, int64, int64, int64))
 def _open(free, first, width, ranks, exponent, k):
     """Gives bin ``k`` the first aligned block of ``2**exponent`` ranks that a microbatch has left."""
     degree = 1 << exponent
@@ -66,11 +67,7 @@ def _open(free, first, width, ranks, exponent, k):
     return False
 
 
-@njit(
-    types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, ARRAY, int64),
-    cache=True,
-    nogil=True,
-)
+@kernel(types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, ARRAY, int64))
 def _place_giants(slots, costs, counts, capacity, sequences, ranks, microbatches, needed, share):
     """Opens bins for items that need more than one rank, and fills them.
 
@@ -141,7 +138,7 @@ def _place_giants(slots, costs, counts, capacity, sequences, ranks, microbatches
     return home, exponents, lost
 
 
-@njit(ARRAY(ARRAY, ARRAY, TABLE, int64), cache=True, nogil=True)
+@kernel(ARRAY(ARRAY, ARRAY, TABLE, int64))
 def _shares(home, exponents, costs, ranks):
     """What each bin costs each of its ranks, by its place."""
     load = np.zeros(len(exponents), np.int64)
@@ -152,7 +149,7 @@ def _shares(home, exponents, costs, ranks):
     return load
 
 
-@njit(int64(ARRAY, int64), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64))
 def _path(load, ranks):
     path = 0
     for begin in range(0, len(load), ranks):
@@ -160,7 +157,7 @@ def _path(load, ranks):
     return path
 
 
-@njit(boolean(TABLE, TABLE, ARRAY, int64, int64, int64, ARRAY, ARRAY, int64), cache=True, nogil=True)
+@kernel(boolean(TABLE, TABLE, ARRAY, int64, int64, int64, ARRAY, ARRAY, int64))
 def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponents, budget):
     """Balances the items that are nowhere over the places that no bin covers; false if they do not fit."""
     rest = np.flatnonzero(home == NOWHERE)
@@ -205,11 +202,7 @@ def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponent
     return True
 
 
-@njit(
-    types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, int64, int64),
-    cache=True,
-    nogil=True,
-)
+@kernel(types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, int64, int64))
 def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The place of each item, the exponent of the bin at each place (−1 behind the first rank of a block and 0 for one
     rank), and the number of microbatches. ``slots``, ``costs`` [exponents, items]: at degree 1, 2, 4, ..."""
@@ -251,7 +244,7 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
     return homes, best_exponents, best_microbatches
 
 
-@njit(int64(TABLE, TABLE, int64, int64, int64), cache=True, nogil=True)
+@kernel(int64(TABLE, TABLE, int64, int64, int64))
 def list_schedule(slots, costs, capacity, ranks, microbatches):
     """The critical path, in cost, if each item has its own degree: the dearest first, each on the block of ranks, over
     all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""

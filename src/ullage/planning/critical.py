@@ -1,26 +1,27 @@
 """The critical path: the sum over microbatches of the dearest bin. Its lower bound, its value, and the deal to ranks.
 
-Given the bins, the critical path is least when they are sorted by cost and cut into groups of ``ranks``: the optimum for
-a sum of maxima over groups of equal size.
+Given the bins, the critical path is least when they are sorted by cost and cut into groups of ``ranks``: the optimum
+for a sum of maxima over groups of equal size.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import float64, int64, njit
+from numba import float64, int64
 
+from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY, falling_order
 
 
-@njit(float64(ARRAY, ARRAY, int64, int64), cache=True, nogil=True)
+@kernel(float64(ARRAY, ARRAY, int64, int64))
 def least_path(slots, costs, capacity, ranks):
     """A lower bound of the critical path, in cost, for items sorted by falling cost.
 
-    No two items above half the capacity share a bin, so the ``k`` microbatches that hold the first, the ``ranks + 1``-st,
-    ... of them cost at least as much as these *leaders*. The other ``k·(ranks − 1)`` bins hold no more work than that
-    cost each, and no more than the dearest of the other items that fit into their slots; what is left over is work for
-    other microbatches. Dearer items must be denser, as for every cost that grows faster than length: where they are
-    not, the leaders may lie in those bins too, and the densest items come first.
+    No two items above half the capacity share a bin, so the ``k`` microbatches that hold the first, the ``ranks +
+    1``-st, ... of them cost at least as much as these *leaders*. The other ``k·(ranks − 1)`` bins hold no more work
+    than that cost each, and no more than the dearest of the other items that fit into their slots; what is left over
+    is work for other microbatches. Dearer items must be denser, as for every cost that grows faster than length:
+    where they are not, the leaders may lie in those bins too, and the densest items come first.
     """
     n = len(slots)
     order, denser = np.arange(n), True
@@ -62,7 +63,7 @@ def least_path(slots, costs, capacity, ranks):
     return best
 
 
-@njit(float64(ARRAY, ARRAY, int64), cache=True, nogil=True)
+@kernel(float64(ARRAY, ARRAY, int64))
 def path_of(load, order, ranks):
     """The critical path of bins listed by falling cost."""
     path = 0.0
@@ -71,7 +72,7 @@ def path_of(load, order, ranks):
     return path
 
 
-@njit(ARRAY(ARRAY, int64), cache=True, nogil=True)
+@kernel(ARRAY(ARRAY, int64))
 def deal(load, ranks):
     """Where each bin goes, ``microbatch·ranks + rank``: sorted into microbatches, the heaviest bin of each to the rank
     that has the least so far, then exchanged within microbatches while that lowers the dearest rank."""

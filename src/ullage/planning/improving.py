@@ -13,8 +13,9 @@ the capacity as a constraint.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float64, int64, njit, void
+from numba import boolean, float64, int64, void
 
+from ullage.planning.compiled import kernel
 from ullage.planning.critical import path_of
 from ullage.planning.dividing import divide
 from ullage.planning.ordering import ARRAY, falling_order
@@ -26,7 +27,7 @@ GOOD = 1.0002
 _IDLE = 8
 
 
-@njit(void(ITEMS, BINS, ARRAY, ARRAY), cache=True, nogil=True)
+@kernel(void(ITEMS, BINS, ARRAY, ARRAY))
 def _link(items, bins, head, following):
     """Lists the items of each bin by falling cost."""
     head[:] = -1
@@ -36,7 +37,7 @@ def _link(items, bins, head, following):
         head[k] = i
 
 
-@njit(void(ITEMS, BINS, ARRAY, ARRAY, int64, float64, boolean, ARRAY), cache=True, nogil=True)
+@kernel(void(ITEMS, BINS, ARRAY, ARRAY, int64, float64, boolean, ARRAY))
 def _set_goals(items, bins, head, order, ranks, path, level, goals):
     """The cost that each bin should have, so that the critical path becomes ``path``.
 
@@ -70,7 +71,7 @@ def _set_goals(items, bins, head, order, ranks, path, level, goals):
             goals[order[at]] = np.int64(goal)
 
 
-@njit(void(ITEMS, BINS), cache=True, nogil=True)
+@kernel(void(ITEMS, BINS))
 def _weigh(items, bins):
     bins.load[:] = 0
     bins.held[:] = 0
@@ -82,7 +83,7 @@ def _weigh(items, bins):
         bins.crowd[k] += items.counts[i]
 
 
-@njit(int64(ITEMS, BINS, ROOM, int64, float64, int64, int64), cache=True, nogil=True)
+@kernel(int64(ITEMS, BINS, ROOM, int64, float64, int64, int64))
 def improve(items, bins, room, ranks, bound, rounds, budget):
     """Rounds of pairwise division until the critical path is within ``GOOD`` of ``bound``, nothing changes any more,
     or ``rounds`` or the ``budget`` of operations is spent. Leaves the best bins seen and returns the budget left."""

@@ -32,11 +32,11 @@ _FORMAT = "ullage plan 1"
 class Statistics:
     """What a plan achieves, with the lower bounds beside it. Token counts are exact integers.
 
-    Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and
-    ``capacity_tokens == num_tokens + padding_tokens``. ``padded_tokens`` counts slots: lengths rounded up to the
-    alignment. ``critical_path`` is the sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest
-    rank over the whole step, both divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of
-    these sequences: ``lower_bound`` on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
+    Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
+    + padding_tokens``. ``padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is the
+    sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest rank over the whole step, both
+    divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of these sequences: ``lower_bound``
+    on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
     """
 
     num_sequences: int
@@ -217,7 +217,8 @@ class Plan:
             raise InputError("a plan's offsets fall or its order names a sequence that is not there")
         if len(arrays["original_lengths"]) != n or len(arrays["costs"]) != n:
             raise InputError("a plan's lengths and costs disagree", expected=f"{n} each")
-        return cls(**arrays, **numbers, **{name: str(record[name]) for name in _WORDS})
+        words: dict[str, Any] = {name: str(record[name]) for name in _WORDS}
+        return cls(**arrays, **numbers, **words)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
