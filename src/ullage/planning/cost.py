@@ -12,7 +12,7 @@ the same numbers and makes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ullage.errors import InputError
 from ullage.layout import Int64
 
 Cost = Callable[[Int64], Any]
+
 
 #: Sums of costs stay below this, so that no int64 comparison overflows.
 _TOTAL_LIMIT = 2.0**60
@@ -45,14 +46,108 @@ class TransformerCost:
     communication: float = 0
 
     def __post_init__(self) -> None:
-        for name in ("linear", "quadratic", "per_microbatch", "communication"):
-            value = getattr(self, name)
-            if not np.isfinite(value) or value < 0:
-                raise InputError(f"{name} cost must be a finite number", expected=">= 0", found=value)
+        _refuse_bad_numbers(self, ("linear", "quadratic", "per_microbatch", "communication"))
 
     def __call__(self, lengths: Int64) -> npt.NDArray[np.float64]:
         length = np.asarray(lengths, np.float64)
         return length * (self.linear + self.quadratic * length)
+
+    def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        """Work of a batch, in the unit of the terms: ``linear·Σlength + quadratic·Σlength²``, exact for integer
+        terms."""
+        return self.linear * int(num_tokens) + self.quadratic * int(sum_squared_lengths)
+
+    @classmethod
+    def from_config(cls, config: Any, *, per_microbatch: float = 0, communication: float = 0) -> TransformerCost:
+        """The FLOPs of one forward pass of a Hugging Face model, two for each multiplication of its matrices.
+
+        ``config``: a ``transformers`` config of a decoder or encoder with dense MLPs, or a mapping with its fields; the
+        output layer counts. Attention is counted without using causality, as the math implementation runs it, so that
+        ``flops`` equals what torch's ``FlopCounterMode`` counts. Training takes three times as many. Raises
+        ``InputError`` for a config that lacks a field or whose MLP has experts.
+        """
+        return cls(*_forward_terms(config), per_microbatch, communication)
+
+
+@dataclass(frozen=True)
+class RecurrentCost:
+    """Cost of recurrence, where all rows of a batch take a time step together: each step costs ``step``, however many
+    rows are in it, and ``row`` for each of them, in any unit.
+
+    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs, so a sequence of ``L`` tokens
+    is charged ``L·(row + step/rows)``, where ``rows`` is how many sequences usually share a time step. Raises
+    ``InputError`` for numbers that are negative or not finite.
+    """
+
+    step: float = 0
+    row: float = 1
+    rows: float = 8
+    per_microbatch: float = 0
+
+    def __post_init__(self) -> None:
+        _refuse_bad_numbers(self, ("step", "row", "rows", "per_microbatch"))
+        if self.rows < 1:
+            raise InputError("rows must be at least one", expected=">= 1", found=self.rows)
+
+    def __call__(self, lengths: Int64) -> npt.NDArray[np.float64]:
+        return np.asarray(lengths, np.float64) * (self.row + self.step / self.rows)
+
+    def batch(self, lengths: Int64) -> float:
+        """What sequences of these lengths cost when they run together."""
+        lengths = np.asarray(lengths, np.int64)
+        return self.step * int(lengths.max(initial=0)) + self.row * int(lengths.sum())
+
+
+def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(model, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value < np.inf:
+            raise InputError(f"a cost's {name} must be a finite number", expected=">= 0", found=repr(value))
+
+
+#: Models whose MLP multiplies a gate in, three matrices and not two, though their activation is not SiLU.
+_GATED = frozenset(["gemma", "gemma2", "gemma3_text", "t5gemma", "glm", "olmo_hybrid"])
+#: Models of experts alike: each token goes through the same number of them.
+_EXPERTS = frozenset(["mixtral", "qwen3_moe", "olmoe"])
+
+
+def _forward_terms(config: Any) -> tuple[int, int]:
+    """FLOPs a token and FLOPs a pair of tokens."""
+
+    def field(*names: str, default: Any = None) -> Any:
+        for name in names:
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+            if value is not None:
+                return value
+        if default is None:
+            raise InputError("a model config lacks a field", expected=" or ".join(names))
+        return default
+
+    kind = field("model_type", default="")
+    hidden, layers = field("hidden_size", "n_embd", "d_model"), field("num_hidden_layers", "n_layer", "num_layers")
+    heads = field("num_attention_heads", "n_head", "num_heads")
+    head = field("head_dim", default=hidden // heads)
+    keys = field("num_key_value_heads", default=heads)
+    inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    gated = kind in _GATED or field("hidden_act", "activation_function", default="") in ("silu", "swish")
+    matrices = (3 if gated else 2) * hidden
+    experts = field("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    if experts > 1 and (
+        kind not in _EXPERTS or field("mlp_only_layers", default=()) or field("decoder_sparse_step", default=1) > 1
+    ):
+        raise InputError(
+            "no formula for the FLOPs of this mixture of experts",
+            found=kind,
+            hint="give TransformerCost(linear=..., quadratic=...) instead",
+        )
+    if experts > 1:
+        inner = field("moe_intermediate_size", default=inner)
+        mlp = field("num_experts_per_tok") * matrices * inner + hidden * experts
+    else:
+        mlp = matrices * inner
+    projections = 2 * hidden * heads * head + 2 * hidden * keys * head
+    linear = 2 * (layers * (projections + mlp) + hidden * field("vocab_size"))
+    return linear, 4 * layers * heads * head
 
 
 def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
