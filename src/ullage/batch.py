@@ -80,7 +80,7 @@ class RaggedBatch:
         if len(samples) == 0:
             raise InputError("a batch needs at least one sample", found="none")
         names = list(samples[0])
-        columns = {name: [_sample_value(samples, i, name) for i in range(len(samples))] for name in names}
+        columns = {name: [sample_value(samples, i, name) for i in range(len(samples))] for name in names}
         for i, sample in enumerate(samples):
             if len(sample) != len(names):
                 extra = sorted(set(sample) - set(names))
@@ -353,7 +353,11 @@ class RaggedBatch:
             raise InputError("no such token-aligned field", expected=f"one of {aligned}", found=repr(name))
 
 
-def _sample_value(samples: Sequence[Mapping[str, Any]], i: int, name: str) -> Tensor:
+def sample_value(samples: Sequence[Mapping[str, Any]], i: int, name: str) -> Tensor:
+    """The value of a field of sample ``i`` as a tensor that shares its memory where it can.
+
+    Raises ``InputError`` that names sample and field for one that is missing or no number.
+    """
     try:
         value = samples[i][name]
     except KeyError:

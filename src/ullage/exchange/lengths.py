@@ -1,0 +1,80 @@
+"""How long every sequence of the global batch is, on every rank: what a plan is made of.
+
+Two small all-gathers over the data-parallel axis: first how many sequences each rank brings, then their lengths,
+padded to the largest count. int64 throughout. A rank that has nothing brings 0; a rank whose lengths cannot be used
+says so in its count, so that all ranks raise and none waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ullage.errors import DistributedError, InputError
+from ullage.exchange.topology import Topology
+from ullage.exchange.wire import agree, gather_int64, tried
+from ullage.layout import Int64, Integers, as_lengths
+
+_FAILED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """``lengths`` [n]: tokens of every sequence of the global batch, rank by rank; ``counts`` [dp]: how many of them
+    each rank holds. int64, the same on every rank. The position in ``lengths`` is the id that a plan uses."""
+
+    lengths: Int64
+    counts: Int64 = field(repr=False)
+
+    def __post_init__(self) -> None:
+        lengths, counts = as_lengths(self.lengths), as_lengths(self.counts, "counts")
+        if int(counts.sum()) != len(lengths):
+            raise InputError("counts and lengths disagree", expected=f"{len(lengths)} in all", found=int(counts.sum()))
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "counts", counts)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def offsets(self) -> Int64:
+        """The id of each rank's first sequence, int64 [dp + 1]."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+
+def gather_lengths(local_lengths: Integers, topology: Topology) -> Lengths:
+    """The lengths of all ranks along the data-parallel axis, in tokens, in the order of coordinates.
+
+    ``local_lengths``: this rank's, integers >= 0, possibly none. Collective over dp, host values only. Raises
+    ``InputError`` on the rank whose lengths cannot be used and ``DistributedError`` on the others.
+    """
+    mine, failure = tried(lambda: as_lengths(local_lengths))
+    return gather_or_fail(mine, failure, topology)
+
+
+def gather_or_fail(mine: Int64 | None, failure: Exception | None, topology: Topology) -> Lengths:
+    """:func:`gather_lengths` for a rank that may have failed already: then every rank raises."""
+    axis = topology.dp
+    if mine is None and failure is None:
+        mine = np.zeros(0, np.int64)
+    counts = gather_int64(np.array([_FAILED if mine is None else len(mine)]), axis)[:, 0]
+    if (counts == _FAILED).any():
+        raise_together(failure, axis, where="before the lengths were gathered")
+    assert mine is not None
+    widest = int(counts.max())
+    padded = np.zeros(widest, np.int64)
+    padded[: len(mine)] = mine
+    rows = gather_int64(padded, axis) if widest else np.zeros((axis.size, 0), np.int64)
+    return Lengths(rows[np.arange(widest) < counts[:, None]], counts)
+
+
+def raise_together(failure: Exception | None, axis, where: str | None = None) -> None:
+    """Collective: raises on every rank if any failed, its own error where it arose, ``DistributedError`` elsewhere."""
+    text = None if failure is None else f"rank {axis.ranks[axis.rank] if axis.ranks else axis.rank}: {failure}"
+    first = agree(axis, text)
+    if failure is not None:
+        raise failure
+    if first is not None:
+        raise DistributedError("another rank failed", where=where, found=first)

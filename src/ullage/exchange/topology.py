@@ -1,0 +1,283 @@
+"""Who takes part: the sizes of the four axes, where this process stands on each, the groups, and who owns data.
+
+A :class:`Topology` is a value. With groups it is what the collective steps run on; without them it describes one
+rank of any machine, so that plans and transfers for hundreds of ranks are computed and tested in one process. Ranks
+are never computed by arithmetic on global ids where groups are given: an axis lists the global ranks along it, in the
+order of its coordinates, and that list is the truth. A device mesh may lay its ranks out in any order.
+
+Axes: ``dp`` shards data, ``cp`` shards sequences, ``tp`` shards layers, ``pp`` shards depth. A rank that *owns* data
+has samples of its own to bring. Three regimes are in use:
+
+- ``"every"``: each rank has the samples of its data-parallel coordinate (NeMo-RL, verl, FSDP);
+- ``"ends"``: tensor-parallel rank 0 of the first and of the last pipeline stage, in lock-step (Megatron-LM);
+- ``"first"``: rank 0 of all axes alone has the whole stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ullage.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp", "cp", "tp", "pp")
+OWNERS = ("every", "ends", "first")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as this rank sees it. ``rank`` is its coordinate, in ``[0, size)``.
+
+    ``ranks``: the global rank at each coordinate, empty in a topology that is only a value. ``group``: the process
+    group of those ranks, in whatever order it numbers them; ``None`` without one, or where the size is 1.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = ()
+    group: ProcessGroup | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise InputError(
+                f"a rank does not lie on its {self.name} axis", expected=f"0 to {self.size - 1}", found=self.rank
+            )
+
+    @property
+    def order(self) -> list[int]:
+        """The rank within the group of each coordinate: what collectives, which count by group, are read with."""
+        if self.group is None:
+            return list(range(self.size))
+        return [dist.get_group_rank(self.group, rank) for rank in self.ranks]
+
+    def require_group(self) -> ProcessGroup:
+        """The group. Raises ``InputError`` where a collective is asked of a topology that is only a value."""
+        if self.group is None:
+            raise InputError(
+                f"the {self.name} axis has no process group",
+                found=f"{self.size} ranks in a topology that is only a value",
+                hint="make the topology with from_groups or from_device_mesh",
+            )
+        return self.group
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes, coordinates and groups of the axes ``dp``, ``cp``, ``tp``, ``pp``, and which ranks own data.
+
+    ``owners``: ``"every"``, ``"ends"`` or ``"first"``, as the module says. Raises ``InputError`` for another word.
+
+    >>> topology = Topology.grid(rank=5, dp=4, tp=2)
+    >>> topology.dp.rank, topology.tp.rank, topology.world_size, topology.owns_data
+    (2, 1, 8, True)
+    """
+
+    dp: Axis = Axis("dp")
+    cp: Axis = Axis("cp")
+    tp: Axis = Axis("tp")
+    pp: Axis = Axis("pp")
+    owners: str = "every"
+
+    def __post_init__(self) -> None:
+        if self.owners not in OWNERS:
+            raise InputError("no such owners", expected=" or ".join(map(repr, OWNERS)), found=repr(self.owners))
+
+    @classmethod
+    def single(cls) -> Topology:
+        """One process, no groups, ``torch.distributed`` not needed."""
+        return cls()
+
+    @classmethod
+    def grid(
+        cls,
+        rank: int,
+        *,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        order: Sequence[str] = ("tp", "cp", "dp", "pp"),
+        owners: str = "every",
+    ) -> Topology:
+        """The topology of one ``rank`` of a regular grid, as a value without groups.
+
+        ``order``: the axes from the one whose neighbours have consecutive ranks to the one that strides farthest;
+        Megatron-LM's order if none is given. Raises ``InputError`` for a rank or an order that the grid does not have.
+        """
+        sizes = {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
+        for name, size in sizes.items():
+            if size < 1:
+                raise InputError(f"{name} must be at least 1", found=size)
+        if sorted(order) != sorted(AXES):
+            raise InputError("order must name every axis once", expected=list(AXES), found=list(order))
+        world = math.prod(sizes.values())
+        if not 0 <= rank < world:
+            raise InputError("no such rank", expected=f"0 to {world - 1}", found=rank)
+        axes, stride = {}, 1
+        for name in order:
+            size = sizes[name]
+            coordinate = rank // stride % size
+            first = rank - coordinate * stride
+            ranks = tuple(range(first, first + size * stride, stride))
+            axes[name] = Axis(name, size, coordinate, ranks)
+            stride *= size
+        return cls(**axes, owners=owners)
+
+    @classmethod
+    def from_groups(
+        cls,
+        dp: ProcessGroup | None = None,
+        cp: ProcessGroup | None = None,
+        tp: ProcessGroup | None = None,
+        pp: ProcessGroup | None = None,
+        *,
+        owners: str = "every",
+    ) -> Topology:
+        """The topology of the process groups that this rank belongs to; ``None`` is an axis of one rank.
+
+        A coordinate is the rank within the group. Raises ``InputError`` on every rank if the sizes do not multiply to
+        the world size, and on a rank that is no member.
+        """
+        given = {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
+        axes = {}
+        for name, group in given.items():
+            ranks = _members(group, name)
+            axes[name] = Axis(name, len(ranks), ranks.index(_global_rank()), tuple(ranks), group)
+        topology = cls(**axes, owners=owners)
+        topology._require_world()
+        return topology
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        dp: str = "dp",
+        cp: str = "cp",
+        tp: str = "tp",
+        pp: str = "pp",
+        owners: str = "every",
+    ) -> Topology:
+        """The topology of a device mesh, its ranks in any order.
+
+        ``dp``, ``cp``, ``tp``, ``pp``: what the mesh calls these axes; those it does not have are of size 1. A mesh of
+        one axis without a name is data-parallel. Raises ``InputError`` for an axis of another name, and if the mesh
+        does not cover the world.
+        """
+        names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
+        known = {dp: "dp", cp: "cp", tp: "tp", pp: "pp"} if mesh.mesh_dim_names else {"dp": "dp"}
+        if len(names) != mesh.ndim or not set(names) <= set(known):
+            raise InputError(
+                "a device mesh has axes of unknown names",
+                expected=f"some of {list(known)}",
+                found=list(names) if names else f"{mesh.ndim} axes without names",
+                hint="say what the mesh calls them, for example dp='data', or flatten several axes into one",
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise InputError("this rank is not in the device mesh", where=f"rank {_global_rank()}")
+        axes: dict[str, Axis] = {}
+        for dim, name in enumerate(names):
+            index: list[Any] = list(coordinate)
+            index[dim] = slice(None)
+            ranks = tuple(mesh.mesh[tuple(index)].tolist())
+            group = mesh.get_group(dim) if len(ranks) > 1 else None
+            axes[known[name]] = Axis(known[name], len(ranks), coordinate[dim], ranks, group)
+        topology = cls(**axes, owners=owners)
+        topology._require_world()
+        return topology
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis, Axis]:
+        """``dp``, ``cp``, ``tp``, ``pp``."""
+        return self.dp, self.cp, self.tp, self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all: the product of the sizes."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layers."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this rank's data-parallel group is one that owns data, so that it takes part in the exchange."""
+        if self.owners == "every":
+            return True
+        if self.owners == "ends":
+            return self.tp.rank == 0 and (self.is_first_stage or self.is_last_stage)
+        return self.cp.rank == self.tp.rank == self.pp.rank == 0
+
+    @property
+    def owns_data(self) -> bool:
+        """Whether this rank brings samples of its own."""
+        return self.exchanges and (self.owners != "first" or self.dp.rank == 0)
+
+    def with_groups(self, groups: dict[str, ProcessGroup | None]) -> Topology:
+        """The same coordinates on other process groups, by the name of the axis."""
+        return replace(self, **{axis.name: replace(axis, group=groups.get(axis.name)) for axis in self.axes})
+
+    def on_gloo(self, timeout: timedelta | None = None) -> Topology:
+        """The same coordinates on new gloo groups of its own, which no other code uses: for a background thread.
+
+        Every rank of the world must call it, in the same place of its program. Axes of one rank get no group.
+        """
+        groups: dict[str, ProcessGroup | None] = {}
+        for axis in self.axes:
+            if axis.size > 1:
+                groups[axis.name] = dist.new_group(
+                    list(axis.ranks),
+                    timeout=timeout,
+                    backend="gloo",
+                    use_local_synchronization=True,
+                    group_desc=f"ullage exchange {axis.name}",
+                )
+        return self.with_groups(groups)
+
+    def _require_world(self) -> None:
+        world = dist.get_world_size() if _initialized() else 1
+        if self.world_size != world:
+            raise InputError(
+                "the sizes of the axes do not multiply to the world",
+                expected=f"{world} ranks",
+                found=" × ".join(f"{axis.name} {axis.size}" for axis in self.axes) + f" = {self.world_size}",
+                hint="name the group of every axis that has more than one rank",
+            )
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if _initialized() else 0
+
+
+def _members(group: ProcessGroup | None, name: str) -> list[int]:
+    if group is None:
+        return [_global_rank()]
+    rank = _global_rank()
+    if not _initialized() or not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"{name} must be a process group", found=type(group).__name__)
+    ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise InputError(f"this rank is not in its {name} group", where=f"rank {rank}", found=f"ranks {ranks}")
+    return ranks

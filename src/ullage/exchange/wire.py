@@ -1,0 +1,187 @@
+"""The few collectives that samples travel by, over bytes and int64, for gloo on host tensors and NCCL on device tensors.
+
+Every function counts by coordinates of an :class:`~ullage.exchange.topology.Axis` and translates to the ranks of its
+group, so that any rank order works. A peer that dies surfaces as :class:`DistributedError` on the others, at once
+where its connection breaks and after the group's timeout where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ullage.errors import DistributedError, UllageError
+from ullage.exchange.topology import Axis
+from ullage.layout import Int64
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: A record shorter than this travels in one collective, a longer one in two.
+_HEADER_BYTES = 1024
+#: Every block of a payload starts on such a boundary: enough for a view as any dtype, and what NCCL likes.
+ALIGNMENT = 16
+
+# torch renames this collective; the old name warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+T = TypeVar("T")
+
+
+class PeerLost(DistributedError):
+    """A collective could not finish: no further one will, so nobody waits for an agreement."""
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to the alignment of blocks."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Where the tensors of this group's collectives must lie: the host if its backend takes host tensors."""
+    backends = dist.get_backend_config(group)
+    if "cpu:" in backends or backends == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def _peers(axis: Axis) -> Iterator[None]:
+    """Turns what a backend raises when a peer is gone into an error that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, UllageError):
+            raise
+        raise PeerLost(
+            "a collective failed, for example because another rank ended",
+            where=f"{axis.name} axis of {axis.size} ranks",
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            hint="look for the first error among the logs of the other ranks",
+        ) from error
+
+
+def _gather(mine: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] of each rank -> [size, n, ...] in the order of coordinates, on the host."""
+    group = axis.require_group()
+    with _peers(axis):
+        mine = mine.to(device_of(group)).contiguous()
+        out = mine.new_empty(axis.size * mine.shape[0], *mine.shape[1:])
+        _all_gather(out, mine, group=group)
+        out = out.view(axis.size, *mine.shape).cpu()
+    return out[axis.order]
+
+
+def gather_int64(values: Int64, axis: Axis) -> Int64:
+    """``values`` [n] of each rank, the same n everywhere -> int64 [size, n]."""
+    if axis.size == 1:
+        return values[None].copy()
+    return _gather(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), axis).numpy()
+
+
+def gather_records(record: bytes, axis: Axis) -> list[bytes]:
+    """The record of each rank, of any lengths. One collective where all are short, two otherwise."""
+    if axis.size == 1:
+        return [record]
+    room = _HEADER_BYTES - 8
+    heads = _gather(_framed(record, room), axis).numpy()
+    lengths = heads[:, :8].copy().view(np.int64)[:, 0]
+    bodies = heads[:, 8:]
+    longest = int(lengths.max())
+    if longest > room:
+        rest = torch.from_numpy(_padded(record[room:], longest - room))
+        bodies = np.concatenate([bodies, _gather(rest, axis).numpy()], axis=1)
+    return [bodies[i, :n].tobytes() for i, n in enumerate(lengths.tolist())]
+
+
+def broadcast_record(record: bytes | None, axis: Axis, source: int) -> bytes:
+    """The record of the rank at coordinate ``source``, everywhere. One collective if it is short, two otherwise."""
+    if axis.size == 1:
+        return record or b""
+    room = _HEADER_BYTES - 8
+    mine = record if axis.rank == source else None
+    head = _broadcast(_framed(mine or b"", room), axis, source).numpy()
+    length = int(head[:8].copy().view(np.int64)[0])
+    body = head[8:]
+    if length > room:
+        rest = torch.from_numpy(_padded((mine or b"")[room:], length - room))
+        body = np.concatenate([body, _broadcast(rest, axis, source).numpy()])
+    return body[:length].tobytes()
+
+
+def broadcast_bytes(payload: Tensor | None, num_bytes: int, axis: Axis, source: int) -> Tensor:
+    """``num_bytes`` uint8 from the rank at coordinate ``source``, on the device of the group's collectives."""
+    if axis.size == 1:
+        assert payload is not None
+        return payload
+    mine = payload if axis.rank == source and payload is not None else torch.empty(num_bytes, dtype=torch.uint8)
+    return _broadcast(mine, axis, source) if num_bytes else mine
+
+
+def _broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
+    group = axis.require_group()
+    with _peers(axis):
+        tensor = tensor.to(device_of(group)).contiguous()
+        dist.broadcast(tensor, src=axis.ranks[source], group=group)
+        return tensor.cpu() if tensor.numel() <= _HEADER_BYTES else tensor
+
+
+def all_to_all_bytes(payload: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+    """ONE all-to-all of a uint8 buffer: block *i* goes to coordinate *i*, and back comes one block from each.
+
+    ``sends``, ``receives`` [size]: bytes of each block, 0 allowed, in the order of coordinates; ``payload`` holds its
+    blocks in the order that :func:`block_order` gives, and so does the result.
+    """
+    if axis.size == 1:
+        return payload
+    group = axis.require_group()
+    order = block_order(axis)
+    with _peers(axis):
+        payload = payload.to(device_of(group))
+        out = payload.new_empty(sum(receives))
+        dist.all_to_all_single(out, payload, [receives[i] for i in order], [sends[i] for i in order], group=group)
+    return out
+
+
+def block_order(axis: Axis) -> list[int]:
+    """The coordinates in the order of the group's own ranks: how the blocks of an all-to-all lie in memory."""
+    return sorted(range(axis.size), key=axis.order.__getitem__)
+
+
+def agree(axis: Axis, failure: str | None) -> str | None:
+    """The first failure along the axis, the same on every rank, ``None`` if there is none."""
+    records = gather_records((failure or "").encode(), axis)
+    return next((text.decode(errors="replace") for text in records if text), None)
+
+
+def tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What ``step`` returns, or what it raised: local work before a collective must not keep others waiting.
+
+    A lost peer is raised at once, because the others will not come to the next collective either.
+    """
+    try:
+        return step(), None
+    except PeerLost:
+        raise
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        return None, error
+
+
+def _framed(record: bytes, room: int) -> Tensor:
+    head = np.zeros(room + 8, np.uint8)
+    head[:8] = np.frombuffer(np.int64(len(record)).tobytes(), np.uint8)
+    part = record[:room]
+    head[8 : 8 + len(part)] = np.frombuffer(part, np.uint8)
+    return torch.from_numpy(head)
+
+
+def _padded(data: bytes, size: int) -> np.ndarray:
+    out = np.zeros(size, np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return out
