@@ -1,4 +1,4 @@
-"""``TransformerCost.from_config`` against what torch counts while the model runs, attention as plain matrix products."""
+"""``TransformerCost.from_config`` against what torch counts while the model runs; attention as matrix products."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_training_takes_three_times_as_many() -> None:
 
 
 def test_a_config_without_a_formula_is_refused() -> None:
-    with pytest.raises(InputError, match="lacks a field.*hidden_size or n_embd or d_model"):
+    with pytest.raises(InputError, match=r"lacks a field.*hidden_size or n_embd or d_model"):
         TransformerCost.from_config({})
-    with pytest.raises(InputError, match="mixture of experts.*deepseek_v3"):
+    with pytest.raises(InputError, match=r"mixture of experts.*deepseek_v3"):
         TransformerCost.from_config(transformers.DeepseekV3Config())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -58,6 +57,9 @@ def plan(
     oversize: _Oversize = "error",
     linear: Annotated[float | None, typer.Option(min=0, help="Cost of a token. Default 24576.")] = None,
     quadratic: Annotated[float | None, typer.Option(min=0, help="Cost of a token squared. Default 1.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The cost of a Hugging Face model: its config.json, or the folder it is in.")
+    ] = None,
     column: Annotated[str | None, typer.Option(help="The column of the file that holds lengths or text.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For text: a name or folder for AutoTokenizer. Default: bytes.")
@@ -81,9 +83,9 @@ def plan(
         raise UsageError(
             "the capacity is missing", hint=f"pass --capacity; the longest is {int(measured.lengths.max())}"
         )
-    settings: dict[str, Any] = {"sync": sync, "microbatch_multiple": microbatch_multiple, "oversize": oversize}
-    settings |= _on_ranks(ranks, capacity, align, context_parallel)
-    settings |= {"max_sequences": max_sequences, "cost": _cost(linear, quadratic)}
+    settings: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "sync": sync, "align": align}
+    settings |= {"context_parallel": _degree(context_parallel), "cost": _cost(linear, quadratic, model)}
+    settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
     planned, reference = _planned(measured, strategy, settings)
     _outputs(planned, reference, name, html, trace, save)
     if as_json:
@@ -130,41 +132,55 @@ def _has_mode(text: str) -> bool:
     return isinstance(value, dict) and "mode" in value
 
 
-def _on_ranks(ranks: int, capacity: int, align: int, context_parallel: str) -> dict[str, Any]:
-    """What to ask of the planner: a fixed degree of context parallelism makes fewer and larger ranks of them."""
+def _degree(context_parallel: str) -> int | str:
     if context_parallel == "auto":
-        return {"ranks": ranks, "capacity": capacity, "align": align, "context_parallel": "auto"}
+        return "auto"
     if not context_parallel.isdecimal() or not int(context_parallel):
         raise UsageError("context-parallel is unknown", expected="auto, or a number >= 1", found=context_parallel)
-    degree = int(context_parallel)
-    if ranks % degree:
-        raise UsageError(
-            "ranks must be a multiple of context-parallel", expected=f"a multiple of {degree}", found=ranks
-        )
-    align = math.lcm(align, 2 * degree) if degree > 1 else align
-    return {"ranks": ranks // degree, "capacity": capacity * degree, "align": align}
+    return int(context_parallel)
 
 
-def _cost(linear: float | None, quadratic: float | None) -> Any:
+def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> Any:
+    from ullage.datasets.lengths import read_text
     from ullage.planning import TransformerCost
 
-    given = {"linear": linear, "quadratic": quadratic}
-    return TransformerCost(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in (("linear", linear), ("quadratic", quadratic)) if value is not None}
+    if model is None:
+        return TransformerCost(**given)
+    if given:
+        raise UsageError("a model has its own cost", hint="pass --model, or --linear and --quadratic")
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(read_text(path))
+    except ValueError as error:
+        if isinstance(error, UllageError):
+            raise
+        raise InputError("a model's config is not JSON", where=str(path), found=str(error)) from error
+    if not isinstance(config, dict):
+        raise InputError("a model's config must be a JSON object", where=str(path), found=type(config).__name__)
+    return TransformerCost.from_config(config)
 
 
 def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tuple[Plan, Plan | None]:
-    """The plan, and arrival order beside it where that can plan the same sequences."""
+    """The plan, and arrival order beside it, with the least fixed degree that holds what the plan holds."""
+    from ullage.planning import names
     from ullage.planning import plan as make_plan
 
+    if strategy not in names():
+        raise UsageError("no such strategy", expected=" or ".join(names()), found=strategy)
     planned = make_plan(measured.lengths, strategy=strategy, **settings)
-    if strategy == "next_fit":
+    if planned.strategy == "next_fit" or not planned.num_microbatches:
         return planned, None
-    try:
-        alone: dict[str, Any] = {**settings, "context_parallel": 1}
-        reference = make_plan(measured.lengths, strategy="next_fit", **alone)
-    except UllageError:  # a giant that only several ranks can hold: arrival order has no answer
-        reference = None
-    return planned, reference
+    if settings["context_parallel"] != "auto":
+        return planned, make_plan(measured.lengths, strategy="next_fit", **settings)
+    degrees = [2**k for k in range(planned.ranks.bit_length()) if planned.ranks % 2**k == 0]
+    for degree in degrees:
+        alone: dict[str, Any] = {**settings, "context_parallel": degree, "oversize": "error"}
+        try:
+            return planned, make_plan(planned.lengths, strategy="next_fit", **alone)
+        except UllageError:
+            continue
+    return planned, None
 
 
 def _outputs(
@@ -232,21 +248,24 @@ def _show(planned: Plan, reference: Plan | None, name: str, measured: Measured) 
     from rich.console import Console
     from rich.table import Table
 
-    from ullage.report.figures import described, figures, lost_sequences, step_time
+    from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
 
     facts = described(measured.lengths)
     console = Console(highlight=False)
-    say = lambda line, **how: console.print(line, markup=False, soft_wrap=True, **how)  # noqa: E731
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
     origin = name if measured.column is None else f"{name}, column {measured.column}"
-    say(f"{origin}: {facts['sequences']:,} sequences, {facts['tokens']:,} {measured.unit},", end=" ")
-    say(f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}")
+    counted = f"{facts['sequences']:,} sequences, {facts['tokens']:,} {measured.unit}"
+    say(f"{origin}: {counted}, {facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}")
     meets = "every microbatch" if planned.sync == "microbatch" else "once a step"
     say(f"{planned.ranks:,} ranks of {planned.capacity:,} slots a microbatch; they meet {meets}")
     if lost := lost_sequences(planned.statistics()):
         say(lost)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    columns = [planned.strategy, *(["next_fit"] if reference is not None else []), "lower bound", "ideal"]
+    columns = [planned.strategy, *([] if reference is None else [reference_name(reference)]), "lower bound", "ideal"]
     for title in columns:
         table.add_column(title, justify="right")
     for figure in figures(planned, reference):
@@ -254,4 +273,4 @@ def _show(planned: Plan, reference: Plan | None, name: str, measured: Measured) 
         table.add_row(figure.name, *cells)
     console.print(table)
     if reference is not None:
-        say(f"The step takes {step_time(planned) / step_time(reference):.1%} of next_fit's time.")
+        say(f"The step takes {100 * step_time(planned) / step_time(reference):.1f} % of next_fit's time.")

@@ -13,6 +13,7 @@ shuffled, because packing leaves the long sequences in front.
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def _fill(spool: _Spool, source: Path, column: str | None, tokenizer: str | None
                 lengths = np.array([len(one) for one in ids], np.int64)
                 spool.add(np.array([token for one in ids for token in one], np.int32), lengths, None)
             else:
-                tokens, lengths = _flat(array, where)
+                tokens, lengths = _flat(array, where, 0)
                 labels = None
                 if "labels" in table.column_names and name != "labels":
                     labels = _labels(table["labels"].combine_chunks(), lengths, source, row)
@@ -169,9 +170,9 @@ def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
         raise InputError("a file cannot be read", where=str(source), found="no such file")
     if not source.stat().st_size:
         raise InputError("a file holds no sequences", where=str(source), hint="it is empty")
-    reader = READERS[source.suffix.lower()]
+    reader, literally = READERS[source.suffix.lower()], glob.escape(str(source.resolve()))
     try:
-        stream = datasets.load_dataset(reader, data_files=str(source.resolve()), split="train", streaming=True)
+        stream = datasets.load_dataset(reader, data_files=literally, split="train", streaming=True)
         tables = iter(stream.with_format("arrow").iter(batch_size=_BATCH))
         first: Any = next(tables, None)
     except Exception as error:  # each reader raises its own library's
@@ -213,8 +214,10 @@ def _column(schema: Any, column: str | None, where: str) -> str:
 
     def usable(name: str) -> bool:
         kind = schema.field(name).type
-        tokens = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type)
-        return tokens or _is_text(kind)
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            return _is_text(kind)
+        # Lists that are all empty have values of no type.
+        return pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)
 
     texts = [name for name in schema.names if _is_text(schema.field(name).type)]
     named = [name for name in texts if name.lower() in TEXT_NAMES]
@@ -236,7 +239,7 @@ def _column(schema: Any, column: str | None, where: str) -> str:
     return column
 
 
-def _flat(array: Any, where: str) -> tuple[npt.NDArray[np.int32], Int64]:
+def _flat(array: Any, where: str, least: int) -> tuple[npt.NDArray[np.int32], Int64]:
     """The values of an Arrow list array end to end, and the length of each list."""
     import pyarrow.compute as pc
 
@@ -245,8 +248,10 @@ def _flat(array: Any, where: str) -> tuple[npt.NDArray[np.int32], Int64]:
         raise InputError("a token is missing", where=where)
     lengths = pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64)
     tokens = values.to_numpy(zero_copy_only=False)
-    if len(tokens) and (tokens.min() < IGNORED_LABEL or tokens.max() >= 2**31):
-        raise InputError("a token id is out of range", where=where, expected="an int32", found=int(tokens.max()))
+    outside = np.flatnonzero((tokens < least) | (tokens >= 2**31)) if len(tokens) else []
+    if len(outside):
+        found = int(tokens[outside[0]])
+        raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
     return tokens.astype(np.int32), lengths
 
 
@@ -254,9 +259,10 @@ def _labels(array: Any, lengths: Int64, source: Path, row: int) -> npt.NDArray[n
     import pyarrow as pa
 
     where = f"{source}, column labels"
-    if array.null_count or not pa.types.is_integer(getattr(array.type, "value_type", pa.null())):
+    kind = getattr(array.type, "value_type", pa.string())
+    if array.null_count or not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
         raise InputError("labels must be a list of integers in each row", where=where, found=str(array.type))
-    labels, counts = _flat(array, where)
+    labels, counts = _flat(array, where, -(2**31))
     differ = np.flatnonzero(counts != lengths)
     if len(differ):
         i = int(differ[0])

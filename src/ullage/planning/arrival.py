@@ -5,12 +5,13 @@ Kept for comparison and for data whose order matters. Source: Megatron-LM's ``Dp
 
 from __future__ import annotations
 
-from numba import int64, njit
+from numba import int64
 
+from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY
 
 
-@njit(int64(ARRAY, ARRAY, int64, int64, ARRAY), cache=True, nogil=True)
+@kernel(int64(ARRAY, ARRAY, int64, int64, ARRAY))
 def next_fit(slots, counts, capacity, limit, bins):
     """Fills ``bins`` [n] with the bin of each item, in arrival order, and returns how many there are."""
     used, held, crowd = 0, 0, 0

@@ -7,7 +7,9 @@ search climbs until it meets a word that is not empty and then descends. 16 mill
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, int64, njit, types, uint64
+from numba import boolean, int64, types, uint64
+
+from ullage.planning.compiled import kernel
 
 BITSET = types.Tuple((uint64[::1], int64[::1]))
 LEVELS = 4
@@ -18,7 +20,7 @@ _PAIRS, _FOURS, _EIGHTS = np.uint64(0x5555555555555555), np.uint64(0x33333333333
 _BYTES = np.uint64(0x0101010101010101)
 
 
-@njit(int64(uint64), cache=True, nogil=True, inline="always")
+@kernel(int64(uint64))
 def _count(word):
     word = word - ((word >> _ONE) & _PAIRS)
     word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
@@ -26,19 +28,19 @@ def _count(word):
     return np.int64((word * _BYTES) >> np.uint64(56))
 
 
-@njit(int64(uint64), cache=True, nogil=True)
+@kernel(int64(uint64))
 def _lowest(word):
     return _count((word & (~word + _ONE)) - _ONE)
 
 
-@njit(int64(uint64), cache=True, nogil=True)
+@kernel(int64(uint64))
 def _highest(word):
     for shift in (1, 2, 4, 8, 16, 32):
         word |= word >> np.uint64(shift)
     return _count(word) - 1
 
 
-@njit(BITSET(int64), cache=True, nogil=True)
+@kernel(BITSET(int64))
 def empty_set(limit):
     """An empty set of integers in ``0..limit``."""
     offsets = np.zeros(LEVELS + 1, np.int64)
@@ -49,7 +51,7 @@ def empty_set(limit):
     return np.zeros(offsets[LEVELS], np.uint64), offsets
 
 
-@njit(types.void(BITSET, int64), cache=True, nogil=True)
+@kernel(types.void(BITSET, int64))
 def add(members, value):
     words, offsets = members
     for level in range(LEVELS):
@@ -61,7 +63,7 @@ def add(members, value):
         value >>= 6
 
 
-@njit(types.void(BITSET, int64), cache=True, nogil=True)
+@kernel(types.void(BITSET, int64))
 def remove(members, value):
     words, offsets = members
     for level in range(LEVELS):
@@ -72,13 +74,13 @@ def remove(members, value):
         value >>= 6
 
 
-@njit(boolean(BITSET, int64), cache=True, nogil=True)
+@kernel(boolean(BITSET, int64))
 def contains(members, value):
     words, _ = members
     return (words[value >> 6] >> np.uint64(value & 63)) & _ONE != 0
 
 
-@njit(int64(BITSET, int64), cache=True, nogil=True)
+@kernel(int64(BITSET, int64))
 def next_member(members, value):
     """The least member >= ``value`` >= 0, or −1."""
     words, offsets = members
@@ -96,7 +98,7 @@ def next_member(members, value):
     return -1
 
 
-@njit(int64(BITSET, int64), cache=True, nogil=True)
+@kernel(int64(BITSET, int64))
 def previous_member(members, value):
     """The greatest member <= ``value``, or −1; ``value`` may be negative but not above the limit."""
     words, offsets = members

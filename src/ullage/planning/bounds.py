@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ullage.planning.plan import Plan
 
 
+#: Sequences times bins beyond which nobody waits for a figure.
+_PATIENCE = 200_000_000
+
+
 class PathBound(NamedTuple):
     """Least ratios to the mean rank that any plan of the same sequences can have."""
 
@@ -63,18 +67,39 @@ def microbatch_bound(plan: Plan) -> int:
 
 
 def path_bound(plan: Plan) -> PathBound:
-    """Least critical path and rank imbalance of any plan of these sequences, each on one rank unless shared here."""
+    """Least critical path and rank imbalance, as ratios to the mean rank, of any plan of these sequences in as many
+    microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
+    from ullage.planning.critical import least_path
+    from ullage.planning.ordering import falling_order
     from ullage.planning.plan import slots_of
 
     costs = plan.costs[plan.order]
-    total = int(costs.sum())
-    if not total:
+    degree = int(plan.degrees.max(initial=1))
+    if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
-    ideal = total / plan.ranks
-    if np.any(plan.degrees > 1):
-        return PathBound(1.0, 1.0)
-    # Two items above half the capacity never share a bin, so every ranks-th of them starts a microbatch.
-    big = 2 * slots_of(plan.lengths[plan.order], plan.align) > plan.capacity
-    apart = np.sort(costs[big])[::-1][:: plan.ranks].sum()
-    dearest = int(costs.max())
-    return PathBound(max(1.0, dearest / ideal, int(apart) / ideal), max(1.0, dearest / ideal))
+    order = falling_order(costs)
+    slots = slots_of(plan.lengths[plan.order][order], plan.align, degree)
+    hosts = plan.ranks // degree
+    fixed = plan.per_microbatch * plan.num_microbatches
+    ideal = int(costs.sum()) / plan.ranks + fixed
+    path = least_path(slots, costs[order], plan.capacity * degree, hosts) / degree + fixed
+    dearest = int(costs.max()) / degree + fixed
+    return PathBound(max(1.0, path / ideal), max(1.0, dearest / ideal))
+
+
+def mixed_path(plan: Plan) -> float:
+    """The critical path, as a ratio to the mean rank, that list scheduling reaches if each sequence may have a degree
+    of its own inside one microbatch; infinite if degrees are all alike, or if finding out would take long."""
+    from ullage.planning.context import list_schedule
+    from ullage.planning.plan import slots_of
+
+    n, bins = len(plan.order), plan.degrees.size
+    if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
+        return float("inf")
+    lengths, costs = plan.lengths[plan.order], plan.costs[plan.order]
+    degrees = [1 << e for e in range(plan.ranks.bit_length())]
+    slots = np.array([slots_of(lengths, plan.align, degree) for degree in degrees])
+    work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
+    path = list_schedule(slots, work, plan.capacity, plan.ranks, plan.num_microbatches)
+    fixed = plan.per_microbatch * plan.num_microbatches
+    return (path + fixed) / (int(costs.sum()) / plan.ranks + fixed) if path >= 0 and costs.any() else float("inf")

@@ -1,13 +1,13 @@
 """How many ranks a giant sequence gets, where context parallelism is free to choose.
 
-A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times as
-much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A giant
-gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the mean
-microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned; the bins, and the
-whole microbatch where a giant dominates all the same, are filled with the dearest items that still fit under the
-giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
+A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times
+as much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A
+giant gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the
+mean microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned; the bins,
+and the whole microbatch where a giant dominates all the same, are filled with the dearest items that still fit under
+the giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
 
-With one degree a bin an engine runs each microbatch with one process group a rank. :func:`mixed_path` is what list
+With one degree a bin an engine runs each microbatch with one process group a rank. :func:`list_schedule` is what list
 scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this gives up.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
@@ -17,9 +17,11 @@ and FlexSP (arXiv:2412.01523).
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, int64, njit, types
+from numba import boolean, int64, types
 
-from ullage.planning.balancing import balance, improve
+from ullage.planning.balancing import balance
+from ullage.planning.compiled import kernel
+from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order
 from ullage.planning.packing import pack
 from ullage.planning.placing import NOWHERE, Items, Room, heaviest_first, no_bins
@@ -29,9 +31,11 @@ TABLE = int64[:, ::1]
 _TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, 1 << 30)
 #: Times that one microbatch more is tried, and what the critical path must come down to for it.
 _EXTRA, _WORTH = 3, 0.98
+#: A critical path this close to the mean rank is good enough.
+_LEVEL = 1.002
 
 
-@njit(ARRAY(TABLE, TABLE, int64, int64), cache=True, nogil=True)
+@kernel(ARRAY(TABLE, TABLE, int64, int64))
 def _needed(slots, costs, capacity, share):
     """The exponent of the least degree at which each item fits and costs a rank at most ``share``; the least at which
     it fits and costs a rank the least if there is none, or −1 if it fits at none."""
@@ -49,7 +53,7 @@ def _needed(slots, costs, capacity, share):
     return needed
 
 
-@njit(boolean(ARRAY, ARRAY, ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(boolean(ARRAY, ARRAY, ARRAY, int64, int64, int64))
 def _open(free, first, width, ranks, exponent, k):
     """Gives bin ``k`` the first aligned block of ``2**exponent`` ranks that a microbatch has left."""
     degree = 1 << exponent
@@ -63,11 +67,7 @@ def _open(free, first, width, ranks, exponent, k):
     return False
 
 
-@njit(
-    types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, ARRAY, int64),
-    cache=True,
-    nogil=True,
-)
+@kernel(types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, ARRAY, int64))
 def _place_giants(slots, costs, counts, capacity, sequences, ranks, microbatches, needed, share):
     """Opens bins for items that need more than one rank, and fills them.
 
@@ -138,7 +138,7 @@ def _place_giants(slots, costs, counts, capacity, sequences, ranks, microbatches
     return home, exponents, lost
 
 
-@njit(ARRAY(ARRAY, ARRAY, TABLE, int64), cache=True, nogil=True)
+@kernel(ARRAY(ARRAY, ARRAY, TABLE, int64))
 def _shares(home, exponents, costs, ranks):
     """What each bin costs each of its ranks, by its place."""
     load = np.zeros(len(exponents), np.int64)
@@ -149,7 +149,7 @@ def _shares(home, exponents, costs, ranks):
     return load
 
 
-@njit(int64(ARRAY, int64), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64))
 def _path(load, ranks):
     path = 0
     for begin in range(0, len(load), ranks):
@@ -157,7 +157,7 @@ def _path(load, ranks):
     return path
 
 
-@njit(boolean(TABLE, TABLE, ARRAY, int64, int64, int64, ARRAY, ARRAY, int64), cache=True, nogil=True)
+@kernel(boolean(TABLE, TABLE, ARRAY, int64, int64, int64, ARRAY, ARRAY, int64))
 def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponents, budget):
     """Balances the items that are nowhere over the places that no bin covers; false if they do not fit."""
     rest = np.flatnonzero(home == NOWHERE)
@@ -202,11 +202,7 @@ def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponent
     return True
 
 
-@njit(
-    types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, int64, int64),
-    cache=True,
-    nogil=True,
-)
+@kernel(types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, int64, int64))
 def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The place of each item, the exponent of the bin at each place (−1 behind the first rank of a block and 0 for one
     rank), and the number of microbatches. ``slots``, ``costs`` [exponents, items]: at degree 1, 2, 4, ..."""
@@ -222,7 +218,8 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
         best_exponents = np.zeros(best_microbatches * ranks, np.int64)
         best = _path(_shares(best_home, best_exponents, costs, ranks), ranks)
     extra = 0
-    while best < 0 or extra <= _EXTRA:
+    ideal = costs[0].sum() / ranks
+    while best < 0 or (extra <= _EXTRA and best > ideal * _LEVEL):
         mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
         for tolerance in _TOLERANCES:
@@ -245,3 +242,40 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
     homes = np.empty(n, np.int64)
     homes[order] = best_home
     return homes, best_exponents, best_microbatches
+
+
+@kernel(int64(TABLE, TABLE, int64, int64, int64))
+def list_schedule(slots, costs, capacity, ranks, microbatches):
+    """The critical path, in cost, if each item has its own degree: the dearest first, each on the block of ranks, over
+    all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
+    n = slots.shape[1]
+    order = falling_order(costs[0])
+    mean = costs[0].sum() // (microbatches * ranks) + 1
+    best = np.int64(-1)
+    for tolerance in _TOLERANCES:
+        share = mean * tolerance // 100 if tolerance < (1 << 20) else np.int64(1) << 60
+        needed = _needed(slots, costs, capacity, share)
+        if n and needed.min() < 0:
+            return -1
+        load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
+        fits = True
+        for e in range(slots.shape[0] - 1, -1, -1):
+            width = 1 << e
+            for i in order:
+                if needed[i] != e or not fits:
+                    continue
+                at, least = -1, 0
+                each = -(-slots[e, i] // width)
+                for microbatch in range(microbatches):
+                    for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
+                        high = load[begin : begin + width].max()
+                        if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
+                            at, least = begin, high
+                fits = at >= 0
+                if fits:
+                    for k in range(at, at + width):
+                        load[k] = least + (costs[e, i] >> e)
+                        held[k] += each
+        if fits and (best < 0 or _path(load, ranks) < best):
+            best = _path(load, ranks)
+    return best

@@ -53,7 +53,8 @@ class TransformerCost:
         return length * (self.linear + self.quadratic * length)
 
     def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
-        """Work of a batch, in the unit of the terms: ``linear·Σlength + quadratic·Σlength²``, exact for integer terms."""
+        """Work of a batch, in the unit of the terms: ``linear·Σlength + quadratic·Σlength²``, exact for integer
+        terms."""
         return self.linear * int(num_tokens) + self.quadratic * int(sum_squared_lengths)
 
     @classmethod
@@ -73,8 +74,8 @@ class RecurrentCost:
     """Cost of recurrence, where all rows of a batch take a time step together: each step costs ``step``, however many
     rows are in it, and ``row`` for each of them, in any unit.
 
-    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs, so a sequence of ``L`` tokens is
-    charged ``L·(row + step/rows)``, where ``rows`` is how many sequences usually share a time step. Raises
+    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs, so a sequence of ``L`` tokens
+    is charged ``L·(row + step/rows)``, where ``rows`` is how many sequences usually share a time step. Raises
     ``InputError`` for numbers that are negative or not finite.
     """
 
@@ -105,9 +106,9 @@ def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
 
 
 #: Models whose MLP multiplies a gate in, three matrices and not two, though their activation is not SiLU.
-_GATED = frozenset("gemma gemma2 gemma3_text t5gemma glm olmo_hybrid".split())
+_GATED = frozenset(["gemma", "gemma2", "gemma3_text", "t5gemma", "glm", "olmo_hybrid"])
 #: Models of experts alike: each token goes through the same number of them.
-_EXPERTS = frozenset("mixtral qwen3_moe olmoe".split())
+_EXPERTS = frozenset(["mixtral", "qwen3_moe", "olmoe"])
 
 
 def _forward_terms(config: Any) -> tuple[int, int]:

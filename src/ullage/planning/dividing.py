@@ -6,8 +6,9 @@ another, or for none, found in one pass over both sorted bins, again and again.
 
 from __future__ import annotations
 
-from numba import boolean, int64, njit
+from numba import boolean, int64
 
+from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY
 from ullage.planning.placing import BINS, ITEMS, ROOM
 
@@ -17,7 +18,7 @@ EXHAUSTIVE = 9
 _EXCHANGES = 6
 
 
-@njit(int64(ARRAY, ARRAY, int64, ARRAY), cache=True, nogil=True)
+@kernel(int64(ARRAY, ARRAY, int64, ARRAY))
 def _gather(head, following, k, pool):
     """Writes the items of bin ``k`` to ``pool`` and returns how many they are."""
     size, i = 0, head[k]
@@ -28,9 +29,10 @@ def _gather(head, following, k, pool):
     return size
 
 
-@njit(int64(ITEMS, ARRAY, int64, ROOM, int64, int64), cache=True, nogil=True)
+@kernel(int64(ITEMS, ARRAY, int64, ROOM, int64, int64))
 def _every_division(items, pool, size, room, wish, closer):
-    """The items of the part that costs closest to ``wish``, as a bit mask of ``pool[:size]``, both parts within ``room``.
+    """The items of the part that costs closest to ``wish``, as a bit mask of ``pool[:size]``, both parts within
+    ``room``.
 
     −1 if none is closer than ``closer``.
     """
@@ -62,7 +64,7 @@ def _every_division(items, pool, size, room, wish, closer):
     return found
 
 
-@njit(boolean(ITEMS, BINS, ROOM, int64, int64, int64, int64), cache=True, nogil=True)
+@kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64, int64))
 def _allowed(items, bins, room, a, b, i, j):
     """Whether bins ``a`` and ``b`` can hold one another's items ``i`` of ``a`` and ``j`` of ``b`` (−1: none)."""
     slots, count = items.slots[i], items.counts[i]
@@ -77,7 +79,7 @@ def _allowed(items, bins, room, a, b, i, j):
     )
 
 
-@njit(int64(ITEMS, BINS, ROOM, int64, int64, ARRAY, int64, ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(int64(ITEMS, BINS, ROOM, int64, int64, ARRAY, int64, ARRAY, int64, int64, int64))
 def _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, closer):
     """The exchange that moves a cost closest to ``surplus`` > 0 from ``a`` to ``b``.
 
@@ -103,7 +105,7 @@ def _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplu
     return found
 
 
-@njit(int64(ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64, int64, int64))
 def _replace(pool, size, out, into):
     """Takes place ``out`` (−1: none) from ``pool[:size]`` and puts item ``into`` (−1: none) at its place in order."""
     if out >= 0:
@@ -120,7 +122,7 @@ def _replace(pool, size, out, into):
     return size
 
 
-@njit(int64(ITEMS, BINS, ARRAY, ARRAY, int64, ARRAY, int64), cache=True, nogil=True)
+@kernel(int64(ITEMS, BINS, ARRAY, ARRAY, int64, ARRAY, int64))
 def _settle(items, bins, head, following, k, pool, size):
     """Makes ``pool[:size]`` the items of bin ``k``."""
     load, held, crowd = 0, 0, 0
@@ -136,7 +138,7 @@ def _settle(items, bins, head, following, k, pool, size):
     return load
 
 
-@njit(int64(ITEMS, BINS, ROOM, ARRAY, ARRAY, int64, int64, int64, ARRAY, ARRAY), cache=True, nogil=True)
+@kernel(int64(ITEMS, BINS, ROOM, ARRAY, ARRAY, int64, int64, int64, ARRAY, ARRAY))
 def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
     """Divides the items of bins ``a`` and ``b`` anew so that ``a`` costs as close to ``wish`` as it can.
 

@@ -7,14 +7,16 @@ same on every machine.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, types
+from numba import int64, types
+
+from ullage.planning.compiled import kernel
 
 ARRAY = int64[::1]
 
 _DIGIT = 11
 
 
-@njit(ARRAY(ARRAY), cache=True, nogil=True)
+@kernel(ARRAY(ARRAY))
 def falling_order(keys):
     """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
     n = len(keys)
@@ -42,7 +44,7 @@ def falling_order(keys):
     return order
 
 
-@njit(types.UniTuple(ARRAY, 2)(ARRAY, int64), cache=True, nogil=True)
+@kernel(types.UniTuple(ARRAY, 2)(ARRAY, int64))
 def rows(bins, count):
     """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
     offsets = np.zeros(count + 1, np.int64)

@@ -13,16 +13,17 @@ R. Korf, "A new algorithm for optimal bin packing", AAAI 2002.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, void
+from numba import int64, void
 
 from ullage.planning.bitset import BITSET, add, contains, empty_set, next_member, previous_member, remove
+from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY
 
 #: Sizes above this are packed in coarser units, rounded up, so that memory does not grow with the capacity.
 _FINEST = 1 << 22
 
 
-@njit(int64(BITSET, ARRAY, ARRAY, ARRAY, int64, int64), cache=True, nogil=True)
+@kernel(int64(BITSET, ARRAY, ARRAY, ARRAY, int64, int64))
 def _roomier(residuals, head, following, crowd, room, most):
     """The least residual >= ``room`` with a bin of at most ``most`` sequences, that bin moved to the head, or −1."""
     while room >= 0:
@@ -39,7 +40,7 @@ def _roomier(residuals, head, following, crowd, room, most):
     return -1
 
 
-@njit(int64(ARRAY, ARRAY, int64, int64, ARRAY), cache=True, nogil=True)
+@kernel(int64(ARRAY, ARRAY, int64, int64, ARRAY))
 def best_fit(slots, counts, capacity, limit, bins):
     """Best-fit decreasing of ``slots`` (falling) into bins of ``capacity`` and at most ``limit`` sequences.
 
@@ -75,21 +76,21 @@ def best_fit(slots, counts, capacity, limit, bins):
     return used
 
 
-@njit(void(BITSET, ARRAY, int64), cache=True, nogil=True)
+@kernel(void(BITSET, ARRAY, int64))
 def _take(sizes, available, size):
     available[size] -= 1
     if available[size] == 0:
         remove(sizes, size)
 
 
-@njit(void(BITSET, ARRAY, int64), cache=True, nogil=True)
+@kernel(void(BITSET, ARRAY, int64))
 def _put(sizes, available, size):
     if available[size] == 0:
         add(sizes, size)
     available[size] += 1
 
 
-@njit(int64(BITSET, ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(int64(BITSET, ARRAY, int64, int64, int64))
 def _pair(sizes, available, room, most, least):
     """The larger of two available sizes that fill ``room`` exactly, none above ``most``, or −1."""
     size = previous_member(sizes, min(room - least, most)) if room <= 2 * most else -1
@@ -103,7 +104,7 @@ def _pair(sizes, available, room, most, least):
     return -1
 
 
-@njit(int64(BITSET, ARRAY, ARRAY, ARRAY, ARRAY, int64, int64, int64, int64), cache=True, nogil=True)
+@kernel(int64(BITSET, ARRAY, ARRAY, ARRAY, ARRAY, int64, int64, int64, int64))
 def _fullest(sizes, available, chosen, stack, tried, capacity, limit, width, budget):
     """The fullest bin that the depth-first search finds around the largest size left.
 
@@ -168,7 +169,7 @@ def _fullest(sizes, available, chosen, stack, tried, capacity, limit, width, bud
     return count
 
 
-@njit(int64(ARRAY, int64, int64, int64, int64, int64, ARRAY), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64, int64, int64, int64, int64, ARRAY))
 def complete(slots, capacity, limit, width, budget, enough, bins):
     """Bin completion of ``slots`` (falling): fills ``bins`` and returns how many there are, or ``len(slots) + 1`` as
     soon as they reach ``enough`` with items left."""
@@ -212,7 +213,7 @@ def complete(slots, capacity, limit, width, budget, enough, bins):
     return used
 
 
-@njit(int64(ARRAY, ARRAY, int64, int64, int64, ARRAY), cache=True, nogil=True)
+@kernel(int64(ARRAY, ARRAY, int64, int64, int64, ARRAY))
 def pack(slots, counts, capacity, limit, target, bins):
     """Packs ``slots`` (falling) and returns the number of bins; tries harder until ``target`` bins are enough."""
     n = len(slots)

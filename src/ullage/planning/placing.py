@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import boolean, int64, njit, types, void
+from numba import boolean, int64, types, void
 
 from ullage.layout import Int64
+from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY
 
 NOWHERE = -1
@@ -25,7 +26,8 @@ class Items(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """``home`` [n]: the bin of each item, or ``NOWHERE``; ``load``, ``held``, ``crowd`` [bins]: cost, slots and sequences
+    """``home`` [n]: the bin of each item, or ``NOWHERE``; ``load``, ``held``, ``crowd`` [bins]: cost, slots and
+    sequences
     of each bin, kept up to date by whoever moves an item."""
 
     home: Int64
@@ -46,14 +48,14 @@ BINS = types.NamedUniTuple(ARRAY, 4, Bins)
 ROOM = types.NamedUniTuple(int64, 2, Room)
 
 
-@njit(BINS(int64, int64), cache=True, nogil=True)
+@kernel(BINS(int64, int64))
 def no_bins(n, count):
     """Empty bins, and ``n`` items that are nowhere."""
     zeros = np.zeros((3, count), np.int64)
     return Bins(np.full(n, NOWHERE), zeros[0], zeros[1], zeros[2])
 
 
-@njit(void(ITEMS, BINS, int64, int64), cache=True, nogil=True)
+@kernel(void(ITEMS, BINS, int64, int64))
 def put(items, bins, i, k):
     """Places item ``i``, which is nowhere, into bin ``k``."""
     bins.home[i] = k
@@ -62,7 +64,7 @@ def put(items, bins, i, k):
     bins.crowd[k] += items.counts[i]
 
 
-@njit(void(ARRAY, ARRAY, int64, int64, int64), cache=True, nogil=True)
+@kernel(void(ARRAY, ARRAY, int64, int64, int64))
 def _sink(heap, load, size, at, last):
     """Moves ``last`` down from ``at`` in a heap of bins, the lightest first, ties by bin."""
     while True:
@@ -81,7 +83,7 @@ def _sink(heap, load, size, at, last):
     heap[at] = last
 
 
-@njit(boolean(ITEMS, BINS, ROOM, int64, int64), cache=True, nogil=True)
+@kernel(boolean(ITEMS, BINS, ROOM, int64, int64))
 def heaviest_first(items, bins, room, begin, patience):
     """Places each item that is nowhere into the lightest bin from ``begin`` on that has room for it.
 
@@ -118,7 +120,7 @@ def heaviest_first(items, bins, room, begin, patience):
     return True
 
 
-@njit(int64(ARRAY, int64), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64))
 def _unplaced(following, at):
     """The first item at or after ``at`` that follows itself, with the path halved on the way."""
     while following[at] != at:
@@ -127,7 +129,7 @@ def _unplaced(following, at):
     return at
 
 
-@njit(int64(ARRAY, int64), cache=True, nogil=True)
+@kernel(int64(ARRAY, int64))
 def _first_within(falling, most):
     """Where falling numbers begin to be at most ``most``."""
     low, high = 0, len(falling)
@@ -140,13 +142,13 @@ def _first_within(falling, most):
     return low
 
 
-@njit(int64(ITEMS, BINS, ROOM, int64, int64), cache=True, nogil=True)
-def fill_giant_steps(items, bins, room, ranks, most):
-    """Fills microbatches whose dearest item is dearer than the mean: each bin up to that item's cost.
+@kernel(int64(ITEMS, BINS, ROOM, int64, int64, int64))
+def fill_steps(items, bins, room, ranks, most, margin):
+    """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
 
-    Opens microbatches from 0 on, each with the dearest item left, and fills their bins in turn with the dearest items
-    that still fit both the cost and the capacity, as long as the dearest item is above what a bin of the rest would
-    carry on average, for at most ``most`` microbatches. Returns how many it filled.
+    The goal is the cost of the dearest item left, or what a bin of the rest carries on average and ``margin``
+    thousandths more if that is dearer; a negative margin stops where it is. Each bin in turn takes the dearest items
+    left that fit both the goal and the capacity. Returns how many microbatches it filled.
     """
     slots, costs = items.slots, items.costs
     n, microbatches = len(slots), len(bins.load) // ranks
@@ -155,9 +157,14 @@ def fill_giant_steps(items, bins, room, ranks, most):
     filled = 0
     while filled < most and filled < microbatches - 1:
         lead = _unplaced(following, 0)
-        if lead == n or costs[lead] * (microbatches - filled) * ranks <= rest + rest // 100:
+        if lead == n:
             break
+        mean = rest // ((microbatches - filled) * ranks)
         goal = costs[lead]
+        if goal <= mean + mean // 100:
+            if margin < 0:
+                break
+            goal = max(goal, mean + mean * margin // 1000)
         for k in range(filled * ranks, (filled + 1) * ranks):
             at = 0
             while at < n:

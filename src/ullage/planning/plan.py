@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout, as_lengths
-from ullage.planning.bounds import microbatch_bound, path_bound
+from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 
 _ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
 _NUMBERS = ("ranks", "capacity", "align", "max_sequences", "microbatch_multiple", "per_microbatch", "communication")
@@ -32,11 +32,11 @@ _FORMAT = "ullage plan 1"
 class Statistics:
     """What a plan achieves, with the lower bounds beside it. Token counts are exact integers.
 
-    Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and
-    ``capacity_tokens == num_tokens + padding_tokens``. ``padded_tokens`` counts slots: lengths rounded up to the
-    alignment. ``critical_path`` is the sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest
-    rank over the whole step, both divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of
-    these sequences: ``lower_bound`` on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
+    Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
+    + padding_tokens``. ``padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is the
+    sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest rank over the whole step, both
+    divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of these sequences: ``lower_bound``
+    on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
     """
 
     num_sequences: int
@@ -58,6 +58,8 @@ class Statistics:
     lower_bound: int
     rank_imbalance_bound: float
     critical_path_bound: float
+    #: What a degree for each sequence inside a microbatch would reach, beside one degree for all of it.
+    mixed_critical_path: float
     #: Sequences and their tokens that run on more than one rank.
     num_shared: int
     shared_tokens: int
@@ -215,7 +217,8 @@ class Plan:
             raise InputError("a plan's offsets fall or its order names a sequence that is not there")
         if len(arrays["original_lengths"]) != n or len(arrays["costs"]) != n:
             raise InputError("a plan's lengths and costs disagree", expected=f"{n} each")
-        return cls(**arrays, **numbers, **{name: str(record[name]) for name in _WORDS})
+        words: dict[str, Any] = {name: str(record[name]) for name in _WORDS}
+        return cls(**arrays, **numbers, **words)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -271,6 +274,7 @@ def _statistics(plan: Plan) -> Statistics:
     ideal = total / plan.ranks + plan.per_microbatch * plan.num_microbatches
     loads = plan.loads
     path, dearest = float(loads.max(axis=1, initial=0).sum()), float(loads.sum(axis=0).max(initial=0))
+    reached = path / ideal if ideal else 1.0
     shared = degree > 1
     bounds = path_bound(plan)
     return Statistics(
@@ -289,10 +293,11 @@ def _statistics(plan: Plan) -> Statistics:
         sum_squared_lengths=sum_of_squares(placed),
         ullage=1 - num_tokens / capacity_tokens if capacity_tokens else 0.0,
         rank_imbalance=dearest / ideal if ideal else 1.0,
-        critical_path=path / ideal if ideal else 1.0,
+        critical_path=reached,
         lower_bound=microbatch_bound(plan),
         rank_imbalance_bound=bounds.rank_imbalance,
         critical_path_bound=bounds.critical_path,
+        mixed_critical_path=min(reached, mixed_path(plan)),
         num_shared=int(np.count_nonzero(shared)),
         shared_tokens=int(placed[shared].sum()),
     )

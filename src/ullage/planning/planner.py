@@ -44,12 +44,12 @@ def plan(
     slots (lengths rounded up to ``align``) a rank holds in one microbatch; never exceeded. ``cost``: ``None`` is
     ``TransformerCost()``, or any callable on an array of lengths. ``strategy``: one of
     :func:`ullage.planning.strategies.names`. ``sync``: ``"microbatch"`` where ranks wait for one another in every
-    microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``: consecutive
-    ranks that share every microbatch, or ``"auto"``: 1, 2, 4, ... as each microbatch needs. ``microbatch_multiple``: the
-    number of microbatches is a multiple of it (virtual pipelines). ``max_sequences``: sequences of a microbatch.
-    ``keep_together``: one number a sequence, equal numbers >= 0 sharing a microbatch; or lists of ids that do.
-    ``assignment``, for ``"preassigned"``: the ids of each microbatch and rank. ``oversize``: what becomes of a sequence
-    that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
+    microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``:
+    consecutive ranks that share every microbatch, or ``"auto"``: 1, 2, 4, ... as each microbatch needs.
+    ``microbatch_multiple``: the number of microbatches is a multiple of it (virtual pipelines). ``max_sequences``:
+    sequences of a microbatch. ``keep_together``: one number a sequence, equal numbers >= 0 sharing a microbatch; or
+    lists of ids that do. ``assignment``, for ``"preassigned"``: the ids of each microbatch and rank. ``oversize``:
+    what becomes of a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
 
     Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
 

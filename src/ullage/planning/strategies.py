@@ -1,10 +1,10 @@
 """The strategies by name, ours and others'.
 
-``balanced`` is ours; ``next_fit`` keeps arrival order; ``preassigned`` takes the schedule that the caller gives. Upstream's
-names are accepted: ``default`` and ``default_dynamic_cp`` mean ``balanced`` (the latter with ``context_parallel="auto"``
-unless a degree is given), ``dp_balanced`` means ``next_fit``, which is what it does, and ``empty`` means
-``preassigned``. Another distribution adds its own under the entry-point group ``ullage.strategies``: the name is the
-strategy's, the object a function from :class:`~ullage.planning.problem.Problem` to
+``balanced`` is ours; ``next_fit`` keeps arrival order; ``preassigned`` takes the schedule that the caller gives.
+Upstream's names are accepted: ``default`` and ``default_dynamic_cp`` mean ``balanced`` (the latter with
+``context_parallel="auto"`` unless a degree is given), ``dp_balanced`` means ``next_fit``, which is what it does, and
+``empty`` means ``preassigned``. Another distribution adds its own under the entry-point group ``ullage.strategies``:
+the name is the strategy's, the object a function from :class:`~ullage.planning.problem.Problem` to
 :class:`~ullage.planning.problem.Assignment`. :func:`register` does the same within a program.
 """
 

@@ -9,9 +9,10 @@ microbatches (:mod:`ullage.planning.balancing`).
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, types
+from numba import int64, types
 
-from ullage.planning.balancing import improve
+from ullage.planning.compiled import kernel
+from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order, rows
 from ullage.planning.packing import pack
 from ullage.planning.placing import Items, Room, heaviest_first, no_bins
@@ -20,7 +21,7 @@ from ullage.planning.placing import Items, Room, heaviest_first, no_bins
 _ROOMS = (1000, 998, 994, 986, 970)
 
 
-@njit(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64), cache=True, nogil=True)
+@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64))
 def balance_totals(slots, costs, counts, capacity, sequences, ranks, microbatches, budget):
     """The bin of each item, in the order given, and ``microbatches``; 0 microbatches if no division of the items over
     the ranks was found that fits."""

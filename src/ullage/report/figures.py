@@ -63,12 +63,19 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
         ),
     ]
     if ours.num_shared:
-        table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", "–", "", ""))
+        shared = _text(theirs and theirs.num_shared, ",")
+        table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", shared, "", ""))
     return table
 
 
 def _text(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def reference_name(reference: Plan) -> str:
+    """Its strategy, and its degree where ranks share every microbatch."""
+    degree = int(reference.degrees.max(initial=1))
+    return reference.strategy if degree == 1 else f"{reference.strategy}, degree {degree}"
 
 
 def step_time(plan: Plan) -> float:

@@ -16,13 +16,13 @@ import numpy as np
 
 from ullage.layout import Int64
 from ullage.planning import Plan
-from ullage.report.figures import described, figures, lost_sequences, step_time
+from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
 from ullage.report.histogram import histogram
 from ullage.report.page import percent, render
 from ullage.report.timeline import Timeline, timeline
 
 #: Blocks, ranks and microbatches of one drawing at the most.
-MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4000, 64, 96
+MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
 #: Colours of cost: classes ``s0`` to ``s6`` of the template.
 NUM_SHADES = 7
 #: How much dearer than the palest colour the dearest is.
@@ -77,6 +77,7 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         described=described(plan.original_lengths),
         figures=figures(plan, reference),
         reference=reference,
+        reference_name="" if reference is None else reference_name(reference),
         steps=_steps(plan, reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
         time=_time_drawing(plan, shades),
@@ -91,7 +92,7 @@ def _steps(plan: Plan, reference: Plan | None) -> list[Row]:
     """The time of the step as bars: work, then waiting; the longest fills the width."""
     named = [(f"this plan ({plan.strategy})", plan)]
     if reference is not None:
-        named.append((reference.strategy, reference))
+        named.append((reference_name(reference), reference))
     times = [(name, step_time(p)) for name, p in named]
     longest = max(time for _, time in times) or 1.0
     rows = []
@@ -136,27 +137,31 @@ class _Shades:
 
 @dataclass(frozen=True)
 class _Window:
-    """The part of a plan that is drawn."""
+    """The part of a plan that is drawn: these ranks, and the first microbatches."""
 
-    ranks: int
+    ranks: list[int]
     microbatches: int
 
     @classmethod
     def of(cls, plan: Plan) -> _Window:
-        return cls(min(plan.ranks, MAX_RANKS), min(plan.num_microbatches, MAX_MICROBATCHES))
+        ranks = list(range(min(plan.ranks, MAX_RANKS)))
+        dearest = int(plan.loads.sum(axis=0).argmax())
+        if dearest not in ranks:  # the one that others wait for
+            ranks[-1] = dearest
+        return cls(ranks, min(plan.num_microbatches, MAX_MICROBATCHES, MAX_BLOCKS // (2 * len(ranks))))
 
     @property
     def least(self) -> float:
         """The narrowest block in per cent, so that all rows together stay within ``MAX_BLOCKS``."""
-        return max(0.25, 100 * self.ranks / MAX_BLOCKS)
+        return max(0.25, 100 * len(self.ranks) / MAX_BLOCKS)
 
     def said(self, plan: Plan) -> str:
         parts = []
         if self.microbatches < plan.num_microbatches:
             parts.append(f"the first {self.microbatches} of {plan.num_microbatches:,} microbatches")
-        if self.ranks < plan.ranks:
-            parts.append(f"the first {self.ranks} of {plan.ranks:,} ranks")
-        return "Shown: " + " on ".join(parts) + "." if parts else ""
+        if len(self.ranks) < plan.ranks:
+            parts.append(f"{len(self.ranks)} of {plan.ranks:,} ranks, the dearest among them")
+        return f"Shown: {', on '.join(parts)}." if parts else ""
 
 
 def _time_drawing(plan: Plan, shades: _Shades) -> Drawing:
@@ -167,7 +172,7 @@ def _time_drawing(plan: Plan, shades: _Shades) -> Drawing:
     scale = 100 / end if end else 0.0
     mean = float(times.duration.sum()) / plan.ranks
     rows = []
-    for rank in range(window.ranks):
+    for rank in window.ranks:
         boxes: list[Box] = []
         for microbatch in range(window.microbatches):
             start = float(times.start[microbatch, rank]) * scale
@@ -201,7 +206,7 @@ def _memory_drawing(plan: Plan, shades: _Shades) -> Drawing:
     window = _Window.of(plan)
     cell = 100 / max(1, window.microbatches)
     rows = []
-    for rank in range(window.ranks):
+    for rank in window.ranks:
         boxes: list[Box] = []
         held = 0
         for microbatch in range(window.microbatches):
