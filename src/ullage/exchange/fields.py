@@ -49,8 +49,7 @@ class Field:
     @property
     def padding(self) -> int:
         """What padding holds: -100 in labels where the dtype has such a number, otherwise 0."""
-        signed = self.dtype.is_floating_point or (self.dtype != torch.bool and torch.iinfo(self.dtype).min < -100)
-        return fill_value(self.name) if signed else 0
+        return fill_value(self.name) if self.dtype.is_signed else 0
 
     def __str__(self) -> str:
         unit = "one a sequence" if self.per_sequence else "one a token"
@@ -138,7 +137,9 @@ def read_columns(
         return Columns(None, {}, np.zeros(0, np.int64))
     for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
-            raise InputError("a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__)
+            raise InputError(
+                "a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__
+            )
     names = list(samples[0] if fields is None else fields)
     for i, sample in enumerate(samples):
         missing = [name for name in names if name not in sample]
@@ -147,8 +148,7 @@ def read_columns(
             raise InputError(
                 "a sample lacks a field" if missing else "a sample has a field that others have not",
                 where=f"{where(i)}, field {(missing or extra)[0]!r}",
-                expected=names,
-                found=list(sample),
+                found=f"fields {list(sample)}",
             )
     declared = set(per_sequence)
     values = {name: [sample_value(samples, i, name).detach() for i in range(len(samples))] for name in names}

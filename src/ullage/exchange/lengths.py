@@ -7,14 +7,15 @@ says so in its count, so that all ranks raise and none waits.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.topology import Topology
-from ullage.exchange.wire import agree, gather_int64, tried
+from ullage.exchange.topology import Axis, Topology
+from ullage.exchange.wire import agree, gather_int64, settling, tried
 from ullage.layout import Int64, Integers, as_lengths
 
 _FAILED = -1
@@ -43,6 +44,11 @@ class Lengths:
         """The id of each rank's first sequence, int64 [dp + 1]."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
+    @property
+    def digest(self) -> str:
+        """16 bytes in hexadecimal that equal lengths and counts share."""
+        return hashlib.blake2b(self.counts.tobytes() + self.lengths.tobytes(), digest_size=16).hexdigest()
+
 
 def gather_lengths(local_lengths: Integers, topology: Topology) -> Lengths:
     """The lengths of all ranks along the data-parallel axis, in tokens, in the order of coordinates.
@@ -70,11 +76,12 @@ def gather_or_fail(mine: Int64 | None, failure: Exception | None, topology: Topo
     return Lengths(rows[np.arange(widest) < counts[:, None]], counts)
 
 
-def raise_together(failure: Exception | None, axis, where: str | None = None) -> None:
+def raise_together(failure: Exception | None, axis: Axis, where: str | None = None) -> None:
     """Collective: raises on every rank if any failed, its own error where it arose, ``DistributedError`` elsewhere."""
     text = None if failure is None else f"rank {axis.ranks[axis.rank] if axis.ranks else axis.rank}: {failure}"
     first = agree(axis, text)
-    if failure is not None:
-        raise failure
-    if first is not None:
-        raise DistributedError("another rank failed", where=where, found=first)
+    with settling(axis):
+        if failure is not None:
+            raise failure
+        if first is not None:
+            raise DistributedError("another rank failed", where=where, found=first)

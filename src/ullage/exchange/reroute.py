@@ -1,4 +1,4 @@
-"""Samples to where a plan wants them: :func:`exchange` between ranks, :func:`materialize` where every rank has them all.
+"""Samples to where a plan wants them: :func:`exchange` between ranks, :func:`materialize` where each rank has them all.
 
 The exchange is two collectives over the data-parallel axis. A header goes round first: each rank's schema, the digest
 of its plan, and its error if it has one, so that a disagreement raises on every rank before a byte of data moves. Then
@@ -27,7 +27,7 @@ from ullage.errors import DistributedError, InputError
 from ullage.exchange.fields import Columns, Schema, common_schema, dumps, read_columns, schema_record
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import all_to_all_bytes, block_order, device_of, gather_records, tried
+from ullage.exchange.wire import all_to_all_bytes, block_order, device_of, gather_records, settling, tried
 from ullage.layout import Int64, Layout
 from ullage.planning.plan import Plan
 
@@ -101,22 +101,36 @@ def exchange(
     Collective over dp. Host tensors unless the group takes device tensors only. Raises ``InputError`` on the rank whose
     samples are at fault and ``DistributedError`` on the others, or on all where ranks disagree.
     """
+    columns, failure = tried(
+        lambda: read_columns(samples, per_sequence, fields, lambda i: _local_sample(i, topology.dp))
+    )
+    return exchange_columns(plan, columns, failure, topology, gathered)
+
+
+def exchange_columns(
+    plan: Plan | None, columns: Columns | None, failure: Exception | None, topology: Topology, gathered: Lengths
+) -> list[RaggedBatch]:
+    """:func:`exchange` of samples already read, by a rank that may have failed already: then every rank raises."""
     axis = topology.dp
-
-    def prepare() -> tuple[Columns, Route]:
-        columns = read_columns(samples, per_sequence, fields, lambda i: _local_sample(i, axis))
-        _check(plan, columns, axis, gathered)
-        return columns, route(plan, gathered, axis.rank)
-
-    prepared, failure = tried(prepare)
-    own = None if prepared is None else prepared[0].schema
-    record = {"failure": failure and str(failure), "plan": plan.digest, "schema": schema_record(own)}
-    schema = _agree(record, failure, axis)
-    assert prepared is not None
-    columns, path = prepared
+    path = None
+    if failure is None:
+        path, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
+    own = None if columns is None else columns.schema
+    digest = "" if plan is None else plan.digest
+    schema = _agree({"failure": failure and str(failure), "plan": digest, "schema": schema_record(own)}, failure, axis)
+    assert plan is not None  # or it would have raised
+    assert columns is not None
+    assert path is not None
     if axis.size == 1:
         return assemble(schema, columns.values, np.arange(len(columns.lengths)), plan, 0)
     return _send(plan, columns, path, schema, axis, int(gathered.offsets[axis.rank]))
+
+
+def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths) -> Route:
+    if plan is None or columns is None:
+        raise InputError("there is no plan or there are no samples to exchange")
+    _check(plan, columns, axis, gathered)
+    return route(plan, gathered, axis.rank)
 
 
 def materialize(
@@ -194,9 +208,14 @@ def _agree(record: dict[str, Any], failure: Exception | None, axis: Axis) -> Sch
             raise failure
         return Schema.from_list(record["schema"] or [])
     records = [json.loads(text) for text in gather_records(dumps(record), axis)]
+    names = list(axis.ranks)
+    with settling(axis):
+        return _common(records, names, failure)
+
+
+def _common(records: list[dict[str, Any]], names: list[int], failure: Exception | None) -> Schema:
     if failure is not None:
         raise failure
-    names = list(axis.ranks) or list(range(axis.size))
     for rank, other in zip(names, records):
         if other["failure"]:
             raise DistributedError("another rank cannot send its samples", where=f"rank {rank}", found=other["failure"])
@@ -211,9 +230,7 @@ def _agree(record: dict[str, Any], failure: Exception | None, axis: Axis) -> Sch
     return common_schema(schemas, names)
 
 
-def _send(
-    plan: Plan, columns: Columns, path: Route, schema: Schema, axis: Axis, first: int
-) -> list[RaggedBatch]:
+def _send(plan: Plan, columns: Columns, path: Route, schema: Schema, axis: Axis, first: int) -> list[RaggedBatch]:
     payload, sends = _fill(plan, columns, path, schema, axis, first)
     counts, tokens = np.diff(path.receive_cuts).tolist(), _tokens(plan, path.receives, path.receive_cuts).tolist()
     receives = [schema.num_bytes(n, t) for n, t in zip(counts, tokens)]
@@ -241,7 +258,7 @@ def _send(
 def _fill(
     plan: Plan, columns: Columns, path: Route, schema: Schema, axis: Axis, first: int
 ) -> tuple[Tensor, list[int]]:
-    """The bytes to send, block by block, and the size of each destination's block. ``first``: id of the first sample."""
+    """The bytes to send, and the size of each destination's block. ``first``: id of this rank's first sample."""
     counts, tokens = np.diff(path.send_cuts).tolist(), _tokens(plan, path.sends, path.send_cuts).tolist()
     sizes = [schema.num_bytes(n, t) for n, t in zip(counts, tokens)]
     local = path.sends - first

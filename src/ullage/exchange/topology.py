@@ -243,13 +243,15 @@ class Topology:
         groups: dict[str, ProcessGroup | None] = {}
         for axis in self.axes:
             if axis.size > 1:
-                groups[axis.name] = dist.new_group(
+                group = dist.new_group(
                     list(axis.ranks),
                     timeout=timeout,
                     backend="gloo",
                     use_local_synchronization=True,
                     group_desc=f"ullage exchange {axis.name}",
                 )
+                assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+                groups[axis.name] = group
         return self.with_groups(groups)
 
     def _require_world(self) -> None:

@@ -1,4 +1,4 @@
-"""The few collectives that samples travel by, over bytes and int64, for gloo on host tensors and NCCL on device tensors.
+"""The few collectives that samples travel by, of bytes and int64: gloo on host tensors, NCCL on device tensors.
 
 Every function counts by coordinates of an :class:`~ullage.exchange.topology.Axis` and translates to the ranks of its
 group, so that any rank order works. A peer that dies surfaces as :class:`DistributedError` on the others, at once
@@ -8,7 +8,7 @@ where its connection breaks and after the group's timeout where it does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -62,7 +62,7 @@ def _peers(axis: Axis) -> Iterator[None]:
         raise PeerLost(
             "a collective failed, for example because another rank ended",
             where=f"{axis.name} axis of {axis.size} ranks",
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            found=str(error).split(". ")[0] or type(error).__name__,
             hint="look for the first error among the logs of the other ranks",
         ) from error
 
@@ -158,6 +158,30 @@ def agree(axis: Axis, failure: str | None) -> str | None:
     """The first failure along the axis, the same on every rank, ``None`` if there is none."""
     records = gather_records((failure or "").encode(), axis)
     return next((text.decode(errors="replace") for text in records if text), None)
+
+
+def settle(axis: Axis) -> None:
+    """Wait until every rank along the axis has come this far, or is gone.
+
+    A process that ends closes its connections, and what it sent last may be lost with them. So before ranks part, at
+    the end or in an error that all of them know, nobody leaves until everybody knows.
+    """
+    if axis.size > 1:
+        with suppress(PeerLost):
+            gather_int64(np.zeros(1, np.int64), axis)
+
+
+@contextmanager
+def settling(*axes: Axis) -> Iterator[None]:
+    """:func:`settle` before an error leaves that every rank along the axes raises."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except Exception:
+        for axis in axes:
+            settle(axis)
+        raise
 
 
 def tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:

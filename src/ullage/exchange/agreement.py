@@ -1,0 +1,123 @@
+"""What all ranks must mean alike before the first step: settings, coordinates and sources, compared once.
+
+One gather of small objects over the whole world, on the caller's thread. What does not agree raises on every rank and
+names the one that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ullage.errors import DistributedError, InputError
+from ullage.exchange.source import MAP, Stream, fingerprint, kind_of
+from ullage.exchange.topology import Topology
+
+
+def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str, Any] | None:
+    """This rank's source, for the other ranks to compare."""
+    if not topology.owns_data:
+        return None
+    if samples is None:
+        raise InputError("a rank that owns data must have samples", where=f"owners {topology.owners!r}", found="None")
+    kind = kind_of(samples)
+    if kind != MAP:
+        return {"kind": kind, "dp": topology.dp.rank}
+    alone = topology.dp.size == 1 or topology.owners == "first"
+    digest = fingerprint(samples) if shared is None and not alone else None
+    return {"kind": kind, "size": len(samples), "digest": digest, "dp": topology.dp.rank}
+
+
+def verify(topology: Topology, record: dict[str, Any] | None, failure: Exception | None) -> list[dict[str, Any]]:
+    """Collective: what every rank was given, by global rank. Raises on every rank if one cannot go on with it."""
+    places = {axis.name: (axis.size, axis.rank, axis.ranks) for axis in topology.axes}
+    mine = {"failure": failure and str(failure), "coordinates": [axis.rank for axis in topology.axes]}
+    mine |= {"sizes": [axis.size for axis in topology.axes], "owners": topology.owners, **(record or {})}
+    if topology.world_size == 1:
+        records = [mine]
+    else:
+        for axis in topology.axes:
+            if axis.size > 1:
+                axis.require_group()
+        records: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(records, mine)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(records):
+        if other["failure"]:
+            raise DistributedError("another rank failed", where=f"rank {rank}", found=other["failure"])
+    _check_same(records)
+    _check_grid(records, places)
+    return records
+
+
+def _check_same(records: Sequence[Mapping[str, Any]]) -> None:
+    first = records[0]
+    for rank, other in enumerate(records):
+        for name, value in other["settings"].items():
+            if value != first["settings"][name]:
+                raise DistributedError(
+                    f"ranks were given different {name}",
+                    where=f"rank {rank}",
+                    expected=f"{first['settings'][name]} as on rank 0",
+                    found=value,
+                )
+        for name in ("sizes", "owners"):
+            if other[name] != first[name]:
+                raise DistributedError(
+                    f"ranks have topologies of different {name}",
+                    where=f"rank {rank}",
+                    expected=first[name],
+                    found=other[name],
+                )
+
+
+def _check_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, tuple[int, ...]]]) -> None:
+    """Every coordinate is there once, and this rank's axes list the ranks that stand along them."""
+    by_place = {tuple(record["coordinates"]): rank for rank, record in enumerate(records)}
+    if len(by_place) != len(records):
+        raise DistributedError("two ranks have the same coordinates in the topology", expected=f"{len(records)} places")
+    here = [place[1] for place in places.values()]
+    for number, (name, (size, _, ranks)) in enumerate(places.items()):
+        along = tuple(by_place[(*here[:number], k, *here[number + 1 :])] for k in range(size))
+        if ranks and along != ranks:
+            raise DistributedError(f"ranks disagree on the {name} axis", expected=list(along), found=list(ranks))
+
+
+def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: bool | None) -> Stream:
+    """The stream that all owners read together. Raises ``DistributedError`` on every rank if they cannot."""
+    sources = [(rank, record["source"]) for rank, record in enumerate(records) if record["source"] is not None]
+    by_reader: dict[int, dict[str, Any]] = {}
+    for rank, source in sources:
+        other = by_reader.setdefault(source["dp"], source)
+        if {**source, "digest": None} != {**other, "digest": None} or source["kind"] != sources[0][1]["kind"]:
+            raise DistributedError(
+                "ranks have different sources", where=f"rank {rank}", expected=sources[0][1]["kind"], found=source
+            )
+    streams = 1 if topology.owners == "first" else topology.dp.size
+    kind = sources[0][1]["kind"]
+    if kind != MAP:
+        return Stream(kind, streams, shared=False)
+    readers = [by_reader[k] for k in range(streams)]
+    sizes = [reader["size"] for reader in readers]
+    if shared is None:
+        shared = _found_shared([reader["digest"] for reader in readers])
+    if shared:
+        if len(set(sizes)) > 1:
+            raise DistributedError("a shared dataset is not the same on every rank", found=f"lengths {sizes}")
+        sizes = [len(range(k, sizes[0], streams)) for k in range(streams)]
+    return Stream(kind, streams, tuple(sizes), shared)
+
+
+def _found_shared(digests: Sequence[str | None]) -> bool:
+    if len(digests) == 1:
+        return True
+    if "" in digests:
+        raise DistributedError(
+            "it cannot be told whether ranks hold the same dataset",
+            found="samples that differ from one reading to the next",
+            hint="pass shared=True if they do, shared=False if each rank has its own",
+        )
+    return len(set(digests)) == 1

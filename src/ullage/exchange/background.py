@@ -1,0 +1,69 @@
+"""Making the next step while this one trains: one thread, in step with the threads of all other ranks.
+
+Every step that the thread makes is collective, so two ranks must never make different numbers of them. A thread may
+therefore run at most ``ahead`` steps beyond those that were taken, and it makes all of these even when it is being
+closed: ranks that took the same number of steps have then made the same number, whatever their timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Calls ``make`` in a thread, at most ``ahead`` results beyond those taken; ``None`` is the end.
+
+    What ``make`` raises is raised by :meth:`take` in its turn. Neither it nor ``None`` is followed by another call.
+    """
+
+    def __init__(self, make: Callable[[], T | None], ahead: int) -> None:
+        self._make, self._ahead = make, ahead
+        self._results: deque[tuple[T | None, BaseException | None]] = deque()
+        self._changed = threading.Condition()
+        self._made, self._allowed, self._closing = 0, ahead, False
+        self._thread = threading.Thread(target=self._run, name="ullage exchange", daemon=True)
+        self._thread.start()
+
+    def take(self) -> T | None:
+        """The next result; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results)
+            result, error = self._results[0]
+            if error is not None:
+                raise error
+            if result is not None:  # the end stays where it is, for whoever asks again
+                self._results.popleft()
+                self._allowed += 1
+                self._changed.notify_all()
+            return result
+
+    def close(self) -> None:
+        """Wait until the thread has made what it may, drop that, and end it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._results.clear()
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._made < self._allowed or self._closing)
+                if self._made >= self._allowed:
+                    return
+            result, error = None, None
+            try:
+                result = self._make()
+            except BaseException as caught:  # handed to the thread that takes, whatever it is
+                error = caught
+            last = error is not None or result is None
+            with self._changed:
+                self._made += 1
+                self._results.append((result, error))
+                self._changed.notify_all()

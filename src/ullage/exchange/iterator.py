@@ -1,0 +1,215 @@
+"""Packed steps, one after another, made while the last one trains: :class:`PackedIterator`.
+
+The iterator checks at its construction that all ranks mean the same thing, makes gloo groups that nobody else uses, and
+lets one thread run the steps of this folder on host tensors. Only the caller's thread touches a device, and only the
+iterator's thread its groups: a collective issued from two threads on one group gives wrong sums without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ullage.errors import InputError
+from ullage.exchange.agreement import describe, stream_of, verify
+from ullage.exchange.background import Background
+from ullage.exchange.lease import lease
+from ullage.exchange.sharding import ORDERS
+from ullage.exchange.source import Reader
+from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
+from ullage.exchange.topology import Topology
+from ullage.exchange.wire import tried
+from ullage.planning import plan
+
+#: What the iterator decides itself, or what would have to be another list for every step.
+_NOT_OPTIONS = ("lengths", "ranks", "capacity", "align", "keep_together", "assignment", "context_parallel")
+
+
+class PackedIterator:
+    """An iterator of :class:`PackedStep`: a global batch a step, planned, exchanged and packed, one step ahead.
+
+    ``samples``: on a rank that owns data an iterable, or a map-style dataset; ``None`` on the others. Samples are
+    mappings of names to values as ``RaggedBatch.from_samples`` takes them, and are never written to. ``shared``:
+    whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own; ``None``
+    compares the ranks' datasets to find out. ``global_batch_size``: sequences over all data-parallel ranks; the last
+    step may be shorter. ``capacity``: slots that a rank holds in one microbatch, so that with context parallelism a
+    microbatch has ``cp`` times as many. ``align``: what each rank's part of a slot is a multiple of. ``prefetch``:
+    steps made ahead, 0 to make them when they are asked for. ``fields``: those to carry, which every sample must
+    have; all if ``None``. ``per_sequence``: fields with one entry a sequence although they are arrays.
+    ``stage_fields``: a function of pipeline stage and number of stages to the fields that this stage gets.
+    ``cp_order``: how ``shards`` are cut, ``None`` not to. ``device``: where steps are put when they are taken;
+    ``None`` leaves them on the host. ``timeout``: of the iterator's own process groups, by default that of the
+    topology's. Other keywords go to :func:`ullage.plan`.
+
+    Construction, every step and ``close`` are collective over the topology: every rank must make as many steps. An
+    error on any rank is raised on every rank by the ``next()`` that it concerns. Raises ``InputError`` for arguments
+    that cannot be met and ``DistributedError`` where ranks disagree or another rank failed.
+    """
+
+    def __init__(
+        self,
+        samples: Any,
+        topology: Topology | None = None,
+        *,
+        global_batch_size: int,
+        capacity: int,
+        align: int = 1,
+        prefetch: int = 1,
+        shared: bool | None = None,
+        fields: Sequence[str] | None = None,
+        per_sequence: Sequence[str] = (),
+        stage_fields: StageFields | None = None,
+        cp_order: str | None = "zigzag",
+        device: torch.device | str | int | None = None,
+        timeout: timedelta | float | None = None,
+        **plan_options: Any,
+    ) -> None:
+        topology = topology or Topology.single()
+        numbers = {"global_batch_size": global_batch_size, "capacity": capacity, "align": align}
+
+        def local() -> dict[str, Any]:
+            _check_numbers(numbers, prefetch, cp_order, plan_options)
+            options = {name: _plain(value) for name, value in sorted(plan_options.items())}
+            settings = numbers | {"prefetch": prefetch, "cp_order": cp_order, "plan options": options}
+            settings |= {"fields": fields and list(fields), "per_sequence": sorted(per_sequence)}
+            return {"settings": settings, "source": describe(samples, topology, shared)}
+
+        records = verify(topology, *tried(local))
+        stream = stream_of(records, topology, shared)
+        self._device = device
+        self._prefetch = prefetch
+        self._lease = lease(topology, _timeout(timeout, topology))
+        reader = Reader(samples, stream, topology.dp.rank) if topology.owns_data else None
+        options = Options(
+            global_batch_size=global_batch_size,
+            make_plan=_planner(topology, capacity, align, cp_order, plan_options),
+            per_sequence=tuple(per_sequence),
+            fields=None if fields is None else tuple(fields),
+            stage_fields=stage_fields,
+            cp_order=cp_order,
+        )
+        self._maker = StepMaker(self._lease.topology, stream, reader, options)
+        self._given = self._maker.given
+        self._background: Background[tuple[PackedStep, np.ndarray]] | None = None
+        self._closed = self._ended = self._failed = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether a map-style dataset is read as one that every rank holds."""
+        return self._maker.stream.shared
+
+    @property
+    def position(self) -> int:
+        """Samples of the global stream in the steps yielded so far."""
+        return int(self._given.sum())
+
+    def __iter__(self) -> PackedIterator:
+        return self
+
+    def __next__(self) -> PackedStep:
+        if self._ended:
+            raise StopIteration
+        if self._closed:
+            raise InputError("the iterator is closed")
+        if self._prefetch == 0:
+            made = self._make()
+        else:
+            if self._background is None:
+                self._background = Background(self._make, self._prefetch)
+            made = self._background.take()
+        if made is None:
+            self._ended = True
+            self.close()
+            raise StopIteration
+        step, self._given = made
+        return step if self._device is None else step.to(self._device, non_blocking=True)
+
+    def _make(self) -> tuple[PackedStep, np.ndarray] | None:
+        self._failed = True  # unless it comes back from the collectives
+        step = self._maker.make()
+        self._failed = False
+        return None if step is None else (step, self._maker.given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last step that was yielded, whatever was made ahead: plain numbers, no data.
+
+        The same on every rank, so that any one of them can save it.
+        """
+        return self._maker.stream.state(self._given)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken. Every rank must call it, after the same number of steps.
+
+        A map-style dataset is resumed exactly at any dp, an iterable at the same dp, by reading it up to there. Raises
+        ``InputError`` for a state of another source, and for an iterable at another dp.
+        """
+        if self._closed:
+            raise InputError("the iterator is closed", hint="make a new one to resume")
+        given = self._maker.stream.restore(state)
+        self._join()
+        self._maker.seek(given)
+        self._given, self._ended = given, False
+
+    def close(self) -> None:
+        """Wait for what is being made, end the thread and give the groups back. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._join()
+            self._lease.give_back(clean=not self._failed)
+
+    def _join(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
+    def __enter__(self) -> PackedIterator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _planner(topology: Topology, capacity: int, align: int, cp_order: str | None, options: Mapping[str, Any]):
+    cp = topology.cp.size
+    # A rank's part of a zigzag slot is two chunks of one size.
+    multiple = cp * (align if align % 2 == 0 or cp_order == "contiguous" else 2 * align) if cp > 1 else align
+
+    def make_plan(lengths: np.ndarray):
+        return plan(lengths, ranks=topology.dp.size, capacity=capacity * cp, align=multiple, **options)
+
+    return make_plan
+
+
+def _check_numbers(numbers: Mapping[str, Any], prefetch: Any, cp_order: Any, plan_options: Mapping[str, Any]) -> None:
+    for name, value, least in [*((name, value, 1) for name, value in numbers.items()), ("prefetch", prefetch, 0)]:
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+            raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
+    if cp_order is not None and cp_order not in ORDERS:
+        raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(cp_order))
+    known = [name for name in inspect.signature(plan).parameters if name not in _NOT_OPTIONS]
+    for name in plan_options:
+        if name not in known:
+            raise InputError("PackedIterator has no such option", expected=", ".join(known), found=name)
+
+
+def _plain(value: Any) -> Any:
+    """An option as ranks can compare it: functions by their names."""
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _timeout(timeout: timedelta | float | None, topology: Topology) -> timedelta | None:
+    if timeout is not None:
+        return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    group = next(axis.group for axis in topology.axes if axis.group is not None)
+    try:  # torch has no public way to ask a group for its timeout
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

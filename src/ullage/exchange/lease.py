@@ -1,0 +1,55 @@
+"""Process groups of one iterator's own, lent to the next when it is done.
+
+A group must never be used by two threads, and to close one while a slower rank still reads from it loses that rank's
+data. So groups are not closed but kept: an iterator that ended well gives its groups back, and the next iterator over
+the same ranks gets them. Whether it does is decided together, so that all ranks use the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ullage.exchange.topology import Topology
+
+Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
+
+
+@dataclass
+class Lease:
+    """A topology whose groups nobody else uses until it is given back. ``number`` is the same on every rank."""
+
+    topology: Topology
+    number: int
+    key: Key
+    world: object
+
+    def give_back(self, clean: bool) -> None:
+        """Lend the groups to whoever comes next, unless a collective on them failed."""
+        if clean and self.number:
+            _idle.append(self)
+
+
+_idle: list[Lease] = []
+_last = 0
+
+
+def lease(topology: Topology, timeout: timedelta | None) -> Lease:
+    """Gloo groups over the ranks of ``topology``. Collective over the world where it has more than one rank."""
+    global _last
+    key = (tuple(axis.ranks for axis in topology.axes), timeout)
+    if topology.world_size == 1:
+        return Lease(topology, 0, key, None)
+    world = dist.group.WORLD
+    _idle[:] = [held for held in _idle if held.world is world]
+    mine = next((held for held in _idle if held.key == key), None)
+    offers: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(offers, (0 if mine is None else mine.number, _last))
+    _last = max(last for _, last in offers)
+    if mine is not None and all(number == mine.number for number, _ in offers):
+        _idle.remove(mine)
+        return Lease(topology.with_groups({a.name: a.group for a in mine.topology.axes}), mine.number, key, world)
+    _last += 1
+    return Lease(topology.on_gloo(timeout), _last, key, world)

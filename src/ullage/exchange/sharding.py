@@ -1,0 +1,187 @@
+"""One microbatch cut into context-parallel slices; pure, without groups.
+
+Two ways to cut. ``"zigzag"``: every slot is cut into ``2·cp`` chunks of one size and rank *r* takes chunks *r* and
+``2·cp − 1 − r`` of each sequence, in that order, so that under a causal mask every rank has the same work. This is the
+order of Transformer Engine's ``thd_get_partitioned_indices``. ``"contiguous"``: the row is cut into ``cp`` equal parts
+wherever that falls, which is what Ulysses exchanges.
+
+Attention has to know what the slices are slices of: a :class:`Shard` carries the true position of each element and the
+layout of the whole, because positions alone ([0, 1, 6, 7] of one sequence) would read as two sequences. A label that
+belongs to the next token may lie in another slice, so labels are shifted before they are cut.
+
+>>> whole = RaggedBatch.from_samples([{"input_ids": list(range(8))}], multiple_of=4)
+>>> [shard(whole, 2, rank)["input_ids"].tolist() for rank in range(2)]
+[[0, 1, 6, 7], [2, 3, 4, 5]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Int64, Layout
+
+ORDERS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's slice of a microbatch.
+
+    ``batch``: its elements, with a layout of their own: item *i* is what this rank holds of sequence *i*, possibly
+    nothing. ``position_ids`` [elements]: each element's position in its sequence, int64, on the batch's device.
+    ``layout``: of the whole microbatch. ``added``: fields that the whole did not have.
+    """
+
+    batch: RaggedBatch
+    position_ids: Tensor
+    layout: Layout
+    cp_size: int
+    cp_rank: int
+    order: str
+    added: tuple[str, ...] = ()
+
+    @property
+    def index(self) -> Int64:
+        """Where each element stands in the whole row, int64 [elements]."""
+        return shard_index(self.layout, self.cp_size, self.cp_rank, self.order)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.batch[name]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Shard:
+        """The same slice with its values on ``device``."""
+        return Shard(
+            self.batch.to(device, non_blocking),
+            self.position_ids.to(device, non_blocking=non_blocking),
+            self.layout,
+            self.cp_size,
+            self.cp_rank,
+            self.order,
+            self.added,
+        )
+
+
+def shard_index(layout: Layout, cp_size: int, cp_rank: int, order: str = "zigzag") -> Int64:
+    """Where in the whole row each element of a rank's slice stands, int64 [layout.size / cp_size].
+
+    ``whole[index]`` is the slice, and ``whole[index] = slice`` puts it back. Raises ``InputError`` for a rank or an
+    order that does not exist, and for a slot (a row, if contiguous) that cannot be cut into equal parts.
+    """
+    _check(layout, cp_size, cp_rank, order)
+    if order == "contiguous":
+        share = layout.size // cp_size
+        return np.arange(cp_rank * share, (cp_rank + 1) * share)
+    if cp_size == 1:
+        return np.arange(layout.size)
+    chunk = layout.slots // (2 * cp_size)
+    starts = np.stack([layout.starts + cp_rank * chunk, layout.starts + (2 * cp_size - 1 - cp_rank) * chunk], 1)
+    lengths = np.repeat(chunk, 2)
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum())) + np.repeat(starts.reshape(-1) - (ends - lengths), lengths)
+
+
+def shard(
+    batch: RaggedBatch, cp_size: int, cp_rank: int, order: str = "zigzag", *, shift_labels: bool | None = None
+) -> Shard:
+    """The slice of ``batch`` that context-parallel rank ``cp_rank`` of ``cp_size`` holds.
+
+    Token-aligned fields are cut, per-sequence fields stay whole. ``shift_labels``: whether to add ``shift_labels``,
+    made of the labels before the cut. ``None`` adds them where ``labels`` are aligned with the tokens, which they are
+    not in Megatron's samples: those call their input ``tokens``, and each label is already the next token. Pure; the
+    batch stays as it is; does not wait for the device. Raises ``InputError`` as :func:`shard_index` does.
+    """
+    index = shard_index(batch.layout, cp_size, cp_rank, order)
+    added = ()
+    if shift_labels is None:
+        shift_labels = "labels" in batch and "labels" not in batch.per_sequence and "tokens" not in batch
+    if shift_labels and "shift_labels" not in batch:
+        batch, added = batch.with_shift_labels(), ("shift_labels",)
+    positions = batch.layout.positions()[index]
+    take = torch.from_numpy(index).to(batch.device)
+    values = {
+        name: batch[name] if name in batch.per_sequence or cp_size == 1 else batch[name].index_select(0, take)
+        for name in batch.names
+    }
+    layout = _local_layout(batch.layout, index, positions)
+    return Shard(
+        RaggedBatch(values, layout, batch.per_sequence),
+        torch.from_numpy(positions).to(batch.device),
+        batch.layout,
+        cp_size,
+        cp_rank,
+        order,
+        added,
+    )
+
+
+def unshard(shards: Sequence[Shard]) -> RaggedBatch:
+    """The microbatch that :func:`shard` cut, from the slices of all its ranks in any order; the inverse.
+
+    Fields that were added for the cut are left out. Raises ``InputError`` unless each slice is there exactly once.
+    """
+    if not shards:
+        raise InputError("there are no slices to put together")
+    first = shards[0]
+    ranks = sorted(part.cp_rank for part in shards)
+    same = all((s.cp_size, s.order, s.layout) == (first.cp_size, first.order, first.layout) for s in shards)
+    if not same or ranks != list(range(first.cp_size)):
+        raise InputError(
+            "these are not the slices of one microbatch",
+            expected=f"ranks {list(range(first.cp_size))} of one layout and order",
+            found=f"ranks {ranks}" + ("" if same else " of several"),
+        )
+    batch = first.batch
+    values = {}
+    for name in batch.names:
+        if name in first.added:
+            continue
+        if name in batch.per_sequence:
+            values[name] = batch[name]
+            continue
+        whole = batch[name].new_empty(first.layout.size, *batch[name].shape[1:])
+        for part in shards:
+            whole = whole.index_copy(0, torch.from_numpy(part.index).to(whole.device), part.batch[name])
+        values[name] = whole
+    return RaggedBatch(values, first.layout, batch.per_sequence)
+
+
+def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:
+    """What a slice holds of each sequence. Tokens come before padding in it too: of two chunks of a sequence, the
+    second has tokens only where the first is full."""
+    item = layout.item_ids()[index]
+    real = positions < layout.lengths[item]
+    count = layout.num_items
+    return Layout.from_slots(np.bincount(item[real], minlength=count), np.bincount(item, minlength=count))
+
+
+def _check(layout: Layout, cp_size: int, cp_rank: int, order: str) -> None:
+    if order not in ORDERS:
+        raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(order))
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise InputError("no such context-parallel rank", expected=f"0 to {cp_size - 1}", found=cp_rank)
+    if order == "contiguous":
+        if layout.size % cp_size:
+            raise InputError(
+                "a row cannot be cut into equal slices",
+                expected=f"a multiple of cp = {cp_size}",
+                found=layout.size,
+                hint="plan with align so that every slot is one",
+            )
+    elif cp_size > 1:
+        bad = np.flatnonzero(layout.slots % (2 * cp_size))
+        if len(bad):
+            i = int(bad[0])
+            raise InputError(
+                "a slot cannot be cut into equal chunks",
+                where=f"sequence {i} of the microbatch",
+                expected=f"a multiple of 2·cp = {2 * cp_size}",
+                found=int(layout.slots[i]),
+                hint=f"plan with align={2 * cp_size}",
+            )

@@ -1,0 +1,147 @@
+"""Microbatches from the rank that has them to the ranks of its group that have none: :func:`share`.
+
+Two broadcasts. A header says how many microbatches and sequences there are, which fields of which dtype, and how many
+bytes follow, or what went wrong at the source. One payload then carries the lengths, the slots and the chosen fields of
+all microbatches, every block on a 16-byte boundary. Counts are explicit: nothing is found by looking for zeros, and a
+rank in the middle of a pipeline that asks for no fields still learns every length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ullage.batch import RaggedBatch
+from ullage.errors import DistributedError, InputError
+from ullage.exchange.fields import Schema, dumps
+from ullage.exchange.topology import Axis
+from ullage.exchange.wire import aligned, broadcast_bytes, broadcast_record, device_of, settling, tried
+from ullage.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def share(
+    microbatches: Sequence[RaggedBatch] | None,
+    group: ProcessGroup | Axis,
+    source: int = 0,
+    fields: Sequence[str] | None = None,
+) -> list[RaggedBatch]:
+    """The source's microbatches, on every member of the group.
+
+    ``microbatches``: what the source has; ignored elsewhere, where it may be ``None``. ``group``: a process group, or
+    an axis of a topology. ``source``: the rank within the group (the coordinate, for an axis). ``fields``: those that
+    the source sends, all if it is ``None``; with ``()`` the layouts alone travel. The source gets its own tensors back.
+
+    Collective over the group; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
+    source if it cannot send, and then ``DistributedError`` on the others.
+    """
+    axis = group if isinstance(group, Axis) else axis_of(group)
+    if not 0 <= source < axis.size:
+        raise InputError("no such source in the group", expected=f"0 to {axis.size - 1}", found=source)
+    return share_or_fail(microbatches, None, axis, source, fields)
+
+
+def axis_of(group: ProcessGroup) -> Axis:
+    """A process group as an axis, its coordinates the ranks within the group."""
+    ranks = dist.get_process_group_ranks(group)
+    return Axis("group", len(ranks), ranks.index(dist.get_rank()), tuple(ranks), group)
+
+
+def share_or_fail(
+    microbatches: Sequence[RaggedBatch] | None,
+    failure: Exception | None,
+    axis: Axis,
+    source: int = 0,
+    fields: Sequence[str] | None = None,
+) -> list[RaggedBatch]:
+    """:func:`share` from a source that may have failed already: then every rank raises."""
+    mine = axis.rank == source
+    chosen: list[RaggedBatch] = []
+    record: dict[str, Any] = {}
+    if mine:
+        if failure is None:
+            prepared, failure = tried(lambda: _choose(microbatches, fields))
+            if prepared is not None:
+                chosen, record = prepared
+        if failure is not None:
+            record = {"failure": str(failure)}
+    if axis.size == 1:
+        if failure is not None:
+            raise failure
+        return chosen
+    header = json.loads(broadcast_record(dumps(record) if mine else None, axis, source))
+    if "failure" in header:
+        with settling(axis):
+            if failure is not None and mine:
+                raise failure
+            raise DistributedError(
+                "the rank that shares microbatches failed",
+                where=f"rank {axis.ranks[source]}",
+                found=header["failure"],
+            )
+    schema, counts = Schema.from_list(header["schema"]), header["sequences"]
+    payload = _payload(chosen, schema, header["bytes"], axis) if mine else None
+    received = broadcast_bytes(payload, header["bytes"], axis, source)
+    return chosen if mine else _unpack(received, schema, counts)
+
+
+def _choose(
+    microbatches: Sequence[RaggedBatch] | None, fields: Sequence[str] | None
+) -> tuple[list[RaggedBatch], dict[str, Any]]:
+    if microbatches is None:
+        raise InputError("the source of a share must have microbatches", found="None")
+    schema = Schema.of_batch(microbatches[0], fields) if microbatches else Schema()
+    chosen = []
+    for i, batch in enumerate(microbatches):
+        if Schema.of_batch(batch, schema.names) != schema:
+            raise InputError("microbatches have different fields", where=f"microbatch {i}", expected=schema.names)
+        values = {name: batch[name] for name in schema.names}
+        chosen.append(RaggedBatch(values, batch.layout, batch.per_sequence))
+    record = {
+        "schema": schema.to_list(),
+        "sequences": [batch.layout.num_items for batch in chosen],
+        "bytes": sum(_batch_bytes(schema, batch.layout) for batch in chosen),
+    }
+    return chosen, record
+
+
+def _batch_bytes(schema: Schema, layout: Layout) -> int:
+    return 2 * aligned(8 * layout.num_items) + schema.num_bytes(layout.num_items, layout.size)
+
+
+def _payload(batches: list[RaggedBatch], schema: Schema, num_bytes: int, axis: Axis) -> Tensor:
+    payload = torch.empty(num_bytes, dtype=torch.uint8, device=device_of(axis.require_group()))
+    start = 0
+    for batch in batches:
+        count = batch.layout.num_items
+        for array in (batch.layout.lengths, batch.layout.slots):
+            payload[start : start + 8 * count].view(torch.int64).copy_(torch.tensor(array))
+            start += aligned(8 * count)
+        for name, view in schema.blocks(payload, start, count, batch.layout.size).items():
+            view.copy_(batch[name])
+        start += schema.num_bytes(count, batch.layout.size)
+    return payload
+
+
+def _unpack(payload: Tensor, schema: Schema, counts: list[int]) -> list[RaggedBatch]:
+    batches, start = [], 0
+    for count in counts:
+        arrays = []
+        for _ in range(2):
+            arrays.append(payload[start : start + 8 * count].view(torch.int64).cpu().numpy().astype(np.int64))
+            start += aligned(8 * count)
+        layout = Layout.from_slots(*arrays)
+        views = schema.blocks(payload, start, count, layout.size)
+        start += schema.num_bytes(count, layout.size)
+        # Copies, so that one microbatch that is kept does not keep the payload of them all.
+        values = {name: view.clone() for name, view in views.items()}
+        batches.append(RaggedBatch(values, layout, schema.per_sequence))
+    return batches

@@ -1,0 +1,279 @@
+"""One step, from this rank's samples to its microbatches: the steps of this folder in a row, for every regime.
+
+The ranks whose data-parallel groups own data take samples, gather the lengths and exchange by the plan, which every
+rank of the topology makes by itself: ranks without data learn the lengths first. Then the microbatches are shared along
+the axes whose ranks own nothing. A failure anywhere is carried along instead of being raised on the spot, so that no
+rank is left waiting in a collective; all ranks agree along every axis, and either all have the step or all raise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ullage.batch import RaggedBatch
+from ullage.errors import DistributedError
+from ullage.exchange.fields import Columns, Schema, dumps, read_columns
+from ullage.exchange.lengths import Lengths, gather_or_fail, raise_together
+from ullage.exchange.reroute import exchange_columns
+from ullage.exchange.sharding import Shard, shard
+from ullage.exchange.sharing import share_or_fail
+from ullage.exchange.source import ITERABLE, Reader, Stream, deal
+from ullage.exchange.topology import Axis, Topology
+from ullage.exchange.wire import broadcast_record, gather_int64, gather_records, settle, settling, tried
+from ullage.layout import Int64
+from ullage.planning.plan import Plan, sum_of_squares
+
+StageFields = Callable[[int, int], Sequence[str] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedStep:
+    """What one rank runs until the optimizer's next step.
+
+    ``microbatches``: the whole packed microbatches of this data-parallel coordinate; one without sequences is an empty
+    batch whose ``placeholder()`` a rank can run. ``num_microbatches`` is the same on every rank. ``num_tokens`` and
+    ``sum_squared_lengths`` are of the real tokens of the global batch, exact integers, equal on every rank. ``plan``:
+    where every sequence went; ``shards``: this rank's context-parallel slices, one a microbatch, none without cp.
+    """
+
+    microbatches: list[RaggedBatch]
+    num_microbatches: int
+    num_tokens: int
+    sum_squared_lengths: int
+    plan: Plan = field(repr=False)
+    shards: list[Shard] = field(default_factory=list, repr=False)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedStep:
+        """The same step on ``device``: the slices where there are any, the whole microbatches otherwise."""
+        if self.shards:
+            return replace(self, shards=[part.to(device, non_blocking) for part in self.shards])
+        return replace(self, microbatches=[batch.to(device, non_blocking) for batch in self.microbatches])
+
+
+@dataclass(frozen=True)
+class Options:
+    """How steps are made; the same on every rank."""
+
+    global_batch_size: int
+    make_plan: Callable[[Int64], Plan]
+    per_sequence: tuple[str, ...] = ()
+    fields: tuple[str, ...] | None = None
+    stage_fields: StageFields | None = None
+    cp_order: str | None = "zigzag"
+
+    def fields_of(self, topology: Topology, stage: int) -> Sequence[str] | None:
+        """The fields that a pipeline stage gets, ``None`` for all."""
+        if self.stage_fields is not None:
+            return self.stage_fields(stage, topology.pp.size)
+        inner = topology.owners == "ends" and 0 < stage < topology.pp.size - 1
+        return () if inner else None
+
+
+class StepMaker:
+    """Makes one :class:`PackedStep` after another. ``reader`` is ``None`` on a rank that owns no data.
+
+    :meth:`make` is collective over all axes of the topology; ``given`` is the state after the last step made.
+    """
+
+    def __init__(self, topology: Topology, stream: Stream, reader: Reader | None, options: Options) -> None:
+        self.topology, self.stream, self.options = topology, stream, options
+        self._reader = reader
+        self.given = np.zeros(stream.streams, np.int64)
+        self._live = np.ones(stream.streams, bool)
+
+    def seek(self, given: Int64) -> None:
+        """Go on after what each reader had given."""
+        if self._reader is not None:
+            self._reader.seek(int(given[self.topology.dp.rank]))
+        self.given, self._live = given.copy(), np.ones(len(given), bool)
+
+    def make(self) -> PackedStep | None:
+        """The next step, ``None`` at the end of the stream. Raises on every rank if any rank failed."""
+        topology = self.topology
+        columns, gathered, failure = None, None, None
+        if topology.exchanges:
+            taken, failure = tried(self._take_and_gather)
+            if taken is not None:
+                columns, gathered = taken
+        for axis in self._ways():
+            gathered, failure = _relay_lengths(gathered, failure, axis)
+        _agree_on(failure, "" if gathered is None else gathered.digest, topology)
+        assert gathered is not None
+        if not len(gathered):
+            for axis in topology.axes:
+                settle(axis)
+            return None
+        step, failure = self._place(columns, gathered)
+        _agree_on(failure, "" if step is None else step.plan.digest, topology)
+        self.given = self.given + gathered.counts[: self.stream.streams]
+        return step
+
+    def _place(self, columns: Columns | None, gathered: Lengths) -> tuple[PackedStep | None, Exception | None]:
+        """The samples to where the plan wants them. Joins every collective, also after a failure of its own."""
+        topology = self.topology
+        plan, failure = tried(lambda: self.options.make_plan(gathered.lengths))
+        microbatches = None
+        if topology.exchanges:
+            microbatches, failure = tried(lambda: exchange_columns(plan, columns, failure, topology, gathered))
+        for axis in self._ways():
+            fields = self._fields_along(axis)
+            if fields != ():  # lengths alone need not travel: the plan gives them
+                microbatches, failure = _relay_microbatches(microbatches, failure, axis, fields)
+        if failure is not None or plan is None:
+            return None, failure
+        return tried(lambda: self._finish(microbatches, plan))
+
+    def _take_and_gather(self) -> tuple[Columns, Lengths]:
+        samples, failure = self._take()
+        columns: Columns | None = None
+        if failure is None:
+            columns, failure = tried(
+                lambda: read_columns(samples, self.options.per_sequence, self.options.fields, self._where)
+            )
+        gathered = gather_or_fail(None if columns is None else columns.lengths, failure, self.topology)
+        assert columns is not None  # or it would have raised
+        return columns, gathered
+
+    def _take(self) -> tuple[list[Any], Exception | None]:
+        """This rank's samples of the step. Collective over dp for iterables, whose ends are not known beforehand."""
+        axis, stream, wanted = self.topology.dp, self.stream, self.options.global_batch_size
+        mine = axis.rank if axis.rank < stream.streams else None
+        if stream.kind != ITERABLE:
+            quota = 0 if mine is None else int(stream.quotas(self.given, wanted)[mine])
+            samples, failure = tried(partial(self._read, quota))
+            return samples or [], failure
+        given, taken = self.given.copy(), []
+        while wanted and self._live.any():
+            quota = deal(given, self._live, wanted)
+            samples, failure = tried(partial(self._read, 0 if mine is None else int(quota[mine])))
+            counts = gather_int64(np.array([-1 if samples is None else len(samples)]), axis)[: stream.streams, 0]
+            if (counts < 0).any():
+                raise_together(failure, axis, where="while samples were read")
+            taken += samples or []
+            given += counts
+            wanted -= int(counts.sum())
+            self._live &= counts == quota
+        return taken, None
+
+    def _read(self, count: int) -> list[Any]:
+        return self._reader.take(count) if self._reader is not None else []
+
+    def _where(self, i: int) -> str:
+        axis = self.topology.dp
+        k = int(self.given[axis.rank]) + i
+        return f"rank {_name(axis)}, sample {k * self.stream.streams + axis.rank} of the stream"
+
+    def _ways(self) -> list[Axis]:
+        """The axes along which this rank hears from those that exchange, or tells others, from coordinate 0 on."""
+        cp, tp, pp = self.topology.cp, self.topology.tp, self.topology.pp
+        if self.topology.owners == "every":
+            ways = []
+        elif self.topology.owners == "ends":
+            ways = [pp, tp] if tp.rank == 0 else [tp]
+        else:
+            ways = [pp]
+            if pp.rank == 0:
+                ways = [tp, pp] if tp.rank else [cp, tp, pp]
+        return [axis for axis in ways if axis.size > 1]
+
+    def _fields_along(self, axis: Axis) -> Sequence[str] | None:
+        """The fields that travel along an axis of :meth:`_ways`: all that anyone behind it wants, ``None`` for all."""
+        topology = self.topology
+        stages = range(topology.pp.size)
+        if topology.owners == "ends":
+            # Both ends have their own; only the stages between may want some of the first one's.
+            stages = stages[1:-1] if axis is topology.pp else [topology.pp.rank]
+        return _union([self.options.fields_of(topology, stage) for stage in stages])
+
+    def _finish(self, microbatches: list[RaggedBatch] | None, plan: Plan) -> PackedStep:
+        topology, order = self.topology, self.options.cp_order
+        own = self.options.fields_of(topology, topology.pp.rank)
+        if microbatches is None:
+            rank = topology.dp.rank
+            microbatches = [RaggedBatch({}, plan.layout(k, rank)) for k in range(plan.num_microbatches)]
+        elif own is not None:
+            microbatches = [_only(batch, own) for batch in microbatches]
+        cp = topology.cp
+        sliced = [shard(batch, cp.size, cp.rank, order) for batch in microbatches] if cp.size > 1 and order else []
+        placed = plan.lengths[plan.order]
+        return PackedStep(microbatches, plan.num_microbatches, int(placed.sum()), sum_of_squares(placed), plan, sliced)
+
+
+def _only(batch: RaggedBatch, names: Sequence[str]) -> RaggedBatch:
+    schema = Schema.of_batch(batch, names)
+    return RaggedBatch({name: batch[name] for name in schema.names}, batch.layout, batch.per_sequence)
+
+
+def _union(choices: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
+    if any(choice is None for choice in choices):
+        return None
+    return tuple(dict.fromkeys(name for choice in choices for name in choice or ()))
+
+
+def _name(axis: Axis) -> int:
+    return axis.ranks[axis.rank] if axis.ranks else axis.rank
+
+
+def _relay_microbatches(
+    microbatches: list[RaggedBatch] | None, failure: Exception | None, axis: Axis, fields: Sequence[str] | None
+) -> tuple[list[RaggedBatch] | None, Exception | None]:
+    """From coordinate 0 of the axis to those that have none; whoever has its own keeps them."""
+    source = axis.rank == 0
+    got, error = tried(lambda: share_or_fail(microbatches, failure if source else None, axis, 0, fields))
+    return (got if microbatches is None else microbatches), failure or error
+
+
+def _relay_lengths(
+    gathered: Lengths | None, failure: Exception | None, axis: Axis
+) -> tuple[Lengths | None, Exception | None]:
+    """From coordinate 0 of the axis; whoever gathered lengths of its own compares."""
+    record = None
+    if axis.rank == 0:
+        if gathered is None or failure is not None:
+            record = b"E" + str(failure).encode()
+        else:
+            numbers = [np.array([len(gathered.counts)]), gathered.counts, gathered.lengths]
+            record = b"L" + np.concatenate(numbers).astype(np.int64).tobytes()
+    text = broadcast_record(record, axis, 0)
+    if axis.rank == 0:
+        return gathered, failure
+    if text[:1] == b"E":
+        told = text[1:].decode(errors="replace")
+        return None, failure or DistributedError("another rank failed", where=f"rank {axis.ranks[0]}", found=told)
+    numbers = np.frombuffer(text[1:], np.int64)
+    ranks = int(numbers[0])
+    told = Lengths(numbers[1 + ranks :], numbers[1 : 1 + ranks])
+    if gathered is not None and not np.array_equal(gathered.lengths, told.lengths):
+        failure = failure or DistributedError(
+            "the pipeline stages that own data are out of step",
+            where=f"rank {_name(axis)} against rank {axis.ranks[0]}",
+            hint="give them the same samples in the same order",
+        )
+    return told, failure
+
+
+def _agree_on(failure: Exception | None, digest: str, topology: Topology) -> None:
+    """Collective over all axes: raises on every rank if any failed, or if ranks do not have the same plan."""
+    text = None
+    if failure is not None:
+        text = str(failure) if isinstance(failure, DistributedError) else f"rank {_name(topology.dp)}: {failure}"
+    for axis in topology.axes:
+        if axis.size == 1:
+            continue
+        records = [json.loads(r) for r in gather_records(dumps({"failure": text, "plan": digest}), axis)]
+        text = text or next((record["failure"] for record in records if record["failure"]), None)
+        odd = next((i for i, record in enumerate(records) if record["plan"] != records[0]["plan"]), None)
+        if text is None and odd is not None:
+            text = f"rank {axis.ranks[odd]} has other lengths, or made another plan of them, than rank {axis.ranks[0]}"
+    with settling(*topology.axes):
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise DistributedError("another rank failed, so no rank has this step", found=text)

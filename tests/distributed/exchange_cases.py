@@ -1,0 +1,554 @@
+"""What the ranks of the exchange tests run. Kept apart from the tests so that worker processes import no pytest."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ullage
+from ullage.exchange import (
+    Axis,
+    PackedIterator,
+    Topology,
+    exchange,
+    gather_lengths,
+    materialize,
+    shard,
+    share,
+    unshard,
+)
+
+ALL_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def sample(i, length):
+    """A sample that no other equals: every value can be told by its id and position."""
+    generator = torch.Generator().manual_seed(1000 + i)
+    wide = torch.randint(0, 2**31, (length, 2), generator=generator)
+    return {
+        "input_ids": 10_000 * i + torch.arange(length),
+        "labels": 10_000 * i + torch.arange(length),
+        **{str(dtype)[6:]: wide[:, 0].to(dtype) for dtype in ALL_DTYPES},
+        "hidden": wide.to(torch.bfloat16),
+        "reward": float(i) / 7,
+        "id": i,
+        "logits": torch.full((3,), float(i), dtype=torch.float64),
+    }
+
+
+def dataset(count, seed=0, longest=60):
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
+    return [sample(i, int(length)) for i, length in enumerate(lengths)]
+
+
+def lengths_of(samples):
+    return np.array([len(s["input_ids"]) for s in samples], np.int64)
+
+
+def same(got, want):
+    """Two batches are equal bit by bit, padding included."""
+    assert got.layout == want.layout
+    assert got.names == want.names
+    assert set(got.per_sequence) == set(want.per_sequence)
+    for name in got.names:
+        assert got[name].dtype == want[name].dtype
+        assert torch.equal(got[name], want[name]), name
+
+
+def ids_of(batches):
+    return [int(i) for batch in batches for i in batch["id"]]
+
+
+def flat(lists):
+    return [item for part in lists for item in part]
+
+
+def everywhere(value):
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def sub_topology(size, rank, group, ranks):
+    """A data-parallel topology over part of the world."""
+    return Topology(dp=Axis("dp", size, ranks.index(rank), tuple(ranks), group))
+
+
+# The steps, alone.
+
+
+def exchange_in_worlds(rank, world):
+    """Every world size up to ``world``, ranks in any order, uneven shares: each token arrives once, where planned."""
+    done = 0
+    for size in range(1, world + 1):
+        ranks = np.random.default_rng(size).permutation(world)[:size].tolist()
+        group = dist.new_group(ranks)
+        if rank not in ranks:
+            continue
+        # torch sorts a group's ranks; coordinates keep the order given.
+        topology = sub_topology(size, rank, group, ranks)
+        for seed, count in enumerate([0, 1, size // 2, 3 * size, 40]):
+            everything = dataset(count, seed)
+            owner = np.sort(np.random.default_rng([size, seed]).integers(0, size, count))
+            mine = [everything[i] for i in np.flatnonzero(owner == topology.dp.rank)]
+            before = [{name: np.array(v) for name, v in s.items() if name == "input_ids"} for s in mine]
+            gathered = gather_lengths(lengths_of(mine), topology)
+            assert gathered.lengths.tolist() == lengths_of(everything).tolist()
+            assert gathered.counts.tolist() == np.bincount(owner, minlength=size).tolist()
+            for align, multiple in ((1, 1), (8, 3)):
+                plan = ullage.plan(gathered.lengths, ranks=size, capacity=64, align=align, microbatch_multiple=multiple)
+                got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
+                if count:
+                    want = materialize(plan, everything, topology.dp.rank, per_sequence=["logits"])
+                    assert len(got) == len(want) == plan.num_microbatches
+                    for a, b in zip(got, want):
+                        same(a, b)
+                        a.placeholder()
+                        tokens = [t for s in a.samples() for t in s["input_ids"].tolist()]
+                        members = [everything[int(i)]["input_ids"].tolist() for i in a["id"]]
+                        assert tokens == [t for m in members for t in m]
+                box = [None] * size
+                dist.all_gather_object(box, ids_of(got) if count else [], group=group)
+                assert sorted(i for part in box for i in part) == list(range(count))
+                done += 1
+            assert all((s["input_ids"].numpy() == b["input_ids"]).all() for s, b in zip(mine, before))
+    return done
+
+
+def exchange_shared_bins(rank, world):
+    """A plan in which ranks share bins: each of them gets the whole microbatch."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    everything = dataset(30, longest=200)
+    mine = everything[rank::world]
+    gathered = gather_lengths(lengths_of(mine), topology)
+    ordered = [s for r in range(world) for s in everything[r::world]]
+    base = ullage.plan(gathered.lengths, ranks=world // 2, capacity=256, align=4)
+    offsets = np.zeros(base.num_microbatches * world + 1, np.int64)
+    counts = np.zeros((base.num_microbatches, world), np.int64)
+    counts[:, ::2] = np.diff(base.offsets).reshape(-1, world // 2)
+    offsets[1:] = np.cumsum(counts)
+    plan = ullage.Plan(
+        order=base.order,
+        offsets=offsets,
+        degrees=np.full((base.num_microbatches, world), 2),
+        lengths=base.lengths,
+        original_lengths=base.original_lengths,
+        costs=base.costs,
+        ranks=world,
+        capacity=128,
+        align=4,
+    )
+    assert plan.check() == []
+    got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
+    for a, b in zip(got, materialize(plan, ordered, rank, per_sequence=["logits"]), strict=True):
+        same(a, b)
+    return ids_of(got)
+
+
+def failures_of_steps(rank, world):
+    """What each rank raises when one rank is at fault, by the name of the fault."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    culprit = world - 1
+    raised = {}
+
+    def attempt(name, run):
+        try:
+            run()
+            raised[name] = None
+        except ullage.UllageError as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+
+    def broken(change):
+        samples = [{"input_ids": torch.arange(5 + i), "mask": torch.ones(5 + i), "id": i} for i in range(4)]
+        gathered = gather_lengths([len(s["input_ids"]) for s in samples], topology)
+        plan = ullage.plan(gathered.lengths, ranks=world, capacity=32)
+        if rank == culprit:
+            samples, plan = change(samples, plan) or (samples, plan)
+        exchange(plan, samples, topology, gathered)
+
+    def with_field(name, make):
+        return lambda samples, plan: ([{**s, name: make(s)} for s in samples], plan)
+
+    def without(name, which):
+        def change(samples, plan):
+            return [{n: v for n, v in s.items() if n != name or i not in which} for i, s in enumerate(samples)], plan
+
+        return change
+
+    attempt("nothing", lambda: broken(lambda samples, plan: None))
+    attempt("extra field", lambda: broken(with_field("reward", lambda s: 1.0)))
+    attempt("dtype", lambda: broken(with_field("mask", lambda s: s["mask"].double())))
+    attempt("shape", lambda: broken(with_field("mask", lambda s: torch.ones(len(s["mask"]), 2))))
+    attempt("unit", lambda: broken(with_field("id", lambda s: s["input_ids"])))
+    attempt("no field", lambda: broken(without("mask", range(4))))
+    attempt("missing key", lambda: broken(without("mask", [2])))
+    attempt("missing in first", lambda: broken(without("mask", [0])))
+    attempt("not a mapping", lambda: broken(lambda s, p: ([*s[:3], torch.arange(8)], p)))
+    attempt("another length", lambda: broken(lambda s, p: ([*s[:3], {**s[3], "input_ids": torch.arange(9)}], p)))
+    attempt("too few", lambda: broken(lambda s, p: (s[:3], p)))
+    attempt("text", lambda: broken(with_field("mask", lambda s: "text")))
+    attempt("another plan", lambda: broken(lambda s, p: (s, ullage.plan(p.lengths, ranks=world, capacity=64))))
+    attempt("a plan of other ranks", lambda: broken(lambda s, p: (s, ullage.plan(p.lengths, ranks=1, capacity=999))))
+    attempt("bad lengths", lambda: gather_lengths([-1] if rank == culprit else [3], topology))
+    attempt("float lengths", lambda: gather_lengths([0.5] if rank == culprit else [3], topology))
+    many = {f"field {i} with a long name {'x' * 40}": torch.arange(3) for i in range(40)}
+    odd = {**many, "field 39 with a long name " + "x" * 40: torch.ones(3)}
+    gathered = gather_lengths([3], topology)
+    plan = ullage.plan(gathered.lengths, ranks=world, capacity=32)
+    attempt("long header", lambda: exchange(plan, [odd if rank == culprit else many], topology, gathered))
+    exchange(plan, [many], topology, gathered)  # and the groups still work
+    batch = ullage.RaggedBatch.from_samples([{"input_ids": [1, 2]}])
+    attempt("share of nothing", lambda: share(None, dist.group.WORLD, source=culprit))
+    attempt("share of no such field", lambda: share([batch], dist.group.WORLD, source=culprit, fields=["labels"]))
+    got = share([batch] if rank == culprit else None, dist.group.WORLD, source=culprit)
+    assert got[0]["input_ids"].tolist() == [1, 2]
+    return raised
+
+
+def share_cases(rank, world):
+    """Microbatches, empty ones too, from any source, with chosen fields or none."""
+    for source in range(world):
+        everything = dataset(12, seed=source)
+        plan = ullage.plan(lengths_of(everything), ranks=2, capacity=64, align=8, microbatch_multiple=4)
+        want = materialize(plan, everything, 0, per_sequence=["logits"])
+        mine = want if rank == source else None
+        for a, b in zip(share(mine, dist.group.WORLD, source), want, strict=True):
+            same(a, b)
+        some = share(mine, dist.group.WORLD, source, fields=["labels", "id"])
+        assert [batch.names for batch in some] == [("labels", "id")] * len(want)
+        assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(some, want))
+        none = share(mine, dist.group.WORLD, source, fields=())
+        assert [batch.layout for batch in none] == [batch.layout for batch in want]
+        assert [batch.names for batch in none] == [()] * len(want)
+        assert share([] if rank == source else None, dist.group.WORLD, source) == []
+    return True
+
+
+# The iterator.
+
+
+def iterate(rank, world, count, size, options):
+    """All steps over a data-parallel world, by each kind of source; ids by step, the same on every rank."""
+    topology = Topology.from_groups(dp=dist.group.WORLD, owners=options.pop("owners", "every"))
+    everything = dataset(count, seed=count)
+    lengths = lengths_of(everything)
+    sources = {"shared": everything, "own": everything[rank::world], "iterable": iter(everything[rank::world])}
+    if topology.owners == "first":
+        sources = {"shared": everything, "iterable": iter(everything) if rank == 0 else None}
+    steps = {}
+    for name, source in sources.items():
+        steps[name] = []
+        with PackedIterator(
+            source, topology, global_batch_size=size, capacity=64, per_sequence=["logits"], **options
+        ) as it:
+            for step in it:
+                boxes = everywhere(ids_of(step.microbatches))
+                ids = [i for box in boxes for i in box]
+                assert len(step.microbatches) == step.num_microbatches == step.plan.num_microbatches
+                assert step.num_tokens == int(lengths[ids].sum())
+                assert step.sum_squared_lengths == int((lengths[ids] ** 2).sum())
+                for batch in step.microbatches:
+                    for got in batch.samples():
+                        for field, value in everything[int(got["id"])].items():
+                            assert torch.equal(got[field], torch.as_tensor(value)), field
+                steps[name].append(sorted(ids))
+            assert it.position == count
+    return steps
+
+
+def ends_unequally(rank, world, sizes):
+    """Iterables of very different lengths, and datasets of each rank's own: steps stay full to the last."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    first = int(np.sum(sizes[:rank]))
+    mine = [sample(first + k, 1 + k % 9) for k in range(sizes[rank])]
+    seen = []
+    for source in (iter(mine), mine):
+        with PackedIterator(source, topology, global_batch_size=5, capacity=32, per_sequence=["logits"]) as it:
+            seen.append([sorted(flat(everywhere(ids_of(step.microbatches)))) for step in it])
+    return seen
+
+
+def resume(rank, world, count, size, stop, state, kind):
+    """The steps after ``state``, at most ``stop`` of them, and the state then; prefetch must not run ahead of it."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    everything = dataset(count, seed=count)
+    source = {"shared": everything, "own": everything[rank::world], "iterable": iter(everything[rank::world])}[kind]
+    with PackedIterator(
+        source, topology, global_batch_size=size, capacity=64, per_sequence=["logits"], prefetch=2
+    ) as it:
+        if state is not None:
+            it.load_state_dict(state)
+        ids = []
+        for _ in range(stop):
+            step = next(it, None)
+            if step is None:
+                break
+            ids.append(sorted(flat(everywhere(ids_of(step.microbatches)))))
+        return ids, it.state_dict()
+
+
+def failures_of_iterator(rank, world):
+    """What each rank raises at next() when one is at fault, with the thread and without; closing does not hang."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    culprit = 1
+    everything = dataset(40)
+    raised = {}
+
+    def attempt(name, samples, prefetch=1, **options):
+        try:
+            options = {"global_batch_size": 8, "capacity": 64, "per_sequence": ["logits"]} | options
+            with PackedIterator(samples, topology, prefetch=prefetch, **options) as it:
+                steps = sum(1 for _ in it)
+            raised[name] = f"{steps} steps"
+        except (ullage.UllageError, ZeroDivisionError) as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+
+    def fault(k, change):
+        samples = everything[rank::world]
+        return [change(s) if rank == culprit and i == k else s for i, s in enumerate(samples)]
+
+    def lacking(s):
+        return {name: value for name, value in s.items() if name != "labels"}
+
+    def raising():
+        for i, s in enumerate(everything[rank::world]):
+            if rank == culprit and i == 5:
+                raise ZeroDivisionError("the reader broke")
+            yield s
+
+    mine = everything[rank::world]
+    attempt("nothing", mine)
+    for prefetch in (0, 1, 3):
+        attempt(f"missing key {prefetch}", fault(6, lacking), prefetch)
+    attempt("dtype", fault(6, lambda s: {**s, "labels": s["labels"].float()}))
+    attempt("required", [lacking(s) for s in mine], fields=("input_ids", "labels"))
+    attempt("long", fault(6, lambda s: sample(99, 65)))
+    attempt("truncated", fault(6, lambda s: sample(99, 65)), oversize="truncate")
+    attempt("reader", raising())
+    attempt("no samples", None if rank == culprit else mine)
+    attempt("capacity", mine, capacity=64 + (rank == culprit))
+    attempt("bad capacity", mine, capacity=0 if rank == culprit else 64)
+    attempt("size", mine, global_batch_size=0)
+    attempt("option", mine, colour="red")
+    attempt("kinds", mine if rank == culprit else iter(mine))
+    attempt("random", Random())
+    attempt("random, shared", Random(), shared=True)
+    attempt("not shared", mine[: 3 + rank], shared=True)
+    attempt("cost", mine, cost=broken_cost if rank == culprit else fine_cost)
+    return raised
+
+
+def fine_cost(lengths):
+    return lengths
+
+
+def broken_cost(lengths):
+    return lengths[:1]
+
+
+broken_cost.__qualname__ = "fine_cost"
+
+
+class Random:
+    """A map-style dataset whose samples differ from reading to reading."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.randint(0, 2**40, (4,)), "logits": torch.zeros(3), "id": i}
+
+
+def closes_early(rank, world, prefetch):
+    """Steps made ahead are finished by every thread, however far each had come; groups are lent again."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    everything = dataset(60)
+    seen = []
+    for k in range(4):
+        it = PackedIterator(
+            everything, topology, global_batch_size=6, capacity=64, prefetch=prefetch, per_sequence=["logits"]
+        )
+        seen += [next(it).num_tokens for _ in range(k)]
+        time.sleep(0.05 * ((rank + k) % 3))
+        it.close()
+        it.close()
+        try:
+            next(it)
+        except ullage.InputError as error:
+            seen.append(str(error))
+    return seen
+
+
+def two_at_once(rank, world):
+    """Two iterators in turn, each with groups and a thread of its own, while the main thread uses the world's group."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    everything = dataset(60)
+    options = {"global_batch_size": 6, "capacity": 64, "per_sequence": ["logits"]}
+    sums = []
+    with (
+        PackedIterator(everything, topology, **options) as a,
+        PackedIterator(everything[::-1], topology, **options) as b,
+    ):
+        for x, y in zip(a, b, strict=True):
+            for _ in range(20):
+                total = torch.tensor([x.num_tokens, rank])
+                dist.all_reduce(total)
+                assert total.tolist() == [x.num_tokens * world, world * (world - 1) // 2]
+            sums.append((x.num_tokens, y.num_tokens))
+    return sums
+
+
+# Whole topologies.
+
+
+def mesh_of(world, sizes, seed):
+    """A mesh over the world's ranks in an order of its own."""
+    ranks = torch.from_numpy(np.random.default_rng(seed).permutation(world)).view(*sizes.values())
+    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(sizes))
+
+
+def whole_topology(rank, world, sizes, owners, order):
+    """Shares and slices, put together over cp, are the microbatch of the plan; stages get their fields."""
+    topology = Topology.from_device_mesh(mesh_of(world, sizes, seed=world), owners=owners)
+    dp, cp, pp = topology.dp, topology.cp, topology.pp
+    everything = dataset(30, seed=5)
+    mine = iter(everything[dp.rank :: dp.size] if owners != "first" else everything)
+    if not topology.owns_data:
+        mine = None
+    stages = None
+    if owners == "ends":
+        stages = {0: ("input_ids", "id"), pp.size - 1: ("labels", "id")}.get
+    report = []
+    with PackedIterator(
+        mine,
+        topology,
+        global_batch_size=12,
+        capacity=64,
+        per_sequence=["logits"],
+        cp_order=order,
+        stage_fields=None if stages is None else lambda stage, _: stages(stage, ("id",) if stage == 1 else ()),
+    ) as it:
+        for step in it:
+            for m, batch in enumerate(step.microbatches):
+                assert batch.layout == step.plan.layout(m, dp.rank)
+                for got in batch.samples():
+                    if "id" in got:
+                        for name, value in got.items():
+                            assert torch.equal(value, torch.as_tensor(everything[int(got["id"])][name])), name
+                if cp.size > 1:
+                    part = step.shards[m]
+                    assert part.batch.layout.size * cp.size == batch.layout.size
+                    parts = [shard(batch, cp.size, r, order) for r in range(cp.size)]
+                    assert torch.equal(part.position_ids, parts[cp.rank].position_ids)
+                    box = [None] * cp.size
+                    dist.all_gather_object(box, part, group=cp.group)
+                    same(unshard(box), batch)
+            names = [batch.names for batch in step.microbatches]
+            ids = ids_of(step.microbatches) if names and "id" in names[0] else None
+            report.append([step.num_microbatches, step.num_tokens, step.sum_squared_lengths, step.plan.digest, ids])
+        state = it.state_dict()
+    place = [axis.rank for axis in topology.axes]
+    fields = sorted(names[0]) if names else []
+    return {"place": place, "steps": report, "state": state, "fields": fields}
+
+
+def whole_topology_failures(rank, world, sizes, owners, where):
+    """One rank's sample is broken: every rank of the world raises, wherever it stands."""
+    topology = Topology.from_device_mesh(mesh_of(world, sizes, seed=world), owners=owners)
+    everything = [{"input_ids": torch.arange(1 + i % 7), "id": i} for i in range(30)]
+    mine = everything[topology.dp.rank :: topology.dp.size]
+    if [axis.rank for axis in topology.axes] == where:
+        mine[3] = {"input_ids": torch.arange(4)}
+    with PackedIterator(iter(mine) if topology.owns_data else None, topology, global_batch_size=8, capacity=32) as it:
+        try:
+            steps = [step.num_tokens for step in it]
+        except ullage.UllageError as error:
+            return f"{type(error).__name__}: {error}"
+    return steps
+
+
+def out_of_step(rank, world):
+    """The last stage reads other samples than the first: an error everywhere."""
+    topology = Topology.from_device_mesh(mesh_of(world, {"dp": world // 2, "pp": 2}, seed=1), owners="ends")
+    everything = [{"input_ids": torch.arange(1 + i % 7 + topology.pp.rank), "id": i} for i in range(30)]
+    with PackedIterator(everything, topology, global_batch_size=8, capacity=32, shared=True) as it:
+        try:
+            next(it)
+        except ullage.UllageError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def bad_topologies(rank, world):
+    """Sizes that do not multiply to the world, and coordinates that ranks do not agree on."""
+    raised = []
+    halves = [dist.new_group([r for r in range(world) if r % 2 == k]) for k in range(2)]
+    for make in (
+        lambda: Topology.from_groups(),
+        lambda: Topology.from_groups(dp=halves[rank % 2]),
+        lambda: Topology.from_groups(dp=dist.group.WORLD, tp=halves[rank % 2]),
+        lambda: Topology.from_device_mesh(DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("banana",))),
+        lambda: Topology.from_device_mesh(DeviceMesh("cpu", torch.arange(world - 1), mesh_dim_names=("dp",))),
+        lambda: Topology.from_groups(dp=dist.group.WORLD, owners="nobody"),
+        lambda: PackedIterator(
+            [{"input_ids": [1]}], Topology.grid(rank, dp=world), global_batch_size=2, capacity=4, shared=True
+        ),
+        lambda: PackedIterator(
+            [{"input_ids": [1]}],
+            Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "first"),
+            global_batch_size=2,
+            capacity=4,
+            shared=True,
+        ),
+    ):
+        try:
+            make()
+            raised.append(None)
+        except ullage.UllageError as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+# Death.
+
+
+def dies(rank, world, folder, victim, step_of_death):
+    """Every rank saves its state and ids after each step; one is killed while it reads for a later step."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    everything = dataset(60, seed=60)
+
+    def stream():
+        for k, i in enumerate(range(rank, len(everything), world)):
+            if rank == victim and k == 3 * step_of_death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield everything[i]
+
+    steps = []
+    started = time.monotonic()
+    try:
+        with PackedIterator(
+            stream(), topology, global_batch_size=3 * world, capacity=64, per_sequence=["logits"]
+        ) as it:
+            for step in it:
+                steps.append(sorted(ids_of(step.microbatches)))
+                done = Path(folder) / f"{rank}-{len(steps)}.pt"
+                torch.save({"state": it.state_dict(), "steps": steps}, done)
+    except ullage.UllageError as error:
+        return f"{type(error).__name__}: {error}", len(steps), time.monotonic() - started
+    return None, len(steps), 0.0
