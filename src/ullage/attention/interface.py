@@ -23,9 +23,11 @@ from ullage.errors import InputError
 
 #: Keywords that reach a layer and change nothing in it: of the loss, of the outputs, of the cache already applied.
 _HARMLESS = frozenset(
-    "position_embeddings use_cache cache_position past_key_value past_key_values output_hidden_states "
-    "output_router_logits return_dict num_items_in_batch shift_labels logits_to_keep deterministic layer_idx "
-    "target_dtype seq_idx".split()
+    (
+        *("position_embeddings", "use_cache", "cache_position", "past_key_value", "past_key_values"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "shift_labels"),
+        *("logits_to_keep", "deterministic", "layer_idx", "target_dtype", "seq_idx"),
+    )
 )
 #: What the ones that change it are called.
 _MEANINGS = {
@@ -72,8 +74,7 @@ def attention(
         if isinstance(mask, DeferredMask):
             _refuse_restart(module, position_ids, mask)
             mask = mask.build()
-        options = {} if sliding_window is None else {"sliding_window": sliding_window}
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **options)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     _refuse_unpackable(module, query, key, attention_mask, causal=causal, window=sliding_window)
     _refuse_other_keys(module, cu_seq_lens_q, cu_seq_lens_k)
@@ -129,9 +130,7 @@ def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
             continue
         meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
         hint = _USE_ANOTHER if name in _MEANINGS else f"drop {name!r} from the batch, or {_USE_ANOTHER}"
-        raise _refusal(
-            module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint
-        )
+        raise _refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)
 
 
 def _refuse_restart(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
@@ -144,8 +143,8 @@ def _refuse_restart(module: nn.Module, position_ids: Tensor | None, mask: Deferr
     if bool((position_ids.diff() <= 0).any()):
         raise _refusal(
             module,
-            "position_ids start anew within a row, but there is no cu_seq_lens_q to keep its sequences apart",
-            hint="pass what RaggedBatch.to_flattened() gives",
+            "position_ids start anew within a row, but no cu_seq_lens_q came to keep its sequences apart",
+            hint="pass what RaggedBatch.to_flattened() gives; a model that drops it on the way cannot be packed",
         )
 
 

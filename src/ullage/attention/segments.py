@@ -1,17 +1,17 @@
 """Causal attention over sequences that lie end to end in one row, by torch's scaled dot product attention.
 
-The plain way is one call a sequence. Its price is the call: about 50 µs forward and backward on a CPU, as much as a
-sequence of 40 tokens computes. So sequences of like length share a call. Sorted by falling length, a sequence joins
-the bucket of a longer one while the pairs of tokens its padding adds cost less than a call of its own. Padding lies
-behind a sequence, where no real query of a causal attention looks, so it needs no mask, and what its rows compute is
-never gathered: their gradient is exactly zero.
+Sequences of equal length share one call. A row of T tokens has fewer than √(2T) different lengths, so a thousand
+short sequences cost a few dozen calls. Nothing is padded for it: on a CPU the kernel's work on padding was measured to
+cost more than the calls it would save.
 
 A sliding window of ``w`` tokens over a longer sequence is cut into blocks of ``c`` tokens. A block of queries meets
 its own keys and those of the blocks before it that the window reaches, so the work is about ``length·(w + c)`` pairs
 instead of ``length²``. Blocks of all sequences that reach equally far back share a call and one mask.
 
-Tokens move once into this order and once back; the order depends on the lengths alone and is remembered for all
-layers of a forward. Source of the kernels: ``torch.nn.functional.scaled_dot_product_attention``.
+A block's padding lies behind its sequence, where no real query of a causal attention looks, and what padding computes
+is never gathered: its gradient is exactly zero. Tokens move once into the order of the calls and once back; the order
+depends on the lengths alone and is remembered for all layers of a forward. Source of the kernels:
+``torch.nn.functional.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: One call costs as much as this many (pairs of tokens · query elements a token); measured on a CPU in float32.
-_CALL = 400_000
 #: The least tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """The order in which tokens are computed.
+    """The order in which tokens are computed, as rows.
 
-    ``index``: the token in each row of the padded order; padding repeats the last token of its own sequence.
-    ``real``: the row of each token. ``pads``: the rows that are padding. ``buckets``: (sequences, padded length) of
-    each bucket, in order. ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede
-    it. ``in_order``: rows and tokens are the same.
+    ``index``: the token in each row; the padding of a block repeats the last token of its own sequence. ``real``: the
+    row of each token. ``pads``: the rows that are padding. ``buckets``: (sequences, length) of each call, in order.
+    ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede it. ``in_order``: rows and
+    tokens are the same.
     """
 
     index: Tensor
@@ -51,43 +49,35 @@ class Arrangement:
 
 
 @lru_cache(maxsize=32)
-def arrange(lengths: tuple[int, ...], pairs_a_call: int, window: int | None, device: torch.device) -> Arrangement:
-    """The order for sequences of these lengths in tokens; ``pairs_a_call``: token pairs that one call costs.
-
-    Touches the device only to copy the order there.
-    """
+def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Arrangement:
+    """The order for sequences of these lengths in tokens. Touches the device only to copy the order there."""
     sizes = np.asarray(lengths, np.int64)
     starts = np.cumsum(sizes) - sizes
-    longest_first = np.argsort(-sizes, kind="stable")
-    longest_first = longest_first[sizes[longest_first] > 0]
-    windowed = longest_first[:0]
-    if window is not None:
-        long = sizes[longest_first] > window
-        windowed, longest_first = longest_first[long], longest_first[~long]
-    groups: list[list[int]] = []
-    for item in longest_first.tolist():
-        if groups and sizes[groups[-1][0]] ** 2 - sizes[item] ** 2 <= pairs_a_call:
-            groups[-1].append(item)
-        else:
-            groups.append([item])
-    if all(len(group) == 1 for group in groups) and not len(windowed):
-        groups.sort()  # nothing is gained by another order
-    buckets = tuple((len(group), int(sizes[group[0]])) for group in groups)
+    windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
+    widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
+    calls = np.argsort(first, kind="stable")
+    calls = calls[widths[calls] > 0]
+    buckets = tuple((int(counts[call]), int(widths[call])) for call in calls)
+    items = np.concatenate([*(np.flatnonzero(sizes == widths[call]) for call in calls), windowed]).astype(np.int64)
     block = block_size(window)
-    slots = [np.full(rows, width) for rows, width in buckets] + [-(-sizes[windowed] // block) * block]
-    items = np.concatenate([np.asarray(sum(groups, []), np.int64), windowed])
-    slot = np.concatenate(slots).astype(np.int64)
-    ends = np.cumsum(slot)
-    offset = np.arange(int(slot.sum())) - np.repeat(ends - slot, slot)
-    length, start = np.repeat(sizes[items], slot), np.repeat(starts[items], slot)
+    slots = sizes[items]
+    if len(windowed):
+        slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
+    offset = np.arange(int(slots.sum())) - np.repeat(np.cumsum(slots) - slots, slots)
+    length, start = np.repeat(sizes[items], slots), np.repeat(starts[items], slots)
     index = start + np.minimum(offset, length - 1)
     is_real = offset < length
     real = np.empty(int(sizes.sum()), np.int64)
     real[index[is_real]] = np.flatnonzero(is_real)
-    blocks = np.concatenate([np.arange(n) for n in slots[-1] // block]) if len(windowed) else np.empty(0, np.int64)
-    move = [torch.from_numpy(array).to(device) for array in (index, real, np.flatnonzero(~is_real))]
-    in_order = bool(len(index) == len(real) and np.array_equal(index, np.arange(len(real))))
-    return Arrangement(*move, buckets, tuple(blocks.tolist()), in_order)
+    blocks = [place for slot in slots[len(slots) - len(windowed) :] // block for place in range(slot)]
+    return Arrangement(
+        index=torch.from_numpy(index).to(device),
+        real=torch.from_numpy(real).to(device),
+        pads=torch.from_numpy(np.flatnonzero(~is_real)).to(device),
+        buckets=buckets,
+        blocks=tuple(blocks),
+        in_order=np.array_equal(index, np.arange(len(real))),
+    )
 
 
 def block_size(window: int | None) -> int:
@@ -96,7 +86,7 @@ def block_size(window: int | None) -> int:
 
 
 class _Arrange(torch.autograd.Function):
-    """Tokens into the padded order. Padding has no gradient, so going back is a gather too."""
+    """Tokens into rows. Padding has no gradient, so going back is a gather too."""
 
     @staticmethod
     def forward(tokens: Tensor, order: Arrangement) -> Tensor:
@@ -112,7 +102,7 @@ class _Arrange(torch.autograd.Function):
 
 
 class _Restore(torch.autograd.Function):
-    """Rows of the padded order back into tokens; what padding computed is left behind."""
+    """Rows back into tokens; what padding computed is left behind."""
 
     @staticmethod
     def forward(rows: Tensor, order: Arrangement) -> Tensor:
@@ -149,9 +139,8 @@ def packed_attention(
     >>> torch.allclose(packed_attention(q, kv, kv, [3, 2])[3:], packed_attention(q[3:], kv[3:], kv[3:], [2]))
     True
     """
-    pairs_a_call = _CALL // (query.shape[1] * query.shape[2])
-    order = arrange(tuple(lengths), pairs_a_call, window, query.device)
-    options = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    order = arrange(tuple(lengths), window, query.device)
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if not order.in_order:
         query, key, value = (_Arrange.apply(tensor, order) for tensor in (query, key, value))  # type: ignore[misc]
     sizes = [rows * width for rows, width in order.buckets]

@@ -25,10 +25,9 @@ def _remember(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
     """What ``make`` gives, once for each state of ``cu_seqlens``, for as long as that tensor lives."""
     if torch.compiler.is_compiling():
         return make()
-    version, known = _REMEMBERED.get(cu_seqlens, (None, None))
-    if known is None or version != cu_seqlens._version:
-        known = {}
-        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, known)
+    if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
+        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
+    known = _REMEMBERED[cu_seqlens][1]
     if name not in known:
         known[name] = make()
     return known[name]
