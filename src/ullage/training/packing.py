@@ -102,8 +102,12 @@ class PackingMixin(ReadingMixin):
         try:
             return TransformerCost.from_config(config)
         except InputError:  # a model we have no formula for: its matrices cost every token the same
-            parameters = sum(p.numel() for p in self._bare_model.parameters())
-            return TransformerCost(linear=2 * parameters, quadratic=0)
+            return TransformerCost(linear=2 * self._num_parameters, quadratic=0)
+
+    @property
+    def _num_parameters(self) -> int:
+        """Parameters of the whole model; ZeRO-3 leaves the full count of one that it has sharded beside it."""
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self._bare_model.parameters())
 
     @property
     def _zero_stage(self) -> int:
@@ -128,7 +132,7 @@ class PackingMixin(ReadingMixin):
         """Forward and backward of this rank's microbatches: real tokens only, attention's causal half."""
         cost = self._cost
         if not isinstance(cost, TransformerCost):
-            return 6 * batch.numel() * sum(p.numel() for p in self._bare_model.parameters())
+            return 6 * batch.numel() * self._num_parameters
         squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
         return int(3 * (cost.linear * batch.numel() + cost.quadratic * squares / 2))
 
