@@ -44,9 +44,11 @@ def test_ddp_trains_as_one_process(alone, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_trains_as_one_process(alone, tmp_path, stage):
-    cases = [[name, stage, {}] for name in MODELS]
+    # At stage 3 ranks meet in every microbatch, so the balanced plan leaves none empty; arrival order does.
+    options = {"strategy": "next_fit"} if stage == 3 else {}
+    cases = [[name, stage, options] for name in MODELS]
     if stage > 1:
-        cases.append(["llama", stage, {"coalesce_gradients": False}])
+        cases.append(["llama", stage, {**options, "coalesce_gradients": False}])
     ranks = on_two(tmp_path, cases)
     for k, (name, _, _) in enumerate(cases):
         assert_same(ranks[0][k], alone[name])
