@@ -71,7 +71,7 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.layout.num_tokens
 
     def check_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
-        """Raises ``InputError`` for the first token id that is not in ``range(vocab_size)``; names sample and position."""
+        """Raises ``InputError`` for the first id outside ``range(vocab_size)``; names sample and position."""
         bad = np.flatnonzero((self.values < 0) | (self.values >= vocab_size))
         if not len(bad):
             return
