@@ -30,7 +30,8 @@ from ullage.errors import CheckpointError, DistributedError
 PARTIAL = "_partial"
 
 _STATE = "trainer_state.json"
-_WEIGHTS = (
+#: What holds a model's weights, or says where they are.
+WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -204,7 +205,7 @@ def check_checkpoint(folder: str | Path) -> Path:
     missing = [name for name in (_STATE,) if not (folder / name).is_file()]
     sharded = any("optimizer" in path.name or "model" in path.name for path in folder.iterdir() if path.is_dir())
     deepspeed = (folder / "latest").is_file()
-    if not (any((folder / name).is_file() for name in _WEIGHTS) or sharded or deepspeed):
+    if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
         missing.append("model.safetensors")
     if not (deepspeed or sharded):
         missing += [name for name in ("optimizer.pt", "scheduler.pt") if not (folder / name).is_file()]
