@@ -124,7 +124,7 @@ class ModelArguments:
     model: str = field(
         default="lstm",
         metadata={
-            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm), a cell with its sizes (gru-512 or "
+            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu), a cell with its sizes (gru-512 or "
             "gru-512x2: hidden size, layers), a folder with a model or its config, or a config .json"
         },
     )

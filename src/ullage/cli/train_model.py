@@ -18,18 +18,12 @@ from ullage.cli.train_arguments import ModelArguments
 from ullage.datasets.text import byte_tokenizer
 from ullage.errors import CheckpointError, InputError
 from ullage.models import RecurrentConfig
+from ullage.models.cells import CELLS
 from ullage.training.saving import WEIGHT_FILES
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "mingru", "minlstm")
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
 _DEFAULT_HIDDEN_SIZE = 256
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 def load_tokenizer(folder: str | None, model: str) -> Any:
