@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ullage.errors import InputError
@@ -38,6 +40,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = RecurrentModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = next_token_loss
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -129,6 +132,27 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         if inputs.get("past_key_values") is not None and not is_first_iteration:
             inputs.pop("attention_mask", None)
         return inputs
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Transformers' ``ForCausalLMLoss``, except that float64 stays float64: the sum over labels that count, divided
+    by ``num_items_in_batch``, or their mean. Does not wait for the device.
+    """
+    counted = cast(Any, num_items_in_batch)
+    if logits.dtype != torch.float64:
+        return ForCausalLMLoss(logits, labels, vocab_size, counted, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(cast(Tensor, labels), (0, 1), value=ignore_index)[..., 1:]
+    logits, targets = logits.view(-1, vocab_size), shift_labels.reshape(-1)
+    return fixed_cross_entropy(logits, targets, counted, ignore_index, **kwargs)
 
 
 def _flat_labels(labels: Tensor | None, sequences: Sequences, *, first: bool) -> Tensor | None:

@@ -60,8 +60,19 @@ class Cell(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew; called where a model is not loaded but made."""
-        raise NotImplementedError
+        """Draws the parameters that lie in the cell itself, not in its submodules; for a model that is not loaded."""
+
+
+def reset_rnn(rnn: nn.RNNBase) -> None:
+    """Draws the weights of a torch layer as torch does, except that an LSTM remembers at first."""
+    bound = rnn.hidden_size**-0.5
+    for parameter in rnn.parameters():
+        init.uniform_(parameter, -bound, bound)
+    if isinstance(rnn, nn.LSTM):  # forget gate open (Jozefowicz, Zaremba and Sutskever 2015)
+        parameter = cast(Tensor, rnn.bias_ih_l0)
+        bias = parameter.detach().clone()
+        bias[rnn.hidden_size : 2 * rnn.hidden_size] = 1.0
+        init.copy_(parameter, bias)
 
 
 class _TorchCell(Cell):
@@ -70,11 +81,6 @@ class _TorchCell(Cell):
     def __init__(self, rnn: nn.RNNBase) -> None:
         super().__init__()
         self.rnn = rnn
-
-    def reset_parameters(self) -> None:
-        bound = self.rnn.hidden_size**-0.5  # torch's own default
-        for parameter in self.rnn.parameters():
-            init.uniform_(parameter, -bound, bound)
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
         if state is None and schedule.keeps_state:
@@ -122,13 +128,6 @@ class LSTMCell(_TorchCell):
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__(nn.LSTM(input_size, hidden_size))
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        hidden, parameter = self.rnn.hidden_size, cast(Tensor, self.rnn.bias_ih_l0)
-        bias = parameter.detach().clone()
-        bias[hidden : 2 * hidden] = 1.0  # remember at first (Jozefowicz, Zaremba and Sutskever 2015)
-        init.copy_(parameter, bias)
 
 
 @register_cell("gru")
