@@ -108,7 +108,7 @@ class Meter(TrainerCallback):
         self.reduce(args.device)
         if self._bar is not None:
             speed = f"{self.tokens_per_second:,.0f} tokens/s"
-            self._bar.set_postfix_str(f"loss {logs['loss']:.4f}, {speed}, ullage avoided {self.ullage_avoided:.0%}")
+            self._bar.set_postfix_str(f"loss {logs['loss']:.4g}, {speed}, ullage avoided {self.ullage_avoided:.0%}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
