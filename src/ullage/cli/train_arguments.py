@@ -37,8 +37,8 @@ docstrings of this Python's standard library.
 #: Where we differ from Trainer's own defaults.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/train",
-    "num_train_epochs": 2.0,
-    "per_device_train_batch_size": 32,
+    "num_train_epochs": 1.0,
+    "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 32,
     "learning_rate": 4e-3,
     "lr_scheduler_type": "cosine",
