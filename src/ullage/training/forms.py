@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -30,13 +31,7 @@ _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 def bare(model: nn.Module) -> nn.Module:
     """The module that a ``torch.compile`` wrapper, DDP or an engine holds."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "module") and isinstance(model.module, nn.Module):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    return extract_model_from_parallel(model, keep_torch_compile=False)  # pyright: ignore[reportReturnType]
 
 
 def form_of(model: nn.Module) -> str:
