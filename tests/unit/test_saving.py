@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from tests.launch import environment
 from ullage.errors import CheckpointError
 from ullage.training.saving import PARTIAL, WholeCheckpointMixin, check_checkpoint, checkpoints_in
 
@@ -115,7 +116,7 @@ def test_a_model_is_saved_file_by_file_and_others_files_stay(tmp_path):
 
 KILLED = """
     import os, signal, sys
-    from test_saving import WholeTrainer, make
+    from tests.unit.test_saving import WholeTrainer, make
     from pathlib import Path
 
     class Killed(WholeTrainer):
@@ -129,8 +130,8 @@ KILLED = """
 
 
 def test_sigkill_while_saving_leaves_a_checkpoint_that_training_continues_from(tmp_path):
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{textwrap.dedent(KILLED)}"
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert names(tmp_path) == [PARTIAL, "checkpoint-2"]
     assert (tmp_path / PARTIAL / "checkpoint-4").is_dir()  # it was killed in the middle of a save

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.launch import environment
 from ullage.cli.train import _run
 from ullage.cli.train_arguments import parse
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
@@ -33,8 +34,8 @@ def data(tmp_path_factory) -> Path:
 
 def ullage_train(*arguments: object, start: list[str] | None = None, **options) -> subprocess.CompletedProcess[str]:
     command = [*(start or [sys.executable, "-m", "ullage"]), "train", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, **options)
+    extra = {"env": environment(COLUMNS="100"), "timeout": 240, **options}
+    return subprocess.run(command, capture_output=True, text=True, **extra)
 
 
 def here(*arguments: object) -> None:
@@ -98,7 +99,9 @@ def test_the_counts_are_those_of_the_data(run, data):
 def test_the_lines_of_python_in_the_summary_run(run, tmp_path):
     _, _, done = run
     script = done.stdout[done.stdout.index("import ullage.models") :]
-    written = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    written = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment(), cwd=tmp_path
+    )
     assert written.returncode == 0, written.stderr
     assert written.stdout.startswith("Return the ")
     assert len(written.stdout) > len("Return the \n")
@@ -161,6 +164,14 @@ def test_overwriting_starts_over(data, tmp_path):
     here(*arguments, "--max_steps", 3, "--overwrite_output_dir")
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_seed_decides_a_run(data, tmp_path):
+    arguments = ["--data", data, *TINY, "--max_steps", 2, "--dropout", 0.1]
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        here(*arguments, "--output_dir", tmp_path / name, "--seed", seed)
+    a, b, c = (losses(checkpoints_in(tmp_path / name)[-1]) for name in "abc")
+    assert a == b != c
 
 
 def test_a_folder_of_anothers_model_is_left_alone(data, tmp_path):
@@ -405,7 +416,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_continue(data, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )
     wait_for(tmp_path / "out" / "checkpoint-5", process)
     process.send_signal(signal.SIGINT)

@@ -56,6 +56,8 @@ def _quiet(argv: list[str]) -> None:
 
 
 def _run(argv: list[str], first: bool) -> None:
+    from transformers import set_seed
+
     from ullage.cli.train_arguments import parse
     from ullage.cli.train_folder import begin, finish, look_at
     from ullage.cli.train_model import load_model, load_tokenizer
@@ -70,6 +72,7 @@ def _run(argv: list[str], first: bool) -> None:
     for note in situation.notes:
         say(note)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
+    set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command.model, tokenizer, situation.checkpoint)
     training, held_out = _datasets(command, tokenizer, say)
     for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
