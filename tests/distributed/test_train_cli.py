@@ -63,6 +63,7 @@ def test_two_processes_train_to_the_losses_of_one(two):
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_resume_exactly(two):
     folder, arguments, _ = two
     first = checkpoints_in(folder / "two")[0]
@@ -74,6 +75,7 @@ def test_two_processes_resume_exactly(two):
     assert losses(folder / "again") == losses(folder / "two")
 
 
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_no_process_hangs(two):
     folder, arguments, _ = two
     done = ullage_train(2, folder, *arguments, "--text_column", "body", "--output_dir", "bad")

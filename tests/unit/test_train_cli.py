@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 from tests.launch import environment
-from ullage.cli.train import _run
+from ullage.cli.train import _command, _run
 from ullage.cli.train_arguments import parse
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.training.saving import PARTIAL, check_checkpoint, checkpoints_in
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
+
+BEST = ["--load_best_model_at_end", "--save_steps", "0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,15 @@ def test_a_saved_model_is_trained_on_with_its_own_tokenizer(run, data, tmp_path)
     assert start < losses(checkpoints_in(folder)[-1])[0][1] - 1.0  # it did not begin anew
 
 
+def test_workers_accumulation_and_grouping_by_length(data, tmp_path):
+    arguments = ["--data", data, "--output_dir", tmp_path, *TINY, "--max_steps", 3, *BEST]
+    arguments += ["--train_sampling_strategy", "group_by_length", "--gradient_accumulation_steps", 2]
+    here(*arguments, "--dataloader_num_workers", 2)
+    summary = json.loads((tmp_path / "ullage_run.json").read_text())["summary"]
+    assert 0 < summary["tokens"] <= summary["padded_tokens"]
+    assert summary["eval_loss"] > 0
+
+
 def test_a_name_with_sizes_a_config_file_and_other_columns(data, tmp_path):
     from transformers import AutoConfig
 
@@ -337,6 +348,26 @@ def test_bad_input_is_one_clear_error(data, tmp_path, monkeypatch, flags, kind, 
     assert str(error.value).replace(str(data), "DATA").startswith(message)
     if not issubclass(kind, TrainingError):
         assert not Path("out").exists()  # raised before any damage
+
+
+def test_the_command_to_continue_with_drops_an_older_checkpoint():
+    assert _command(["--data", "a b", "--resume_from_checkpoint", "old", "--seed", "1"]) == (
+        "ullage train --data 'a b' --seed 1"
+    )
+    assert _command(["--resume_from_checkpoint", "--seed", "1"]) == "ullage train --seed 1"
+    assert _command(["--resume-from-checkpoint=old"]) == "ullage train"
+
+
+def test_a_folder_that_cannot_be_written(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"the run cannot be written \(.*/file/out\): found .*Not a directory"):
+        here("--data", data, "--output_dir", tmp_path / "file" / "out", *TINY)
+
+
+def test_nothing_to_choose_the_best_model_by(data, tmp_path):
+    with pytest.raises(InputError, match=r"there is nothing to choose the best model by .*Give --eval_data"):
+        here("--data", data, "--output_dir", tmp_path / "out", *TINY, "--held_out", 0, *BEST)
+    assert not (tmp_path / "out").exists()
 
 
 def test_ids_outside_the_vocabulary_are_named_before_training(tmp_path):

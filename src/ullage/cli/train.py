@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from ullage.errors import UllageError
+from ullage.errors import InputError, TrainingError, UllageError
 
 if TYPE_CHECKING:
     from ullage.cli.train_arguments import TrainCommand
@@ -33,6 +33,9 @@ def train(ctx: typer.Context) -> None:
     except UllageError as error:
         if first:
             raise
+        # What the data is like, all ranks found alike; what one rank found alone, the others only know of.
+        if isinstance(error.__cause__, OSError):
+            typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
         sys.exit(error.exit_status)
 
 
@@ -81,13 +84,16 @@ def _run(argv: list[str], first: bool) -> None:
     say(f"{type(model).__name__}: {model.num_parameters():,} parameters")
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
-    if first:
-        begin(command, situation)
-    trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
-    _train(trainer, meter, situation.checkpoint, argv, say)
-    summary = _summary(command, trainer, meter)
-    if first:
-        finish(command, summary)
+    try:
+        if first:
+            begin(command, situation)
+        trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
+        _train(trainer, meter, situation.checkpoint, argv, say)
+        summary = _summary(command, trainer, meter)
+        if first:
+            finish(command, summary)
+    except OSError as error:
+        raise TrainingError("the run cannot be written", where=command.training.output_dir, found=str(error)) from error
     say.result(summary)
 
 
@@ -129,6 +135,14 @@ def _datasets(command: TrainCommand, tokenizer: Any, say: _Voice) -> tuple[Token
                 f" ({dataset.num_truncated:,} texts cut to {data.max_length}, {dataset.truncated_tokens:,} tokens lost)"
             )
         say(line)
+    if sets[1] is None and command.training.load_best_model_at_end:
+        raise InputError(
+            "there is nothing to choose the best model by",
+            where=source,
+            expected="samples to evaluate on",
+            found="none",
+            hint="give --eval_data or a larger --held_out, or leave out --load_best_model_at_end",
+        )
     assert sets[0] is not None
     return sets[0], sets[1]
 
@@ -195,7 +209,14 @@ def _how_to_continue(trainer: Any, argv: list[str]) -> str:
 
 
 def _command(argv: list[str]) -> str:
-    kept = [a for a in argv if not a.startswith(("--resume_from_checkpoint", "--resume-from-checkpoint"))]
+    """The call without ``--resume_from_checkpoint`` and its folder."""
+    kept: list[str] = []
+    resume = False
+    for argument in argv:
+        is_folder = resume and not argument.startswith("--")
+        resume = argument in ("--resume_from_checkpoint", "--resume-from-checkpoint")
+        if not (is_folder or resume or argument.startswith(("--resume_from_checkpoint=", "--resume-from-checkpoint="))):
+            kept.append(argument)
     return shlex.join(["ullage", "train", *kept])
 
 
