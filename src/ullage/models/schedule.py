@@ -69,8 +69,10 @@ class Schedule:
         return cls(num_sequences, num_sequences * length, tuple(windows), keeps_state=True)
 
     @classmethod
-    def ragged(cls, lengths: Int64, hidden_size: int, device: torch.device, *, keep_state: bool) -> Schedule:
-        """The order for ``lengths`` [n] (host, tokens): packed on CUDA, a staircase of rectangles elsewhere.
+    def ragged(
+        cls, lengths: Int64, hidden_size: int, device: torch.device, *, keep_state: bool, packed: bool | None = None
+    ) -> Schedule:
+        """The order for ``lengths`` [n] (host, tokens): packed on CUDA unless told, a staircase elsewhere.
 
         ``keep_state`` cuts at every distinct length, so that final states can be told. Copies indices to ``device``
         without waiting for it.
@@ -79,7 +81,9 @@ class Schedule:
         ranked = layout.time_major()
         windows: list[Window] = []
         rows = ranked.batch_sizes
-        if device.type != "cuda":
+        if packed is None:
+            packed = device.type == "cuda"
+        if not packed:
             points = np.unique(np.concatenate([np.zeros(1, np.int64), lengths]))
             cuts = points if keep_state else _cheapest_cuts(points, rows)
             steps = np.diff(cuts)
@@ -96,8 +100,8 @@ class Schedule:
             layout.num_items,
             int(rows.sum()),
             tuple(windows),
-            keep_state or not windows,
-            batch_sizes=None if windows else torch.from_numpy(rows),
+            keep_state or packed,
+            batch_sizes=torch.from_numpy(rows) if packed else None,
             order=index(ranked.order),
             inverse=index(ranked.inverse),
             where=index(where),
