@@ -48,6 +48,7 @@ def _quiet(argv: list[str]) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import logging
     import warnings
 
@@ -217,7 +218,9 @@ def _command(argv: list[str]) -> str:
         resume = argument in ("--resume_from_checkpoint", "--resume-from-checkpoint")
         if not (is_folder or resume or argument.startswith(("--resume_from_checkpoint=", "--resume-from-checkpoint="))):
             kept.append(argument)
-    return shlex.join(["ullage", "train", *kept])
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = ["torchrun", "--nproc_per_node", processes, "-m"] if processes != "1" else []
+    return shlex.join([*launcher, "ullage", "train", *kept])
 
 
 def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -48,6 +49,9 @@ DEFAULTS: dict[str, Any] = {
     "eval_steps": 0.5,
     "save_steps": 0.25,
     "save_total_limit": 2,
+    # Unless told so, accelerate starts no process group on a machine without an accelerator: under torchrun each
+    # process would train a model of its own into the same folder.
+    "use_cpu": not torch.accelerator.is_available(),
 }
 
 #: Trainer's arguments that most runs touch, shown first.

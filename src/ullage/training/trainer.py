@@ -20,7 +20,7 @@ class Trainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Trainer):
     """
 
 
-class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2SeqTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``transformers.Seq2SeqTrainer`` for sequences of unequal length.
 
     With ``predict_with_generate``, generated sequences and labels come back in their true length, without padding.
