@@ -206,7 +206,7 @@ def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
         if not len(part):  # a sequence of no tokens keeps its state
             assert all(torch.equal(f[i : i + 1], s) for f, s in zip(final, own))
             continue
-        expected, end = layer.rnn(part, own if len(start) > 1 else own[0])
+        expected, end = layer.kernel.forward(layer, part, own if len(start) > 1 else own[0])
         assert torch.allclose(outputs[i], expected, rtol=0, atol=1e-12)
         ends = end if isinstance(end, tuple) else (end,)
         assert all(torch.allclose(f[i : i + 1], e, rtol=0, atol=1e-12) for f, e in zip(final, ends))
@@ -245,7 +245,7 @@ def test_bidirectional_backbone_turns_at_ragged_ends(cell: str, lengths: tuple[i
     first: Any = model.layers[0]
     for suffix, one in zip(("", "_reverse"), first.cells):
         for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"):
-            getattr(both, name + suffix).data.copy_(getattr(one.rnn, name))
+            getattr(both, name + suffix).data.copy_(getattr(one, name))
     embedded = model.embed_tokens(samples[0]["input_ids"])
     run, *_ = first(embedded, Schedule.dense(1, len(embedded), 12))
     assert torch.allclose(run, both(embedded)[0], rtol=0, atol=1e-12)

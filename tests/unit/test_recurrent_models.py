@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from ullage import RaggedBatch
 from ullage.errors import InputError
 from ullage.models import Cell, RecurrentConfig, RecurrentForCausalLM, RecurrentModel, register_cell
 from ullage.models.cells import CELLS
@@ -57,7 +58,7 @@ def test_embeddings_resize_with_their_head(tied: bool) -> None:
 def test_weights_start_as_documented() -> None:
     layers: Any = _model(num_hidden_layers=2).model.layers
     for layer in layers:
-        rnn = layer.cells[0].rnn
+        rnn = layer.cells[0]
         bound = rnn.hidden_size**-0.5
         assert 0.8 * bound < rnn.weight_hh_l0.abs().max() <= bound
         assert (rnn.bias_ih_l0[8:16] == 1).all()
@@ -229,3 +230,19 @@ def test_assisted_decoding_is_refused() -> None:
     model = _model(pad_token_id=0, eos_token_id=2)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(input_ids=IDS, assistant_model=_model(), max_new_tokens=2)  # pyright: ignore
+
+
+def test_a_layer_is_called_once_whatever_the_lengths() -> None:
+    """Sharded training gathers parameters at each call of a module, so ranks must call alike."""
+    model = _model(num_hidden_layers=2)
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    seen = []
+    for lengths in ([5], [1, 9, 2, 30, 4, 17], [3, 3, 3]):
+        calls.clear()
+        batch = RaggedBatch.from_samples([{"input_ids": [3] * n, "labels": [3] * n} for n in lengths])
+        model(**batch.to_flattened()).loss.backward()
+        seen.append(list(calls))
+    assert seen[0] == seen[1] == seen[2]
+    assert "model.layers.0.cells.0" in seen[0]

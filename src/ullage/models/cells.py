@@ -63,28 +63,31 @@ class Cell(nn.Module):
         """Draws the parameters that lie in the cell itself, not in its submodules; for a model that is not loaded."""
 
 
-def reset_rnn(rnn: nn.RNNBase) -> None:
-    """Draws the weights of a torch layer as torch does, except that an LSTM remembers at first."""
-    bound = rnn.hidden_size**-0.5
-    for parameter in rnn.parameters():
-        init.uniform_(parameter, -bound, bound)
-    if isinstance(rnn, nn.LSTM):  # forget gate open (Jozefowicz, Zaremba and Sutskever 2015)
-        parameter = cast(Tensor, rnn.bias_ih_l0)
-        bias = parameter.detach().clone()
-        bias[rnn.hidden_size : 2 * rnn.hidden_size] = 1.0
-        init.copy_(parameter, bias)
-
-
 class _TorchCell(Cell):
-    """A cell that torch has kernels for."""
+    """A cell that is a layer of torch and runs its kernel.
 
-    def __init__(self, rnn: nn.RNNBase) -> None:
-        super().__init__()
-        self.rnn = rnn
+    It inherits from the layer, rather than holding it, because sharded training (ZeRO-3, FSDP) gathers a module's
+    parameters whenever the module is called: this one is called once, however many rectangles its schedule has, so
+    ranks with other lengths gather equally often. So the layer's own forward is hidden behind another signature.
+    """
+
+    kernel: ClassVar[type[nn.RNNBase]]
+    hidden_size: int
+
+    def reset_parameters(self) -> None:
+        """Draws the weights as torch does, except that an LSTM remembers at first."""
+        bound = self.hidden_size**-0.5
+        for parameter in self.parameters():
+            init.uniform_(parameter, -bound, bound)
+        if isinstance(self, nn.LSTM):  # forget gate open (Jozefowicz, Zaremba and Sutskever 2015)
+            parameter = cast(Tensor, self.bias_ih_l0)
+            bias = parameter.detach().clone()
+            bias[self.hidden_size : 2 * self.hidden_size] = 1.0
+            init.copy_(parameter, bias)
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
         if state is None and schedule.keeps_state:
-            zeros = values.new_zeros(schedule.num_sequences, self.rnn.hidden_size)
+            zeros = values.new_zeros(schedule.num_sequences, self.hidden_size)
             state = (zeros,) * len(self.state_names)
         elif state is not None:
             state = schedule.ranked(state)
@@ -116,39 +119,47 @@ class _TorchCell(Cell):
     def _call(self, values: Tensor | PackedSequence, state: State | None) -> tuple[Tensor, State]:
         """Torch's kernel, which knows the state as [layers, n, hidden], bare if it is but one tensor."""
         given = None if state is None else tuple(s.unsqueeze(0) for s in state)
-        output, final = self.rnn(values, given[0] if given is not None and len(given) == 1 else given)
+        bare = given[0] if given is not None and len(given) == 1 else given
+        output, final = self.kernel.forward(cast(nn.RNNBase, self), values, bare)
         return output, tuple(s.squeeze(0) for s in (final if isinstance(final, tuple) else (final,)))
 
 
 @register_cell("lstm")
-class LSTMCell(_TorchCell):
+class LSTMCell(_TorchCell, nn.LSTM):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Long short-term memory (Hochreiter and Schmidhuber 1997, with forget gate), as in ``torch.nn.LSTM``."""
 
+    kernel = nn.LSTM
     state_names = ("hidden", "memory")
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(nn.LSTM(input_size, hidden_size))
+        nn.LSTM.__init__(self, input_size, hidden_size)
 
 
 @register_cell("gru")
-class GRUCell(_TorchCell):
+class GRUCell(_TorchCell, nn.GRU):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Gated recurrent unit (Cho et al. 2014), as in ``torch.nn.GRU``."""
 
+    kernel = nn.GRU
+
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(nn.GRU(input_size, hidden_size))
+        nn.GRU.__init__(self, input_size, hidden_size)
 
 
 @register_cell("rnn_tanh")
-class TanhCell(_TorchCell):
+class TanhCell(_TorchCell, nn.RNN):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Elman's network with tanh, as in ``torch.nn.RNN``."""
 
+    kernel = nn.RNN
+
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(nn.RNN(input_size, hidden_size, nonlinearity="tanh"))
+        nn.RNN.__init__(self, input_size, hidden_size, nonlinearity="tanh")
 
 
 @register_cell("rnn_relu")
-class ReLUCell(_TorchCell):
+class ReLUCell(_TorchCell, nn.RNN):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Elman's network with ReLU, as in ``torch.nn.RNN``."""
 
+    kernel = nn.RNN
+
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(nn.RNN(input_size, hidden_size, nonlinearity="relu"))
+        nn.RNN.__init__(self, input_size, hidden_size, nonlinearity="relu")

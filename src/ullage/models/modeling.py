@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ullage.errors import InputError
-from ullage.models.cells import Cell, State, cell_class, reset_rnn
+from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.schedule import Schedule
 from ullage.models.sequences import Lengths, Sequences
@@ -70,8 +70,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Cell):
             module.reset_parameters()
-        elif isinstance(module, nn.RNNBase):
-            reset_rnn(module)
         else:
             super()._init_weights(module)
 
