@@ -272,5 +272,5 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({folder!r})
 tokenizer = AutoTokenizer.from_pretrained({folder!r})
 prompt = tokenizer("Return the ", add_special_tokens=False, return_tensors="pt")
-written = model.generate(**prompt, max_new_tokens=80, do_sample=True)
+written = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.6)
 print(tokenizer.decode(written[0], skip_special_tokens=True))"""
