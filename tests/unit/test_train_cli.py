@@ -59,7 +59,7 @@ def run(data, tmp_path_factory):
     """One run of two epochs by the real command, and what it said."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     arguments = ["--data", data, "--output_dir", folder, *TINY, "--save_steps", 5, "--save_total_limit", 9]
-    arguments += ["--dropout", 0.1, "--learning_rate", 0.02]
+    arguments += ["--dropout", 0.1, "--learning_rate", 0.02, "--num_train_epochs", 2]
     return folder, arguments, ullage_train(*arguments)
 
 
