@@ -20,7 +20,7 @@ from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, 
 
 #: Rounds of improvement.
 _ROUNDS = 60
-#: Above this many items the first placement that succeeds is all that is tried.
+#: Above this many items the first placement that succeeds is all that is tried, and packing comes first.
 _MANY = 32768
 
 
@@ -46,19 +46,18 @@ def _start(items, bins, room, ranks, most, margin):
 
 
 @kernel(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64))
-def _best_starts(items, room, ranks, microbatches, bound):
+def best_starts(items, room, ranks, microbatches, bound):
     """The two best of several first placements, and the critical path of the best; infinite if none was found."""
     n, count = len(items.slots), microbatches * ranks
     first, second = no_bins(n, count), no_bins(n, count)
     best, next_best = np.inf, np.inf
     last = microbatches - 1
-    few = n > _MANY
     # How many microbatches are filled in turn (-1: all items packed), and the margin.
     starts = ((last, -1), (last, 80), (last // 2, 0), (last // 2, 80), (last * 3 // 4, 0), (last, 40), (0, -1), (-1, 0))
+    if n > _MANY:
+        starts = ((-1, 0), (last, 80), (0, -1), (-1, 0), (-1, 0), (-1, 0), (-1, 0), (-1, 0))
     for most, margin in starts:
-        if few and (best < np.inf or (margin > -1 and most >= 0)):
-            continue
-        if most < 0 and best < bound * 1.005:
+        if best < np.inf and (n > _MANY or (most < 0 and best < bound * 1.005)):
             continue
         bins = no_bins(n, count)
         if not _start(items, bins, room, ranks, most, margin):
@@ -86,10 +85,10 @@ def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, mult
     if n == 0:
         return homes, microbatches
     bound = least_path(items.slots, items.costs, capacity, ranks)
-    first, second, path = _best_starts(items, room, ranks, microbatches, bound)
+    first, second, path = best_starts(items, room, ranks, microbatches, bound)
     while path == np.inf:
         microbatches += multiple
-        first, second, path = _best_starts(items, room, ranks, microbatches, bound)
+        first, second, path = best_starts(items, room, ranks, microbatches, bound)
     if path > bound * GOOD:
         half = budget // 2
         budget = improve(items, first, room, ranks, bound, _ROUNDS, half) + half
