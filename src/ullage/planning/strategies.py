@@ -29,7 +29,7 @@ ALIASES = {
     "empty": PREASSIGNED,
 }
 #: Operations of improvement an item may cost, and all items together.
-_BUDGET_EACH, _BUDGET = 250, 1_200_000
+_BUDGET_EACH, _BUDGET = 100, 400_000
 
 
 def next_fit(problem: Problem) -> Assignment:
