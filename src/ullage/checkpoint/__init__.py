@@ -27,6 +27,7 @@ from ullage.checkpoint.inventory import (
 )
 from ullage.checkpoint.locate import locate
 from ullage.checkpoint.verify import verify
+from ullage.errors import CheckpointError
 
 
 def read(folder: str | Path) -> Inventory:
@@ -55,6 +56,7 @@ def read(folder: str | Path) -> Inventory:
 
 
 __all__ = [
+    "CheckpointError",
     "File",
     "Fragments",
     "Group",

@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,8 @@ class _Job:
     share: tuple[int, int]
     report: Report
     progress: Callable[[int, int], None] | None
+    #: folders above the target that this conversion made, innermost first
+    made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
         rank, world_size = self.share
@@ -266,6 +269,7 @@ class _Job:
                     self.report.notes.append("a partial of another source or other options was removed")
                 else:
                     self._wait(lambda: read_journals(self.partial, self.mark) is not None, "process 0 to start over")
+            self.made = [p for p in self.partial.parents if not p.exists()]
             (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _disk_error(error, self.partial) from error
@@ -345,11 +349,12 @@ class _Job:
     def _fail(self, error: Exception, *, remove: bool) -> None:
         if remove:
             shutil.rmtree(self.partial, ignore_errors=True)
+            for folder in self.made:
+                with suppress(OSError):  # someone else has put something there
+                    folder.rmdir()
         elif self.share[1] > 1:
-            try:
+            with suppress(OSError):
                 (self.partial / FOLDER / f"failed-{self.share[0]}{_run_name()}").write_text(str(error))
-            except OSError:
-                pass
 
 
 def _run_name() -> str:
