@@ -8,14 +8,15 @@ import time
 
 import pytest
 import torch
-
 from tests import real_zero
 from tests.parity.test_zero_conversion import assert_is_the_truth
 from tests.real_zero import Recipe
+
 from ullage import checkpoint
 
-#: large enough for several units (32 MB) of large files, with small files beside them
-GROUPS = [{"a.weight": (3000, 4000), "b.weight": (2500, 4000)}, {f"n{i}": (50 + i,) for i in range(20)}]
+#: files beyond the size of small ones (1 MiB), so that each is a unit of its own, with small files beside them
+GROUPS = [{f"{n}.weight": (300 + i, 1100) for i, n in enumerate("abcdef")}, {f"n{i}": (50 + i,) for i in range(20)}]
+HALF = 12 << 20
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +67,12 @@ def test_every_process_refuses_alike(written, tmp_path):
 
 
 def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
-    killed = start(written.folder, tmp_path / "out", kill_after=100 << 20)
+    killed = start(written.folder, tmp_path / "out", kill_after=HALF)
     finish(killed, -signal.SIGKILL)
     assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
     done = {p: p.stat().st_mtime_ns for p in (tmp_path / "out.partial").rglob("step.pt")}
     resumed, total = map(int, finish(start(written.folder, tmp_path / "out")).split())
-    assert 90 << 20 < resumed < total
+    assert HALF - (2 << 20) < resumed < total
     assert_is_the_truth(tmp_path / "out", written)
     kept = [
         p
@@ -86,7 +87,7 @@ def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
 
 
 def test_a_conversion_killed_alone_is_resumed_by_several(written, tmp_path):
-    finish(start(written.folder, tmp_path / "out", kill_after=60 << 20), -signal.SIGKILL)
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF // 2), -signal.SIGKILL)
     for process in [start(written.folder, tmp_path / "out", rank=r, world_size=2) for r in (0, 1)]:
         finish(process)
     assert_is_the_truth(tmp_path / "out", written)
@@ -94,7 +95,7 @@ def test_a_conversion_killed_alone_is_resumed_by_several(written, tmp_path):
 
 def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
     first = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS))
-    finish(start(first.folder, tmp_path / "out", kill_after=100 << 20), -signal.SIGKILL)
+    finish(start(first.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
     time.sleep(0.01)
     second = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS, seed=1))
     report = checkpoint.convert(second.folder, tmp_path / "out")
@@ -104,7 +105,7 @@ def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
 
 
 def test_a_journal_that_was_torn_is_not_believed_beyond_the_tear(written, tmp_path):
-    finish(start(written.folder, tmp_path / "out", kill_after=100 << 20), -signal.SIGKILL)
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
     (journal,) = (tmp_path / "out.partial" / ".journal").glob("*.jsonl")
     text = journal.read_bytes()
     journal.write_bytes(text[:-20])
@@ -113,7 +114,7 @@ def test_a_journal_that_was_torn_is_not_believed_beyond_the_tear(written, tmp_pa
 
 
 def test_after_a_restart_of_the_machine_only_what_was_synced_is_believed(written, tmp_path):
-    finish(start(written.folder, tmp_path / "out", kill_after=100 << 20), -signal.SIGKILL)
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
     (journal,) = (tmp_path / "out.partial" / ".journal").glob("*.jsonl")
     lines = journal.read_text().splitlines()
     lines[1] = '{"boot": "another"}'

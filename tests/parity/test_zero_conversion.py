@@ -6,9 +6,9 @@ The padding of every shard holds a sentinel (see ``real_zero``); it must not tur
 import numpy as np
 import pytest
 import torch
-
 from tests import real_zero
 from tests.real_zero import SENTINEL, Recipe
+
 from ullage import checkpoint
 
 MODEL = [
@@ -209,7 +209,8 @@ truth = np.load(f"{folder}/truth.npz")
 for name, parameter in model.named_parameters():
     assert np.array_equal(parameter.full_tensor().detach().numpy(), truth[f"{name}/fp32"]), name
     for key in ("exp_avg", "exp_avg_sq"):
-        assert np.array_equal(optimizer.state[parameter][key].full_tensor().numpy(), truth[f"{name}/{key}"]), (name, key)
+        held = optimizer.state[parameter][key].full_tensor().numpy()
+        assert np.array_equal(held, truth[f"{name}/{key}"]), (name, key)
     assert optimizer.state[parameter]["step"].item() == 7
 assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
 assert optimizer.param_groups[0]["lr"] == 1e-3

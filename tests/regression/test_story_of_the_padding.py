@@ -11,10 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-
 from tests import real_zero
 from tests.parity.test_zero_conversion import assert_is_the_truth
 from tests.real_zero import Recipe
+
 from ullage import checkpoint
 
 
@@ -113,7 +113,7 @@ def test_mappings_that_disagree_without_round_robin_are_refused(tmp_path):
 
 
 def test_paddings_of_before_0_16_4(tmp_path):
-    """Stage 1 and 2 used to book all padding on the last rank, and to strip the fp32 copy there by that much at most."""
+    """Stages 1 and 2 used to book all padding on the last rank; here the fp32 copy is not stripped either."""
     truth = real_zero.write(tmp_path / "run", Recipe(stage=2, dp=5, groups=[{"a": (7,), "b": (2, 2)}]))
     for rank in range(5):
         path = truth.tag_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -100,11 +100,11 @@ def convert(
 
     ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
     parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
-    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or ``float32``
-    (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always in universal.
-    ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and ``world_size``
-    share the work among processes; by default they are torchrun's, else one process does all. ``dry_run``: proves and
-    plans, writes nothing.
+    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or
+    ``float32`` (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always
+    in universal. ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and
+    ``world_size`` share the work among processes; by default they are torchrun's, else one process does all.
+    ``dry_run``: proves and plans, writes nothing.
 
     Raises ``CheckpointError`` for a source that is not whole (the attribute ``problems`` of the error has all), that is
     damaged, or whose replicas differ, and ``InputError`` for a target that cannot be. NaN and Inf are reported.
@@ -123,6 +123,8 @@ def convert(
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()
+    if inventory.on_paper and not dry_run:
+        raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
