@@ -175,3 +175,20 @@ def test_every_rank_raises_when_one_fails_within_deepspeed(sources, tmp_path: Pa
     assert all("rank 2: " in r["error"] and "CheckpointError" in r["error"] for r in results), [
         r["error"] for r in results
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "target", "world"), [(1, 2, 1), (2, 3, 3), (3, 1, 1)])
+def test_the_hugging_face_trainer_resumes(tmp_path: Path, stage: int, target: int, world: int) -> None:
+    """Two ranks train and save; the Trainer on other ranks at another stage goes on from the universal checkpoint."""
+    trainer = {"module": "tests.distributed.trainer_worker", "function": "train"}
+    first = launch(Job(tmp_path / "first", 2, stage, seed=1, save_to=tmp_path / "out", **trainer))
+    assert not failed(first), failed(first)[0]
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    ullage.checkpoint.convert(checkpoint / "global_step3", checkpoint / "global_step3_universal")
+    second = launch(
+        Job(tmp_path / "second", world, target, seed=7, save_to=tmp_path / "out2", load_from=checkpoint, **trainer)
+    )
+    assert not failed(second), failed(second)[0]
+    expected, found = first[0]["losses"], second[0]["losses"]
+    assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)

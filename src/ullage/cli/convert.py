@@ -94,9 +94,21 @@ def progress_bar(verb: str, *, shown: bool) -> Iterator[Callable[[int, int], Non
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(verb, total=None)
+
+    def step(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if console.is_terminal and not bar.live.is_started:  # not before there is something to show: it may be refused
+            bar.start()
+
+    try:
+        yield step
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+    console.print(bar.get_renderable())
 
 
 def _say(report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
