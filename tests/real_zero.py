@@ -145,7 +145,7 @@ def write(folder: Path | str, recipe: Recipe) -> Truth:
             text=True,
             env=environment,
         )
-        atexit.register(_server.kill)
+        atexit.register(_stop, _server)
     assert _server.stdin is not None
     assert _server.stdout is not None
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -155,6 +155,14 @@ def write(folder: Path | str, recipe: Recipe) -> Truth:
     if reply["error"]:
         raise RuntimeError(f"DeepSpeed did not write the checkpoint:\n{reply['error']}")
     return Truth(Path(folder), recipe)
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    for pipe in (server.stdin, server.stdout):
+        if pipe is not None:
+            pipe.close()
+    server.kill()
+    server.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ullage.checkpoint.convert import Report, convert, plan
-from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Problem, Slice, Tensor, Topology, check
+from ullage.checkpoint.inventory import (
+    File,
+    Fragments,
+    Group,
+    Inventory,
+    Merge,
+    Problem,
+    Slice,
+    Tensor,
+    Topology,
+    check,
+)
 from ullage.checkpoint.locate import locate
 from ullage.checkpoint.verify import verify
 

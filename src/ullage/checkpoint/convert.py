@@ -59,22 +59,26 @@ class Report:
         return asdict(self)
 
 
-def plan(inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
+def plan(
+    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
+) -> list[Target]:
     """The files that a conversion would write, without the tensors' bytes. Writes nothing. Raises ``InputError``."""
     if format == "universal":
         from ullage.checkpoint.universal import plan as make
 
+        if optimizer is False:
+            raise InputError("a universal checkpoint always has the optimizer's state", hint="leave optimizer out")
         if dtype is not None:
             raise InputError("a universal checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
         return make(inventory)
     if format == "safetensors":
         from ullage.checkpoint.safetensors import plan as make_safetensors
 
-        return make_safetensors(inventory, dtype=dtype, optimizer=optimizer)
+        return make_safetensors(inventory, dtype=dtype, optimizer=bool(optimizer))
     if format == "dcp":
         from ullage.checkpoint.dcp import plan as make_dcp
 
-        return make_dcp(inventory, dtype=dtype, optimizer=optimizer)
+        return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
     raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
 
 
@@ -85,7 +89,7 @@ def convert(
     workers: int | None = None,
     *,
     dtype: str | None = None,
-    optimizer: bool = True,
+    optimizer: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -96,7 +100,7 @@ def convert(
     ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
     parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
     default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or ``float32``
-    (safetensors and dcp). ``optimizer``: with the optimizer's state (not for universal, which always has it).
+    (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always in universal.
     ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and ``world_size``
     share the work among processes; by default they are torchrun's, else one process does all. ``dry_run``: proves and
     plans, writes nothing.
@@ -155,7 +159,11 @@ def refuse_problems(inventory: Inventory, problems: list[Problem]) -> None:
     more = f" (and {len(problems) - 1} more; `ullage inspect` lists them)" if len(problems) > 1 else ""
     where = first.where or str(inventory.folder)
     error = CheckpointError(
-        first.what + more, where=f"{inventory.folder.name}: {where}", expected=first.expected, found=first.found, hint=first.hint
+        first.what + more,
+        where=f"{inventory.folder.name}: {where}",
+        expected=first.expected,
+        found=first.found,
+        hint=first.hint,
     )
     error.problems = problems  # pyright: ignore[reportAttributeAccessIssue]
     raise error
@@ -184,7 +192,11 @@ def _refuse_target(inventory: Inventory, target: Path, partial: Path, num_bytes:
     free = shutil.disk_usage(above).free + held
     if free < num_bytes:
         raise InputError(
-            "the disk is full", where=str(above), expected=f"{num_bytes} bytes free", found=f"{free}", hint="free some space"
+            "the disk is full",
+            where=str(above),
+            expected=f"{num_bytes} bytes free",
+            found=f"{free}",
+            hint="free some space",
         )
 
 
@@ -282,7 +294,11 @@ class _Job:
                 self.report.not_finite.append((tensor.name, tensor.key, count))
         self.report.not_finite = _summed(self.report.not_finite)
         summary = {"mark": self.mark, "source": str(self.inventory.folder), "format": self.report.format}
-        summary |= {"num_bytes": self.report.num_bytes, "not_finite": self.report.not_finite, "notes": self.report.notes}
+        summary |= {
+            "num_bytes": self.report.num_bytes,
+            "not_finite": self.report.not_finite,
+            "notes": self.report.notes,
+        }
         (self.partial / "ullage.json").write_text(json.dumps(summary, indent=1) + "\n")
         sync_files(self.partial)
         shutil.rmtree(self.partial / FOLDER)

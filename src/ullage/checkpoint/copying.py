@@ -192,7 +192,12 @@ class _Worker:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
                 data = cast(chunk, payload.tensor.dtype, payload.dtype)
                 runs = tally.runs[before:]
-                if whole and len(runs) == 1 and crc == 0 and len(data) == (unit.stop - unit.start) * payload.tensor.item_bytes:
+                if (
+                    whole
+                    and len(runs) == 1
+                    and crc == 0
+                    and len(data) == (unit.stop - unit.start) * payload.tensor.item_bytes
+                ):
                     crc = runs[0][3]
                 elif not whole:
                     crc = zlib.crc32(memoryview(data), crc)
@@ -366,7 +371,9 @@ def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
     names = []
     for tensor in inventory.tensors:
         for part in tensor.slices:
-            inside = (part.fragments.file == file) & (part.fragments.offset >= low) & (part.fragments.offset < low + size)
+            inside = (
+                (part.fragments.file == file) & (part.fragments.offset >= low) & (part.fragments.offset < low + size)
+            )
             if inside.any():
                 names.append(f"{tensor.name} ({tensor.key})")
     who = inventory.files[file]

@@ -33,7 +33,9 @@ def fingerprint(inventory: Inventory, targets: list[Target], options: dict[str, 
     for file in inventory.files:
         status = os.stat(inventory.folder / file.name)
         files.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
-    names = [(t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets]
+    names = [
+        (t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets
+    ]
     text = json.dumps([_VERSION, options, str(inventory.folder), files, names], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -34,9 +34,7 @@ def aliases(reading: _Reading) -> dict[str, str]:
     return found
 
 
-def frozen_and_buffers(
-    reading: _Reading, world: int, tp: int, patterns: Patterns, trained: set[str]
-) -> list[Tensor]:
+def frozen_and_buffers(reading: _Reading, world: int, tp: int, patterns: Patterns, trained: set[str]) -> list[Tensor]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first."""
     tied = aliases(reading)
     parts: dict[tuple[str, str], dict[int, tuple[Slice, str]]] = {}
@@ -62,7 +60,9 @@ def frozen_and_buffers(
         except CheckpointError as error:
             reading.problems.append(Problem(error.what, parameter=name, found=str(error.found)))
             continue
-        tensors.append(Tensor(name, "frozen", whole.shape, dtype, "frozen", whole.slices, whole.merge, None, whole.extra))
+        tensors.append(
+            Tensor(name, "frozen", whole.shape, dtype, "frozen", whole.slices, whole.merge, None, whole.extra)
+        )
     return tensors
 
 
@@ -151,7 +151,11 @@ def _of_layers(reading: _Reading, trained: set[str]) -> dict[tuple[str, str], tu
         root: Any = source.root
         for local, ref in root.items() if isinstance(root, dict) else ():
             name = f"{int(match[1])}.{local}"
-            known = name in trained or local in trained or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
+            known = (
+                name in trained
+                or local in trained
+                or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
+            )
             if isinstance(ref, TensorRef) and not known:
                 kind = "buffer" if name in buffers else "frozen"
                 found[name, kind] = (_slice(source, index, 0, ref, ref.shape), ref.dtype)

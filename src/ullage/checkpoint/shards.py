@@ -77,9 +77,9 @@ class Model:
     root: dict[str, Any]
 
 
-def sort_files(folder: Path) -> tuple[list[File], list[str]]:
-    """The files of a ZeRO folder by kind, and the names of others. Raises ``CheckpointError`` for expert files."""
-    files, others = [], []
+def sort_files(folder: Path) -> list[File]:
+    """The files of a ZeRO folder that we know, by kind. Raises ``CheckpointError`` for expert files."""
+    files = []
     experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
     if experts:
         raise CheckpointError(
@@ -87,7 +87,9 @@ def sort_files(folder: Path) -> tuple[list[File], list[str]]:
             where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
             hint="convert it with DeepSpeed's own converter",
         )
-    for path in sorted(folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]):
+    for path in sorted(
+        folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
+    ):
         name = path.name
         if not path.is_file():
             continue
@@ -100,9 +102,7 @@ def sort_files(folder: Path) -> tuple[list[File], list[str]]:
             files.append(File(name, size, "model", int(match[1]), int(match[2])))
         elif match := LAYER.fullmatch(name):
             files.append(File(name, size, "layer", 0, int(match[2])))
-        else:
-            others.append(name)
-    return files, others
+    return files
 
 
 def read_model(folder: Path, index: int, file: File) -> tuple[Model, TorchFile]:
@@ -138,7 +138,9 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
     flats, scalars, dtypes = [], [], []
     for i, (master, state) in enumerate(zip(masters, states)):
         if not isinstance(master, TensorRef):
-            raise CheckpointError("the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}")
+            raise CheckpointError(
+                "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
+            )
         flat, scalar = _split(source, master, state)
         flats.append(flat)
         scalars.append(scalar)

@@ -88,11 +88,7 @@ def _optimizer_file(inventory: Inventory, details: Details) -> Target:
     shard = details.shards[min(details.shards)]
     saved = shard.root["optimizer_state_dict"]
     content = {key: value for key, value in saved.items() if key not in _SHARDED}
-    base = saved.get("optimizer_state_dict" if shard.stage == 3 else "base_optimizer_state")
-    groups = list(base.get("param_groups", [])) if isinstance(base, dict) else []
-    if not groups:  # an elastic file holds none: one a group, so that the loader meets every group
-        step = saved.get("base_optimizer_state_step")
-        groups = [{"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))]
+    groups = details.param_groups  # never empty: the loader walks them, and with none it would load nothing
     state: dict[int, Any] = {}
     for i, scalars in enumerate(shard.scalars):
         dtype = shard.step_dtypes[i]
@@ -164,7 +160,10 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
     stage3 = inventory.topology.stage == 3
     held = OrderedDict((t.name, Stream(t, t.dtype)) for t in inventory.tensors if t.kind != "parameter")
     for model_rank, model in details.models.items():
-        whole, slim = f"mp_rank_{model_rank:02d}_model_states.pt", f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt"
+        whole, slim = (
+            f"mp_rank_{model_rank:02d}_model_states.pt",
+            f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt",
+        )
         if not stage3:
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         content = {k: v for k, v in model.root.items() if k != "frozen_param_fragments"}

@@ -40,8 +40,9 @@ class Details:
     shards: dict[int, Shard]
     models: dict[int, Model]
     info: dict[str, Any]
+    #: by parameter group: the step, and its dtype as it was saved (None for a Python number)
     steps: dict[int, tuple[Any, str | None]]
-    others: list[str]
+    param_groups: list[dict[str, Any]]
 
 
 @dataclass
@@ -64,7 +65,7 @@ class _Reading:
 
 def read_zero(folder: Path) -> Inventory:
     """The inventory of a ZeRO folder (the tag's). Raises ``CheckpointError`` when nothing can be made of it."""
-    files, others = shards.sort_files(folder)
+    files = shards.sort_files(folder)
     reading = _Reading(folder, files)
     _read_files(reading)
     if not reading.shards:
@@ -85,7 +86,9 @@ def read_zero(folder: Path) -> Inventory:
     _check_ranks(reading, world, range(tp * pp))
     _check_agreement(reading)
     root = reading.models[min(reading.models)].root
-    info = root.get("universal_checkpoint_info") or first.root.get("optimizer_state_dict", {}).get("universal_checkpoint_info")
+    info = root.get("universal_checkpoint_info") or first.root.get("optimizer_state_dict", {}).get(
+        "universal_checkpoint_info"
+    )
     patterns = Patterns(dict(info or {}))
     if tp > 1 and not info:
         reading.say("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
@@ -114,7 +117,7 @@ def read_zero(folder: Path) -> Inventory:
             {m: s for (m, d), s in sorted(reading.models.items()) if d == 0},
             dict(info or {}),
             steps,
-            others,
+            _param_groups(first),
         ),
     )
 
@@ -181,13 +184,22 @@ def _check_ranks(reading: _Reading, world: int, model_ranks: range) -> None:
         for rank in missing:
             name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt"
             reading.problems.append(
-                Problem("a shard is missing", name, rank, expected=f"{world} shards", found=f"{len(ranks.get(model_rank, ()))}")
+                Problem(
+                    "a shard is missing",
+                    name,
+                    rank,
+                    expected=f"{world} shards",
+                    found=f"{len(ranks.get(model_rank, ()))}",
+                )
             )
         extra = sorted(set(ranks.get(model_rank, ())) - set(range(world)))
         if extra:
             shard = reading.shards[model_rank, extra[0]]
             reading.say(
-                "the world size disagrees with the files", shard, expected=f"ranks 0 to {world - 1}", found=f"rank {extra[-1]}"
+                "the world size disagrees with the files",
+                shard,
+                expected=f"ranks 0 to {world - 1}",
+                found=f"rank {extra[-1]}",
             )
     for model in reading.models.values():
         claimed = model.root.get("dp_world_size")
@@ -227,8 +239,16 @@ def _check_agreement(reading: _Reading) -> None:
     for model_rank in {k[0] for k in held}:
         mine = {k: v for k, v in steps.items() if k[0] == model_rank}
         odd_ones(mine, "shards of two different steps", held)
-    odd_ones({k: m.root.get("global_steps") for k, m in reading.models.items()}, "model states of two different steps", reading.models)
-    odd_ones({k: m.root.get("iteration") for k, m in reading.models.items()}, "model states of two iterations", reading.models)
+    odd_ones(
+        {k: m.root.get("global_steps") for k, m in reading.models.items()},
+        "model states of two different steps",
+        reading.models,
+    )
+    odd_ones(
+        {k: m.root.get("iteration") for k, m in reading.models.items()},
+        "model states of two iterations",
+        reading.models,
+    )
 
 
 _Parts = dict[int, tuple[Slice, str, int]]  # by tensor-parallel rank: slice, dtype, parameter group
@@ -250,7 +270,11 @@ def _read_model_rank(
         return
     for index, named in enumerate(shapes):
         named = {name: tuple(int(d) for d in shape) for name, shape in named.items()}
-        group = _group3(index, model_rank, named, world) if lead.stage == 3 else _group12(reading, index, model_rank, named, mine, world)
+        group = (
+            _group3(index, model_rank, named, world)
+            if lead.stage == 3
+            else _group12(reading, index, model_rank, named, mine, world)
+        )
         reading.groups.append(group)
         for key in lead.flats[index]:
             dtype, fragments = _fragments(reading, group, key, mine)
@@ -270,7 +294,12 @@ def _read_model_rank(
 
 
 def _group12(
-    reading: _Reading, index: int, model_rank: int, named: dict[str, tuple[int, ...]], mine: dict[int, Shard], world: int
+    reading: _Reading,
+    index: int,
+    model_rank: int,
+    named: dict[str, tuple[int, ...]],
+    mine: dict[int, Shard],
+    world: int,
 ) -> Group:
     """The flat buffer of a group of stages 1 and 2, cut into equal partitions."""
     lead = mine[min(mine)]
@@ -304,18 +333,14 @@ def _group3(index: int, model_rank: int, named: dict[str, tuple[int, ...]], worl
         numel = int(np.prod(shape, dtype=np.int64))
         share = -(-numel // world)
         pieces = Layout([numel]).pieces(np.arange(world + 1) * share)
-        rows.append(
-            Pieces(pieces.item + item, pieces.shard, pieces.item_start, pieces.shard_start + at, pieces.length)
-        )
+        rows.append(Pieces(pieces.item + item, pieces.shard, pieces.item_start, pieces.shard_start + at, pieces.length))
         at += share
     fields = ("item", "shard", "item_start", "shard_start", "length")
     joined = [np.concatenate([getattr(r, f) for r in rows]) if rows else np.zeros(0, np.int64) for f in fields]
     return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
 
 
-def _fragments(
-    reading: _Reading, group: Group, key: str, mine: dict[int, Shard]
-) -> tuple[str, list[Fragments] | None]:
+def _fragments(reading: _Reading, group: Group, key: str, mine: dict[int, Shard]) -> tuple[str, list[Fragments] | None]:
     """The dtype of one state of a group and its fragments by parameter; None for a state that cannot be cut."""
     lead = mine[min(mine)]
     dtype = lead.flats[group.index][key].dtype
@@ -325,7 +350,11 @@ def _fragments(
         flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
         if flat is None or flat.dtype != dtype:
             reading.say(
-                f"state {key} is missing or of another dtype", shard, group=group.index, expected=dtype, found=flat and flat.dtype
+                f"state {key} is missing or of another dtype",
+                shard,
+                group=group.index,
+                expected=dtype,
+                found=flat and flat.dtype,
             )
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
@@ -406,9 +435,7 @@ def _compare_mappings(reading: _Reading, model_rank: int, mine: dict[int, Shard]
         )
 
 
-def _joined(
-    reading: _Reading, slices: dict[tuple[str, str], _Parts], patterns: Patterns, tp: int
-) -> list[Tensor]:
+def _joined(reading: _Reading, slices: dict[tuple[str, str], _Parts], patterns: Patterns, tp: int) -> list[Tensor]:
     tensors = []
     for (name, key), parts in slices.items():
         missing = sorted(set(range(tp)) - set(parts))
@@ -421,7 +448,9 @@ def _joined(
             whole = join(name, found, patterns, ITEM_BYTES[dtype])
         except CheckpointError as error:
             reading.problems.append(
-                Problem(error.what, parameter=error.where or name, expected=_text(error.expected), found=_text(error.found))
+                Problem(
+                    error.what, parameter=error.where or name, expected=_text(error.expected), found=_text(error.found)
+                )
             )
             continue
         tensors.append(
@@ -432,6 +461,15 @@ def _joined(
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+def _param_groups(shard: Shard) -> list[dict[str, Any]]:
+    """Hyperparameters by group; for an elastic file, which holds none, one entry a group."""
+    saved = shard.root.get("optimizer_state_dict", {})
+    base = saved.get("optimizer_state_dict" if shard.stage == 3 else "base_optimizer_state")
+    groups = list(base.get("param_groups", [])) if isinstance(base, dict) else []
+    step = saved.get("base_optimizer_state_step")
+    return groups or [{"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))]
 
 
 def _steps(reading: _Reading) -> dict[int, tuple[Any, str | None]]:
