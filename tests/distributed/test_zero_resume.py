@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_same_run(sources, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "stage", "world"),
-    [(1, 1, 8), (1, 2, 3), (1, 3, 2), (2, 1, 2), (2, 2, 1), (2, 3, 8), (3, 1, 3), (3, 2, 8), (3, 3, 3), (3, 3, 1)],
+    [(1, 1, 1), (1, 2, 3), (1, 3, 2), (2, 1, 8), (2, 3, 1), (3, 1, 3), (3, 2, 2), (3, 3, 8)],
 )
 def test_any_stage_on_any_number_of_ranks(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
     """Frozen parameter, batch norm, two weight decays and two rates; the resumed model starts from another seed."""
@@ -94,9 +94,7 @@ def test_any_stage_on_any_number_of_ranks(sources, tmp_path: Path, source: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "stage", "world"), [(1, 1, 3), (1, 2, 8), (2, 1, 1), (2, 2, 2), (3, 1, 2), (3, 2, 3)]
-)
+@pytest.mark.parametrize(("source", "stage", "world"), [(1, 2, 8), (2, 1, 3), (3, 1, 2), (3, 2, 1)])
 def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
     """At stages 1 and 2, where what it drops (frozen, buffers) comes from the model: the same seed here."""
     folder, expected = sources(source)
@@ -104,17 +102,15 @@ def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "source", "stage"), [("momentum", 1, 3), ("momentum", 3, 2), ("sgd", 1, 3), ("sgd", 3, 1)]
-)
+@pytest.mark.parametrize(("optimizer", "source", "stage"), [("momentum", 1, 3), ("momentum", 3, 2), ("sgd", 1, 3)])
 def test_optimizers_without_adams_states(sources, tmp_path: Path, optimizer: str, source: int, stage: int) -> None:
     folder, expected = sources(source, world=2, optimizer=optimizer)
     assert bool(expected["saved"]["optim"]) == (optimizer == "momentum")
-    resume(tmp_path, folder, expected, 3, stage, optimizer=optimizer)
+    resume(tmp_path, folder, expected, 1, stage, optimizer=optimizer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_hold_only_padding(sources, tmp_path: Path, stage: int) -> None:
     """13 elements in the second group: over eight ranks of two, the last has none."""
     folder, expected = sources(2, width=3)
@@ -127,7 +123,6 @@ def test_ranks_that_hold_only_padding(sources, tmp_path: Path, stage: int) -> No
     [
         ({"data_types": {"grad_accum_dtype": "fp32"}}, 1, 1),  # BF16_Optimizer
         ({"data_types": {"grad_accum_dtype": "fp32"}}, 1, 3),
-        ({}, 2, 3),
         ({}, 3, 2),
     ],
 )
@@ -178,7 +173,7 @@ def test_every_rank_raises_when_one_fails_within_deepspeed(sources, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "target", "world"), [(1, 2, 1), (2, 3, 3), (3, 1, 1)])
+@pytest.mark.parametrize(("stage", "target", "world"), [(1, 3, 3), (3, 2, 1)])
 def test_the_hugging_face_trainer_resumes(tmp_path: Path, stage: int, target: int, world: int) -> None:
     """Two ranks train and save; the Trainer on other ranks at another stage goes on from the universal checkpoint."""
     trainer = {"module": "tests.distributed.trainer_worker", "function": "train"}

@@ -72,7 +72,7 @@ def build(job: Job) -> nn.Module:
         for _ in range(3):
             model.norm(model.enter(torch.randn(64, FEATURES) * (1 + job.seed)))
     model.norm.eval()
-    return model
+    return model.bfloat16() if job.precision == "bf16" else model
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -296,6 +296,8 @@ def _mend_stage3(zero: Any, tensors: Path) -> None:
             state["step"] = _read(first / "step.pt")
         elif torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
+        elif state.get("step") is None:
+            state.pop("step", None)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in keys:
                 state.pop(key, None)
