@@ -114,12 +114,14 @@ def resume_from_universal() -> Iterator[None]:
 def prefers_universal(folder: str | Path) -> bool:
     """Whether ``folder`` has a universal checkpoint and none of DeepSpeed's own that is of a later step.
 
-    Steps are the numbers in the tags that ``latest_universal`` and ``latest`` name.
+    Steps are those in the tags that ``latest_universal`` and ``latest`` name, such as ``global_step400``; where one of
+    them tells no step, the universal checkpoint is preferred, because somebody made it on purpose.
     """
     universal, native = Path(folder) / _LATEST, Path(folder) / "latest"
-    if not universal.is_file():
-        return False
-    return not native.is_file() or _step_of(native.read_text()) <= _step_of(universal.read_text())
+    if not universal.is_file() or not native.is_file():
+        return universal.is_file()
+    ours, theirs = _step_of(universal.read_text()), _step_of(native.read_text())
+    return ours is None or theirs is None or theirs <= ours
 
 
 def locate(folder: str | Path, tag: str | None = None) -> tuple[Path, str]:
@@ -387,9 +389,9 @@ def _shape(p: torch.Tensor) -> torch.Size:
     return getattr(p, "ds_shape", p.shape)
 
 
-def _step_of(tag: str) -> int:
-    numbers = re.findall(r"\d+", tag)
-    return int(numbers[-1]) if numbers else -1
+def _step_of(tag: str) -> int | None:
+    found = re.search(r"step_?(\d+)", tag)
+    return int(found[1]) if found else None
 
 
 def _describe(path: Path) -> Any:
