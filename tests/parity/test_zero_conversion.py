@@ -6,13 +6,19 @@ The padding of every shard holds a sentinel (see ``real_zero``); it must not tur
 import numpy as np
 import pytest
 import torch
-
 from tests import real_zero
 from tests.real_zero import SENTINEL, Recipe
+
 from ullage import checkpoint
 
 MODEL = [
-    {"embed.weight": (10, 3), "layers.0.weight": (7, 3), "layers.0.bias": (7,), "layers.1.weight": (3, 7), "head": (11,)},
+    {
+        "embed.weight": (10, 3),
+        "layers.0.weight": (7, 3),
+        "layers.0.bias": (7,),
+        "layers.1.weight": (3, 7),
+        "head": (11,),
+    },
     {"norm.weight": (5,), "norm.bias": (5,), "scale": (1,)},
 ]
 
@@ -90,7 +96,9 @@ def test_frozen_parameters_buffers_and_ties_are_carried(stage, dtype, tmp_path):
     assert_is_the_truth(tmp_path / "universal", truth)
     lower = {"bf16": torch.bfloat16, "bf16_optimizer": torch.bfloat16}.get(dtype, torch.float32)
     wanted = {"adapter.base": torch.from_numpy(truth.frozen("adapter.base")).to(lower)}
-    wanted["norm.running_mean"] = torch.from_numpy(truth.buffer("norm.running_mean"))  # DeepSpeed leaves buffers in fp32
+    wanted["norm.running_mean"] = torch.from_numpy(
+        truth.buffer("norm.running_mean")
+    )  # DeepSpeed leaves buffers in fp32
     for name, tensor in wanted.items():
         found = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt", weights_only=True)["param"]
         assert torch.equal(found, tensor)
@@ -201,7 +209,8 @@ truth = np.load(f"{folder}/truth.npz")
 for name, parameter in model.named_parameters():
     assert np.array_equal(parameter.full_tensor().detach().numpy(), truth[f"{name}/fp32"]), name
     for key in ("exp_avg", "exp_avg_sq"):
-        assert np.array_equal(optimizer.state[parameter][key].full_tensor().numpy(), truth[f"{name}/{key}"]), (name, key)
+        held = optimizer.state[parameter][key].full_tensor().numpy()
+        assert np.array_equal(held, truth[f"{name}/{key}"]), (name, key)
     assert optimizer.state[parameter]["step"].item() == 7
 assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
 assert optimizer.param_groups[0]["lr"] == 1e-3

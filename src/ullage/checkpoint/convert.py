@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,11 @@ def convert(
 
     ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
     parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
-    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or ``float32``
-    (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always in universal.
-    ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and ``world_size``
-    share the work among processes; by default they are torchrun's, else one process does all. ``dry_run``: proves and
-    plans, writes nothing.
+    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or
+    ``float32`` (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always
+    in universal. ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and
+    ``world_size`` share the work among processes; by default they are torchrun's, else one process does all.
+    ``dry_run``: proves and plans, writes nothing.
 
     Raises ``CheckpointError`` for a source that is not whole (the attribute ``problems`` of the error has all), that is
     damaged, or whose replicas differ, and ``InputError`` for a target that cannot be. NaN and Inf are reported.
@@ -122,6 +123,8 @@ def convert(
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()
+    if inventory.on_paper and not dry_run:
+        raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
@@ -220,6 +223,8 @@ class _Job:
     share: tuple[int, int]
     report: Report
     progress: Callable[[int, int], None] | None
+    #: folders above the target that this conversion made, innermost first
+    made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
         rank, world_size = self.share
@@ -266,6 +271,7 @@ class _Job:
                     self.report.notes.append("a partial of another source or other options was removed")
                 else:
                     self._wait(lambda: read_journals(self.partial, self.mark) is not None, "process 0 to start over")
+            self.made = [p for p in self.partial.parents if not p.exists()]
             (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _disk_error(error, self.partial) from error
@@ -345,11 +351,12 @@ class _Job:
     def _fail(self, error: Exception, *, remove: bool) -> None:
         if remove:
             shutil.rmtree(self.partial, ignore_errors=True)
+            for folder in self.made:
+                with suppress(OSError):  # someone else has put something there
+                    folder.rmdir()
         elif self.share[1] > 1:
-            try:
+            with suppress(OSError):
                 (self.partial / FOLDER / f"failed-{self.share[0]}{_run_name()}").write_text(str(error))
-            except OSError:
-                pass
 
 
 def _run_name() -> str:

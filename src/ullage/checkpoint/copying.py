@@ -35,7 +35,11 @@ UNIT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of the work: small targets ``[first, last)`` whole, or a range of one payload or copy of target ``first``."""
+    """Part of the work: small targets ``[first, last)`` whole, or a range of target ``first``.
+
+    ``payload`` is None for small targets, -1 for a plain copy (the range is in bytes), else the number of the payload
+    (the range is in elements).
+    """
 
     number: int
     first: int

@@ -45,7 +45,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 
 def _format(folder: Path) -> str | None:
     names = [p.name for p in folder.iterdir()]
-    if any(n.endswith("_optim_states.pt") or n.endswith("_model_states.pt") for n in names) and "zero" not in names:
+    if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():
         return "universal"

@@ -133,9 +133,10 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
         for part, other in zip(tensor.slices[1:], slices[1:]):
             if not np.array_equal(slices[0], other):
                 at = low + int(np.flatnonzero(slices[0] != other)[0]) // item
+                who = f"model ranks {tensor.slices[0].model_rank} and {part.model_rank}"
                 raise CheckpointError(
                     f"replicas of {tensor.key} differ",
-                    where=f"parameter {tensor.name}, element {at}, model ranks {tensor.slices[0].model_rank} and {part.model_rank}",
+                    where=f"parameter {tensor.name}, element {at}, {who}",
                     hint="tensor-parallel ranks have drifted apart; convert from a checkpoint where they agree",
                 )
         return slices[0]

@@ -194,8 +194,9 @@ _INERT = {
     ("numpy.core.multiarray", "_reconstruct"), ("numpy.core.multiarray", "scalar"),
     ("numpy._core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "scalar"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("types", "SimpleNamespace"), ("datetime", "datetime"), ("datetime", "timedelta"), ("enum", "Enum"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("types", "SimpleNamespace"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("enum", "Enum"),
+    ("datetime", "datetime"), ("datetime", "timedelta"),
 }  # fmt: skip
 _CLASSES_OF = ("deepspeed", "megatron", "transformers", "accelerate", "torch.distributed.checkpoint.metadata")
 

@@ -22,11 +22,12 @@ from typing import Any
 
 from ullage.checkpoint import shards
 from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive
+from ullage.checkpoint.folder import record_table
 from ullage.checkpoint.inventory import File, Inventory, Problem, Slice, Tensor, Topology
 from ullage.checkpoint.modules import one_fragment
 from ullage.checkpoint.parallel import SubParameters
 from ullage.checkpoint.torchfile import TensorRef, as_number, read_torch_file
-from ullage.checkpoint.zero import Details, record_table
+from ullage.checkpoint.zero import Details
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -173,8 +174,8 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         def stored(ref: TensorRef, file: int = model.file, source: Any = model.source) -> Stream:
             return Stream(one_fragment("", "carried", ref, file, source.place(ref)), ref.dtype)
 
-        for name in [whole, slim] if stage3 else [slim]:
-            targets.append(archive(name, content, stored, stem=name.removesuffix(".pt")))
+        names = [whole, slim] if stage3 else [slim]
+        targets += [archive(name, content, stored, stem=name.removesuffix(".pt")) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))
