@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ullage.errors import CheckpointError, InputError
-from ullage.training.deepspeed import load_universal, locate, prefers_universal, resume_from_universal
+from ullage.training.deepspeed import load_universal, resume_from_universal
+from ullage.training.universal import locate, prefers_universal
 
 
 def folder_with(path: Path, **pointers: str) -> Path:
