@@ -200,12 +200,20 @@ class Layout:
         """The item whose slot holds each flat position, int64 [size]."""
         return np.repeat(np.arange(self.num_items), self.slots)
 
-    def time_major(self) -> TimeMajor:
+    def time_major(self, order: Integers | None = None) -> TimeMajor:
         """The same items, transposed: time first, long items first. See :class:`TimeMajor`.
 
-        Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
+        ``order`` lists the items by falling length, where one such order is already chosen. Raises ``InputError``
+        for an order that is none. Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
         """
-        order = np.argsort(-self.lengths, kind="stable")
+        if order is None:
+            order = np.argsort(-self.lengths, kind="stable")
+        else:
+            order = _as_int64(order, "order")
+            if not np.array_equal(np.sort(order), np.arange(self.num_items)) or (
+                np.any(np.diff(self.lengths[order]) > 0)
+            ):
+                raise InputError("order must list every item once, by falling length", found=order.tolist())
         inverse = np.empty_like(order)
         inverse[order] = np.arange(self.num_items)
         ending = np.bincount(self.lengths, minlength=self.max_length + 1)

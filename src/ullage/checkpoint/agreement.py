@@ -75,6 +75,7 @@ def check_agreement(folder: Folder) -> None:
     held = folder.shards
     odd_ones({k: s.stage for k, s in held.items()}, "shards of two ZeRO stages", held)
     odd_ones({k: tuple(s.world) for k, s in held.items() if k[0] == 0}, "shards disagree on the world size", held)
+    odd_ones({k: s.scaled for k, s in held.items()}, "shards of two different updates of the loss scale", held)
     steps = {k: tuple(x.get("step") for x in s.scalars) for k, s in held.items()}
     for model_rank in {k[0] for k in held}:
         mine = {k: v for k, v in steps.items() if k[0] == model_rank}

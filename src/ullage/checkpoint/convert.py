@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import copying
+from ullage.checkpoint import checksums, copying
 from ullage.checkpoint.archive import Target
 from ullage.checkpoint.copying import Unit
 from ullage.checkpoint.inventory import Inventory, Problem, check
@@ -142,7 +142,9 @@ def convert(
 
 
 def default_workers() -> int:
-    return max(1, min(8, 2 * len(os.sched_getaffinity(0))))
+    return max(
+        1, min(8, 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    )
 
 
 def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -292,8 +294,8 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Checksums, the closing report, sync, rename."""
-        self.report.records_checked = copying.check_sources(self.inventory, lines)
-        copying.fill_checksums(self.targets, self.partial, units, lines)
+        self.report.records_checked = checksums.check_sources(self.inventory, lines)
+        checksums.fill_checksums(self.targets, self.partial, units, lines)
         for line in lines.values():
             for index, number, count in line.get("not_finite", ()):
                 tensor = self.targets[index].payloads[number].tensor

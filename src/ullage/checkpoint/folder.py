@@ -58,7 +58,7 @@ def read_files(folder: Folder) -> None:
             folder.problems.append(Problem(result.what, file.name, file.dp_rank, found=found, hint=result.hint))
             continue
         parsed, source = result
-        table = folder.shards if isinstance(parsed, Shard) else folder.models
+        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, Shard) else folder.models
         key = (parsed.model_rank, parsed.dp_rank)
         if key in table:
             both = f"{table[key].name} and {parsed.name}"

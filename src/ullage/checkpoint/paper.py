@@ -70,7 +70,7 @@ def _details(num_groups: int, stage: int, model_file: int) -> Details:
     root = {"optimizer_state_dict": {}}
     shard = Shard(
         0, "", 0, 0, stage, "", [], [{"fp32": Placed("float32", 0, 0)} for _ in many], [{} for _ in many],
-        many, [], [], [], None, list(range(num_groups)), root,
+        many, [], [], [], None, None, list(range(num_groups)), root,
     )  # fmt: skip
     model_root: dict[str, Any] = {"module": {}}
     model = Model(model_file, "", 0, 0, TorchFile("", 0, model_root, {}), model_root)

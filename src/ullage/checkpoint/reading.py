@@ -100,7 +100,7 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
 def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
     """Elements ``[low, high)`` of a slice, in order, one read a fragment."""
     found = part.fragments.window(low, high, item)
-    view, at = memoryview(into), 0
+    view, at = into.data, 0
     for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
         end = at + length * item
         sources.read(file, offset, view[at:end])

@@ -59,6 +59,8 @@ class Shard:
     #: by group: {parameter: (elements, start in this shard)} as the file books it
     mappings: list[dict[str, tuple[int, int]]]
     round_robin: bool | None
+    #: how many updates the loss scale has seen, where it counts them
+    scaled: int | None
     #: the group that each flat tensor belongs to (stage 3 cuts a group into sub-groups)
     group_of: list[int]
     #: everything else of the file, kept for rank 0 only
@@ -162,6 +164,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
         alignments=[[int(p) for p in group] for group in optimizer.get("param_alignment_paddings") or []],
         mappings=[_mapping(group) for group in optimizer.get("param_slice_mappings") or []],
         round_robin=_round_robin(source.root.get("ds_config")),
+        scaled=_scaled(optimizer.get("loss_scaler")),
         group_of=groups,
         root=source.root if file.dp_rank == 0 else {},
     )
@@ -221,6 +224,11 @@ def _mapping(group: Any) -> dict[str, tuple[int, int]]:
     if not isinstance(group, dict):
         return {}
     return {name: (at.get("numel", -1), at.get("start", -1)) for name, at in group.items() if isinstance(at, Inert)}
+
+
+def _scaled(scaler: Any) -> int | None:
+    count = scaler.get("cur_iter") if isinstance(scaler, Inert) else None
+    return count if isinstance(count, int) else None
 
 
 def _round_robin(config: Any) -> bool | None:

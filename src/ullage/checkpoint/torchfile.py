@@ -79,7 +79,7 @@ class _InertType(type):
     """Tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), which a writer must repeat as it was."""
 
     def __call__(cls, *args: Any) -> Any:
-        made = cls.__new__(cls, *args)
+        made: Any = cls.__new__(cls, *args)  # pyright: ignore[reportCallIssue, reportArgumentType]
         made.called = True
         return made
 

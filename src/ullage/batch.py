@@ -1,0 +1,472 @@
+"""A batch of sequences of unequal length: flat values by name, and the layout that says where each sequence lies.
+
+Token-aligned fields are one tensor [T, ...] each, the sequences end to end, every slot's padding filled with zeros
+(-100 in labels). Per-sequence fields are [N, ...]. The lengths stay on the host, inside the :class:`Layout`, so no
+conversion asks a device how long anything is.
+
+A ``RaggedBatch`` is on purpose neither tuple, list, nor Mapping: training loops take those apart. It has ``to`` and
+``pin_memory`` as a tensor has, is a pytree node, and ``numel()`` counts real tokens, which is what a loop that calls
+it wants to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from ullage.errors import InputError
+from ullage.layout import Layout
+
+#: The label that no loss counts.
+IGNORED_LABEL = -100
+_LABEL_NAMES = ("labels", "shift_labels")
+
+
+def fill_value(name: str) -> int:
+    """What padding holds in a field: -100 in labels, 0 elsewhere."""
+    return IGNORED_LABEL if name in _LABEL_NAMES else 0
+
+
+class RaggedBatch:
+    """Sequences of unequal length, laid end to end.
+
+    ``values``: tensors by name, [layout.size, ...] for token-aligned fields and [layout.num_items, ...] for the names
+    in ``per_sequence``. Raises ``InputError`` for a tensor of another size.
+
+    >>> batch = RaggedBatch.from_samples([{"input_ids": [5, 6, 7], "id": 0}, {"input_ids": [8], "id": 1}])
+    >>> batch["input_ids"], batch.cu_seqlens, batch["id"]
+    (tensor([5, 6, 7, 8]), tensor([0, 3, 4], dtype=torch.int32), tensor([0, 1]))
+    """
+
+    __slots__ = ("_values", "layout", "per_sequence")
+
+    layout: Layout
+    per_sequence: tuple[str, ...]
+
+    def __init__(self, values: Mapping[str, Tensor], layout: Layout, per_sequence: Iterable[str] = ()) -> None:
+        self._values = dict(values)
+        self.layout = layout
+        self.per_sequence = tuple(name for name in per_sequence if name in self._values)
+        for name, tensor in self._values.items():
+            size, unit = (layout.num_items, "sequences") if name in self.per_sequence else (layout.size, "tokens")
+            if tensor.ndim == 0 or tensor.shape[0] != size:
+                raise InputError(
+                    "values and lengths disagree",
+                    where=f"field {name!r}",
+                    expected=f"{size} {unit} in dimension 0",
+                    found=f"shape {list(tensor.shape)}",
+                )
+
+    # Ways in.
+
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[Mapping[str, Any]], multiple_of: int = 1, per_sequence: Iterable[str] = ()
+    ) -> RaggedBatch:
+        """A batch of samples, each a mapping of name to value.
+
+        Arrays, tensors and lists are token-aligned and share one length a sample; numbers, 0-D arrays and whatever
+        ``per_sequence`` names are one value a sequence. Lists of integers become int64, lists of floats float32;
+        arrays keep their dtype. ``multiple_of`` rounds each slot up. Does not touch the samples. Raises
+        ``InputError`` that names sample and field for a length that disagrees, a missing field, a value that is no
+        number, and an empty sequence.
+        """
+        if len(samples) == 0:
+            raise InputError("a batch needs at least one sample", found="none")
+        names = list(samples[0])
+        columns = {name: [_sample_value(samples, i, name) for i in range(len(samples))] for name in names}
+        for i, sample in enumerate(samples):
+            if len(sample) != len(names):
+                extra = sorted(set(sample) - set(names))
+                raise InputError(
+                    "samples have other fields", where=f"sample {i}", expected=names, found=f"also {extra}"
+                )
+        declared = set(per_sequence)
+        whole = tuple(name for name in names if name in declared or columns[name][0].ndim == 0)
+        aligned = [name for name in names if name not in whole]
+        if not aligned:
+            raise InputError("no field is token-aligned", expected="at least one array or list", found=names)
+        layout = Layout(_common_lengths({name: columns[name] for name in aligned}), multiple_of)
+        values = {
+            name: _stack(columns[name], name) if name in whole else _lay_out(columns[name], name, layout)
+            for name in names
+        }
+        return cls(values, layout, whole)
+
+    @classmethod
+    def from_padded(
+        cls, fields: Mapping[str, Tensor], attention_mask: Tensor, per_sequence: Iterable[str] = ()
+    ) -> RaggedBatch:
+        """A batch of padded tensors: [N, L, ...] is token-aligned, [N] and the names in ``per_sequence`` are not.
+
+        ``attention_mask`` [N, L] is 1 on the tokens of each row, which stand together: padding may be on the right,
+        on the left, or both. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with
+        holes, an empty row, and a shape that disagrees.
+        """
+        if attention_mask.ndim != 2:
+            raise InputError("attention_mask must be [N, L]", found=f"shape {list(attention_mask.shape)}")
+        mask = attention_mask != 0
+        host = mask.cpu().numpy()
+        _check_rows(host)
+        layout = Layout(host.sum(1))
+        index = torch.from_numpy(np.flatnonzero(host)).to(attention_mask.device)
+        declared = set(per_sequence)
+        rows, width = host.shape
+        values: dict[str, Tensor] = {}
+        whole: list[str] = []
+        for name, tensor in fields.items():
+            if name not in declared and tensor.ndim >= 2 and tensor.shape[:2] == (rows, width):
+                values[name] = tensor.flatten(0, 1).index_select(0, index.to(tensor.device))
+            elif tensor.ndim >= 1 and tensor.shape[0] == rows and (name in declared or tensor.ndim == 1):
+                values[name] = tensor
+                whole.append(name)
+            else:
+                raise InputError(
+                    "values and attention_mask disagree",
+                    where=f"field {name!r}",
+                    expected=f"[{rows}, {width}, ...], or [{rows}] for one value a sequence",
+                    found=f"shape {list(tensor.shape)}",
+                    hint=f"name it in per_sequence if it is [{rows}, ...] with one entry a sequence",
+                )
+        return cls(values, layout, whole)
+
+    @classmethod
+    def from_packed_sequence(cls, packed: PackedSequence, name: str = "input_ids") -> RaggedBatch:
+        """The sequences of a ``PackedSequence``, in the order they had before packing, by one index.
+
+        Lengths and order are read on the host: waits for the device if ``sorted_indices`` lie there.
+        """
+        batch_sizes = packed.batch_sizes.numpy()
+        rows = np.arange(int(batch_sizes[0]) if len(batch_sizes) else 0)
+        sorted_lengths = np.searchsorted(-batch_sizes, -rows, side="left")
+        order = rows if packed.sorted_indices is None else packed.sorted_indices.cpu().numpy()
+        lengths = np.empty(len(rows), np.int64)
+        lengths[order] = sorted_lengths
+        layout = Layout(lengths)
+        index = torch.from_numpy(layout.time_major(order).index).to(packed.data.device)
+        return cls({name: torch.empty_like(packed.data).index_copy(0, index, packed.data)}, layout)
+
+    # What it holds.
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise KeyError(f"no field {name!r} in this batch; there are {list(self._values)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return self.layout.num_items
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self._values.items())
+        return f"RaggedBatch({self.layout.num_items} sequences, {self.layout.num_tokens} tokens: {fields})"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field of that name, or ``default``."""
+        return self._values.get(name, default)
+
+    def keys(self) -> Iterable[str]:
+        """The names of the fields."""
+        return self._values.keys()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields, in order."""
+        return tuple(self._values)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values lie; the CPU for a batch without fields."""
+        return next((tensor.device for tensor in self._values.values()), torch.device("cpu"))
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence in tokens, a host integer."""
+        return self.layout.max_length
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Cumulated lengths, int32 [N + 1], on the batch's device."""
+        return torch.from_numpy(self.layout.cu_seqlens()).to(self.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Each element's position in its slot, int64 [T], on the batch's device."""
+        return torch.from_numpy(self.layout.positions()).to(self.device)
+
+    def numel(self) -> int:
+        """Real tokens, without padding."""
+        return self.layout.num_tokens
+
+    # Ways out.
+
+    def samples(self) -> list[dict[str, Tensor]]:
+        """One dict a sequence, views of the batch: token-aligned fields [length, ...], the others one entry each."""
+        out = []
+        for i in range(self.layout.num_items):
+            start, length = int(self.layout.starts[i]), int(self.layout.lengths[i])
+            out.append(
+                {
+                    name: tensor[i] if name in self.per_sequence else tensor[start : start + length]
+                    for name, tensor in self._values.items()
+                }
+            )
+        return out
+
+    def to_padded(self, padding_value: float | Mapping[str, float] = 0, side: str = "right") -> dict[str, Tensor]:
+        """Padded tensors [N, L, ...] by name, with ``attention_mask`` [N, L] int64; per-sequence fields as they are.
+
+        ``padding_value``: for all fields or by name; labels are padded with -100 unless named. ``side``: of the
+        padding. Raises ``InputError`` for another side.
+        """
+        if side not in ("right", "left"):
+            raise InputError("padding has no such side", expected="'right' or 'left'", found=repr(side))
+        layout = self.layout
+        rows, width = layout.num_items, layout.max_length
+        begin = np.arange(rows) * width + (width - layout.lengths if side == "left" else 0)
+        target = np.repeat(begin - (np.cumsum(layout.lengths) - layout.lengths), layout.lengths)
+        index = torch.from_numpy(target + np.arange(layout.num_tokens)).to(self.device)
+        padded: dict[str, Tensor] = {}
+        for name, tensor in self._values.items():
+            if name in self.per_sequence:
+                padded[name] = tensor
+                continue
+            if isinstance(padding_value, Mapping):
+                value = padding_value.get(name, fill_value(name))
+            else:
+                value = IGNORED_LABEL if name in _LABEL_NAMES else padding_value
+            empty = tensor.new_full((rows * width, *tensor.shape[1:]), value)
+            padded[name] = empty.index_copy(0, index, self._tokens(tensor)).unflatten(0, (rows, width))
+        mask = torch.zeros(rows * width, dtype=torch.int64, device=self.device)
+        padded["attention_mask"] = mask.index_fill(0, index, 1).view(rows, width)
+        return padded
+
+    def to_packed_sequence(self, name: str) -> PackedSequence:
+        """The field as a ``PackedSequence``, by one index and without a padded detour. Keeps gradients.
+
+        Raises ``InputError`` for a sequence of length 0, which a PackedSequence cannot hold.
+        """
+        self._require_token_aligned(name)
+        empty = np.flatnonzero(self.layout.lengths == 0)
+        if len(empty):
+            raise InputError("a PackedSequence holds no empty sequence", where=f"sequence {int(empty[0])}")
+        turned = self.layout.time_major()
+        values = self._values[name]
+        index, order, inverse = (
+            torch.from_numpy(array).to(values.device) for array in (turned.index, turned.order, turned.inverse)
+        )
+        data = values.index_select(0, index)
+        return PackedSequence(data, torch.from_numpy(turned.batch_sizes), order, inverse)
+
+    def to_nested(self, name: str) -> Tensor:
+        """The field as a jagged nested tensor [N, j, ...]."""
+        self._require_token_aligned(name)
+        layout, values = self.layout, self._values[name]
+        offsets = torch.from_numpy(layout.cu_seqlens(padded=True).astype(np.int64)).to(values.device)
+        lengths = None if layout.num_tokens == layout.size else torch.tensor(layout.lengths, device=values.device)
+        return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths, max_seqlen=layout.max_length)
+
+    def to_flattened(self) -> dict[str, Any]:
+        """Keywords for a padding-free model: one row that holds all sequences.
+
+        The token-aligned fields [1, T, ...], ``position_ids`` [1, T], ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
+        [N + 1], ``max_length_q`` and ``max_length_k`` host integers. Each sequence's first label is -100, so that a
+        loss that shifts never crosses a boundary. Where slots have padding, it stays in the row, and cu_seq_lens
+        bound the slots. Names as transformers' ``DataCollatorWithFlattening`` writes them.
+        """
+        layout = self.layout
+        row = {name: tensor[None] for name, tensor in self._values.items() if name not in self.per_sequence}
+        if "labels" in row:
+            starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
+            row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
+        if "position_ids" not in row:
+            row["position_ids"] = self.position_ids[None]
+        cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(self.device)
+        longest = int(layout.slots.max(initial=0))
+        return {
+            **row,
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def with_shift_labels(self) -> RaggedBatch:
+        """A batch with ``shift_labels`` too: labels moved one token to the left within each sequence, -100 last.
+
+        Raises ``InputError`` for a batch without labels.
+        """
+        self._require_token_aligned("labels")
+        labels, layout = self._values["labels"], self.layout
+        ends = np.concatenate([layout.starts + layout.lengths, layout.starts + layout.slots]) - 1
+        last = torch.from_numpy(ends[np.tile(layout.lengths > 0, 2)]).to(labels.device)
+        shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
+        return RaggedBatch({**self._values, "shift_labels": shifted}, layout, self.per_sequence)
+
+    def placeholder(self) -> RaggedBatch:
+        """A batch of one element that counts nowhere: what a rank runs for an empty microbatch.
+
+        The same fields on the same device; one slot of one element that is all padding, label -100, so that
+        ``numel()`` is 0 while a model that needs at least one token has one.
+        """
+        values = {
+            name: tensor.new_full((1, *tensor.shape[1:]), fill_value(name)) for name, tensor in self._values.items()
+        }
+        return RaggedBatch(values, Layout.from_slots([0], [1]), self.per_sequence)
+
+    # Movement.
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RaggedBatch:
+        """The same batch with ``function`` applied to each tensor."""
+        values = {name: function(tensor) for name, tensor in self._values.items()}
+        return RaggedBatch(values, self.layout, self.per_sequence)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
+        """The same batch with its values on ``device``; the layout stays on the host."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RaggedBatch:
+        """The same batch with its values in page-locked memory."""
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    def _tokens(self, tensor: Tensor) -> Tensor:
+        """The real elements of a token-aligned tensor, [num_tokens, ...]."""
+        if self.layout.num_tokens == self.layout.size:
+            return tensor
+        return tensor.index_select(0, torch.from_numpy(self.layout.token_index()).to(tensor.device))
+
+    def _require_token_aligned(self, name: str) -> None:
+        if name not in self._values or name in self.per_sequence:
+            aligned = [n for n in self._values if n not in self.per_sequence]
+            raise InputError("no such token-aligned field", expected=f"one of {aligned}", found=repr(name))
+
+
+def _sample_value(samples: Sequence[Mapping[str, Any]], i: int, name: str) -> Tensor:
+    try:
+        value = samples[i][name]
+    except KeyError:
+        raise InputError(
+            "a sample lacks a field", where=f"sample {i}", expected=list(samples[0]), found=list(samples[i])
+        ) from None
+    if isinstance(value, Tensor):
+        return value
+    problem = InputError(
+        "a value is neither a number nor an array of numbers",
+        where=f"sample {i}, field {name!r}",
+        found=f"{type(value).__name__} {str(value)[:40]!r}",
+        hint="drop the field, or turn it into numbers",
+    )
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise problem from None
+    if array.dtype.kind not in "biuf" and array.size:
+        raise problem
+    if not isinstance(value, (np.ndarray, np.generic)):
+        if array.dtype.kind in "iu" or array.size == 0:
+            array = array.astype(np.int64)
+        elif array.dtype.kind == "f":
+            array = array.astype(np.float32)
+    return torch.from_numpy(np.array(array)) if array.ndim == 0 else torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _common_lengths(columns: Mapping[str, list[Tensor]]) -> list[int]:
+    """The length of each sample, which all token-aligned fields share."""
+    names = list(columns)
+    reference = names[0]
+    lengths = []
+    for i, first in enumerate(columns[reference]):
+        for name in names:
+            value = columns[name][i]
+            if value.ndim == 0 or first.ndim == 0 or value.shape[0] != first.shape[0]:
+                raise InputError(
+                    "the fields of a sample disagree in length",
+                    where=f"sample {i}, field {name!r}",
+                    expected=f"{_length(first)} as in {reference!r}",
+                    found=_length(value),
+                    hint="name fields with one entry a sequence in per_sequence",
+                )
+        if first.shape[0] == 0:
+            raise InputError(
+                "a sequence is empty", where=f"sample {i}", expected="at least one token", found=0, hint="drop it"
+            )
+        lengths.append(first.shape[0])
+    return lengths
+
+
+def _length(value: Tensor) -> str:
+    return "a number" if value.ndim == 0 else str(value.shape[0])
+
+
+def _stack(column: list[Tensor], name: str) -> Tensor:
+    shapes = [tuple(tensor.shape) for tensor in column]
+    odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is not None:
+        raise InputError(
+            "a per-sequence field must have one shape",
+            where=f"sample {odd}, field {name!r}",
+            expected=list(shapes[0]),
+            found=list(shapes[odd]),
+        )
+    return torch.stack(column)
+
+
+def _lay_out(column: list[Tensor], name: str, layout: Layout) -> Tensor:
+    shapes = [tuple(tensor.shape[1:]) for tensor in column]
+    odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is not None:
+        raise InputError(
+            "a token's value must have one shape",
+            where=f"sample {odd}, field {name!r}",
+            expected=["L", *shapes[0]],
+            found=["L", *shapes[odd]],
+        )
+    tokens = torch.cat(column)
+    if layout.num_tokens == layout.size:
+        return tokens
+    empty = tokens.new_full((layout.size, *tokens.shape[1:]), fill_value(name))
+    return empty.index_copy(0, torch.from_numpy(layout.token_index()), tokens)
+
+
+def _check_rows(mask: np.ndarray) -> None:
+    """Every row of the mask is one run of ones."""
+    edges = np.diff(mask.astype(np.int8), axis=1, prepend=0, append=0)
+    runs = (edges == 1).sum(1)
+    bad = np.flatnonzero(runs != 1)
+    if len(bad):
+        row = int(bad[0])
+        if runs[row] == 0:
+            raise InputError("a row of attention_mask is all padding", where=f"row {row}", hint="drop the row")
+        raise InputError(
+            "attention_mask has holes",
+            where=f"row {row}",
+            expected="one run of ones",
+            found=f"{int(runs[row])} runs",
+            hint="pad on the right or on the left only",
+        )
+
+
+def _flatten(batch: RaggedBatch) -> tuple[list[Tensor], Any]:
+    return [batch[name] for name in batch.names], (batch.names, batch.layout, batch.per_sequence)
+
+
+def _unflatten(leaves: Iterable[Any], context: Any) -> RaggedBatch:
+    names, layout, per_sequence = context
+    batch = object.__new__(RaggedBatch)  # leaves may be anything while a pytree is being mapped
+    batch._values, batch.layout, batch.per_sequence = dict(zip(names, leaves)), layout, per_sequence
+    return batch
+
+
+pytree.register_pytree_node(RaggedBatch, _flatten, _unflatten, serialized_type_name="ullage.batch.RaggedBatch")

@@ -1,0 +1,167 @@
+"""Moving a batch to a device: one function, dispatched on the type of what it is given.
+
+Loops that ask ``hasattr(x, "to")`` or rebuild whatever looks like a tuple break on a ``PackedSequence`` (a namedtuple
+whose constructor wants other arguments), on frozen dataclasses, on mappings with a constructor of their own, and on
+objects whose ``to`` means something else. Here a type is either known, or a container that is copied and refilled
+without calling its constructor, or left alone. A container in which nothing moved is returned as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import UserDict, UserList, deque
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ullage.batch import RaggedBatch
+
+T = TypeVar("T")
+
+
+@functools.singledispatch
+def _move(value: Any, **how: Any) -> Any:
+    kind = type(value)
+    if kind.__name__ == "BlockMask" and kind.__module__ == "torch.nn.attention.flex_attention":
+        return value.to(how["device"])  # by name: importing flex attention costs a second that few batches need
+    if dataclasses.is_dataclass(kind):
+        return _refill_attributes(value, [field.name for field in dataclasses.fields(kind)], how)
+    return value
+
+
+def to_device(
+    value: T,
+    device: torch.device | str | int,
+    *,
+    non_blocking: bool = False,
+    float_dtype: torch.dtype | None = None,
+) -> T:
+    """The same thing with its tensors on ``device``.
+
+    Knows tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
+    dataclasses, and any Mapping or Sequence, at any depth; strings, numbers, modules and unknown objects pass
+    untouched. ``float_dtype`` casts floating tensors on the way. Does not wait for the device if ``non_blocking``
+    and the memory is pinned. Never changes its argument.
+
+    Teach it a type of your own::
+
+        @ullage.to_device.register(MyBatch)
+        def _(value, device, *, non_blocking, float_dtype):
+            return MyBatch(ullage.to_device(value.tokens, device))
+    """
+    return _move(value, device=torch.device(device), non_blocking=non_blocking, float_dtype=float_dtype)
+
+
+def _register(kind: type) -> Any:
+    def decorate(function: Any) -> Any:
+        @_move.register(kind)
+        def _(value: Any, *, device: Any, non_blocking: bool, float_dtype: Any) -> Any:
+            return function(value, device, non_blocking=non_blocking, float_dtype=float_dtype)
+
+        return function
+
+    return decorate
+
+
+to_device.register = _register  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@_move.register
+def _(value: Tensor, *, device: torch.device, non_blocking: bool, float_dtype: torch.dtype | None) -> Tensor:
+    dtype = float_dtype if float_dtype is not None and value.is_floating_point() else value.dtype
+    return value.to(device=device, dtype=dtype, non_blocking=non_blocking)
+
+
+@_move.register
+def _(value: RaggedBatch, **how: Any) -> RaggedBatch:
+    return value.map(lambda tensor: _move(tensor, **how))
+
+
+@_move.register
+def _(value: PackedSequence, **how: Any) -> PackedSequence:
+    """``batch_sizes`` stays on the CPU, where every recurrent kernel wants it."""
+    data, sorted_indices, unsorted_indices = (
+        _move(part, **how) for part in (value.data, value.sorted_indices, value.unsorted_indices)
+    )
+    return PackedSequence(data, value.batch_sizes, sorted_indices, unsorted_indices)
+
+
+@_move.register(str)
+@_move.register(bytes)
+@_move.register(bytearray)
+@_move.register(memoryview)
+@_move.register(range)
+@_move.register(Set)
+@_move.register(nn.Module)
+def _(value: Any, **how: Any) -> Any:
+    return value
+
+
+@_move.register
+def _(value: tuple, **how: Any) -> tuple:
+    moved = [_move(item, **how) for item in value]
+    if _same(moved, value):
+        return value
+    rebuilt = tuple.__new__(type(value), moved)
+    if hasattr(value, "__dict__"):
+        rebuilt.__dict__.update(vars(value))
+    return rebuilt
+
+
+@_move.register
+def _(value: Mapping, **how: Any) -> Mapping:
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType(_move(dict(value), **how))
+    if not isinstance(value, (dict, UserDict)):  # only these are known to own their items when copied
+        return _refill_attributes(value, _attributes(value), how)
+    moved = {key: _move(item, **how) for key, item in value.items()}
+    if _same(moved.values(), value.values()):
+        return value
+    rebuilt = copy.copy(value)
+    for key, item in moved.items():
+        rebuilt[key] = item
+    return rebuilt
+
+
+@_move.register
+def _(value: Sequence, **how: Any) -> Sequence:
+    if not isinstance(value, (list, deque, UserList)):
+        return _refill_attributes(value, _attributes(value), how)
+    moved = [_move(item, **how) for item in value]
+    if _same(moved, value):
+        return value
+    rebuilt = copy.copy(value)
+    for i, item in enumerate(moved):
+        rebuilt[i] = item
+    return rebuilt
+
+
+def _attributes(value: Any) -> list[str]:
+    """The names under which an object holds things, in its dict and its slots."""
+    slots = [name for base in type(value).__mro__ for name in _as_names(base.__dict__.get("__slots__", ()))]
+    return [*getattr(value, "__dict__", ()), *(name for name in slots if name not in ("__dict__", "__weakref__"))]
+
+
+def _as_names(slots: Any) -> Any:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _same(moved: Any, original: Any) -> bool:
+    return all(new is old for new, old in zip(moved, original))
+
+
+def _refill_attributes(value: Any, names: list[str], how: dict[str, Any]) -> Any:
+    """A copy whose attributes are moved; frozen dataclasses and immutable containers keep their type and the rest."""
+    moved = {name: _move(getattr(value, name), **how) for name in names if hasattr(value, name)}
+    if all(new is getattr(value, name) for name, new in moved.items()):
+        return value
+    rebuilt = copy.copy(value)
+    for name, item in moved.items():
+        object.__setattr__(rebuilt, name, item)
+    return rebuilt

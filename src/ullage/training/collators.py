@@ -1,0 +1,97 @@
+"""From a list of samples to a batch without padding.
+
+``RaggedCollator`` is the better way: it gives a :class:`RaggedBatch`, and the Trainer hands it to the model in the
+form that the model takes. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+
+
+@dataclass(frozen=True)
+class RaggedCollator:
+    """Collates samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
+
+    A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
+    that a tokenizer padded come out without padding. ``label`` and ``label_ids`` become ``labels``.
+
+    ``flattened``: give a plain dict of keywords for padding-free models instead, for any other trainer.
+    ``labels_from``: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
+    model. ``multiple_of``: round each sequence's slot up. ``per_sequence``: names of array fields with one entry a
+    sequence. Raises ``InputError`` that names sample and field.
+    """
+
+    flattened: bool = False
+    labels_from: str | None = None
+    multiple_of: int = 1
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
+        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(samples)]
+        batch = RaggedBatch.from_samples(prepared, self.multiple_of, self.per_sequence)
+        if not self.flattened:
+            return batch
+        return {**batch.to_flattened(), **{name: batch[name] for name in batch.per_sequence}}
+
+
+@dataclass(frozen=True)
+class PackedSequenceCollator:
+    """Collates samples to a dict of ``PackedSequence`` for each token-aligned field, and tensors [N] for the others.
+
+    ``labels_from`` and ``per_sequence`` as in :class:`RaggedCollator`. Sequences keep the order of the samples
+    (``sorted_indices`` are set). Raises ``InputError`` that names sample and field.
+    """
+
+    labels_from: str | None = None
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = RaggedCollator(labels_from=self.labels_from, per_sequence=self.per_sequence)(samples)
+        assert isinstance(batch, RaggedBatch)
+        return {
+            name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
+        }
+
+
+def _with_labels(sample: Mapping[str, Any], labels_from: str | None) -> dict[str, Any]:
+    fields = dict(sample)
+    for alias in ("label", "label_ids"):
+        if alias in fields and "labels" not in fields:
+            fields["labels"] = fields.pop(alias)
+    if labels_from is not None and "labels" not in fields:
+        if labels_from not in fields:
+            raise InputError(
+                "samples lack the field that labels are copied from", expected=labels_from, found=list(fields)
+            )
+        fields["labels"] = fields[labels_from]
+    return fields
+
+
+def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
+    """The sample cut to the tokens that its attention mask keeps, without the mask."""
+    if "attention_mask" not in sample:
+        return sample
+    mask = np.asarray(sample.pop("attention_mask")) != 0
+    if mask.ndim != 1 or mask.all():
+        return sample
+    real = np.flatnonzero(mask)
+    if len(real) == 0:
+        raise InputError("a sequence is all padding", where=f"sample {i}", hint="drop it")
+    start, stop = int(real[0]), int(real[-1]) + 1
+    if stop - start != len(real):
+        raise InputError("attention_mask has holes", where=f"sample {i}", expected="one run of ones")
+    return {name: _cut(value, len(mask), start, stop) for name, value in sample.items()}
+
+
+def _cut(value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of a token-aligned value; anything else as it is."""
+    aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length
+    return value[start:stop] if aligned else value

@@ -1,0 +1,223 @@
+"""How a batch reaches a model, and how what the model gives comes back sample by sample.
+
+A model takes sequences of unequal length in one of three forms: *flattened* (one row and ``cu_seq_lens_q``),
+*lengths* (padded rows and ``input_lengths``, longest first), or *mask* (padded rows and ``attention_mask``). A
+:class:`RaggedBatch` is put into the form that the model's ``forward`` names. Batches of a user's own collator are left
+as they are. For both, :class:`Rows` remembers where each sample lies, so that outputs and labels can be told apart by
+sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Layout
+
+#: Attention implementations that keep sequences apart by ``cu_seq_lens``.
+_PADDING_FREE = ("flash_attention_2", "flash_attention_3", "ullage")
+_LENGTHS_NAMES = ("input_lengths", "lengths")
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module that a ``torch.compile`` wrapper, DDP or an engine holds."""
+    return extract_model_from_parallel(model, keep_torch_compile=False)  # pyright: ignore[reportReturnType]
+
+
+def form_of(model: nn.Module) -> str:
+    """The form in which a model takes a ragged batch: ``flattened``, ``mask``, or the name of its lengths parameter.
+
+    Told by the parameters of ``forward``, never by the class. A transformers model takes the flattened form only with
+    an attention that keeps sequences apart. Raises ``InputError`` for a model that takes none of them.
+    """
+    model = bare(model)
+    parameters = inspect.signature(model.forward).parameters
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if "cu_seq_lens_q" in parameters or attention in _PADDING_FREE:
+        return "flattened"
+    for name in _LENGTHS_NAMES:
+        if name in parameters:
+            return name
+    if "attention_mask" in parameters:
+        return "mask"
+    raise InputError(
+        "the model cannot tell the sequences of a RaggedBatch apart",
+        where=f"{type(model).__name__}.forward",
+        expected="a parameter named cu_seq_lens_q, input_lengths or attention_mask",
+        found=list(parameters),
+        hint="name one of them in forward, or collate with PackedSequenceCollator",
+    )
+
+
+def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[str, Any]:
+    """The batch as keywords of the model, in its form; per-sequence fields ride along.
+
+    ``shifts``: whether the model's loss shifts labels; only where it is known not to, a sequence's first label stays.
+    """
+    if form == "flattened":
+        keywords = batch.to_flattened()
+        if shifts is False and "labels" in keywords:
+            keywords["labels"] = batch["labels"][None]
+        return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
+    if form == "mask":
+        return batch.to_padded()
+    order = _longest_first(batch.layout)
+    padded = batch.to_padded()
+    del padded["attention_mask"]
+    index = torch.from_numpy(order).to(batch.device)
+    keywords: dict[str, Any] = {name: tensor.index_select(0, index) for name, tensor in padded.items()}
+    keywords[form] = torch.from_numpy(batch.layout.lengths[order])  # on the host, where packing wants it
+    return keywords
+
+
+def _longest_first(layout: Layout) -> np.ndarray:
+    return np.argsort(-layout.lengths, kind="stable")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each sample of a batch lies in the model's inputs, hence in its outputs.
+
+    ``num``: samples. ``layout``: of a flat row, if the inputs are flat. ``packed``: a PackedSequence among the inputs.
+    ``starts``, ``lengths`` and ``width`` of padded rows; ``order``: which sample each row holds.
+    """
+
+    num: int
+    layout: Layout | None = None
+    packed: PackedSequence | None = None
+    starts: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    width: int | None = None
+    order: tuple[int, ...] | None = None
+
+    def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], bool]:
+        """``value`` by sample, and whether its entries are one a token. Tuples are split part by part.
+
+        ``per_row`` settles what a shape alone leaves open. Raises ``InputError`` for a shape that fits no sample.
+        """
+        if isinstance(value, PackedSequence):
+            batch = RaggedBatch.from_packed_sequence(value, "value")
+            return [sample["value"] for sample in batch.samples()], True
+        if isinstance(value, (tuple, list)):
+            parts = [self.split(part, per_row=per_row) for part in value if part is not None]
+            return [tuple(part[i] for part, _ in parts) for i in range(self.num)], any(each for _, each in parts)
+        if value.is_nested:
+            return list(value.unbind()), True
+        rows_fit = value.ndim >= 1 and value.shape[0] == self.num
+        if not (per_row and rows_fit):
+            tokens = self._tokens(value)
+            if tokens is not None:
+                return tokens, True
+        if not rows_fit:
+            raise InputError(
+                "an output of the model cannot be told apart by sample",
+                expected=f"{self.num} rows" + (f" or {self.layout.size} tokens" if self.layout else ""),
+                found=f"shape {list(value.shape)}",
+                hint="name outputs that are no predictions in the config's keys_to_ignore_at_inference",
+            )
+        return self._reordered(list(value.unbind(0))), False
+
+    def _tokens(self, value: Tensor) -> list[Tensor] | None:
+        if self.layout is not None:
+            flat = value[0] if value.ndim >= 2 and tuple(value.shape[:2]) == (1, self.layout.size) else value
+            if flat.ndim >= 1 and flat.shape[0] == self.layout.size:
+                starts, lengths = self.layout.starts.tolist(), self.layout.lengths.tolist()
+                return [flat[start : start + length] for start, length in zip(starts, lengths)]
+        if self.starts is not None and self.lengths is not None and value.ndim >= 2 and value.shape[0] == self.num:
+            whole = value.shape[1] == max(self.lengths, default=0) and not any(self.starts)
+            if value.shape[1] == self.width or whole:
+                return self._reordered([value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))])
+        if self.packed is not None and value.ndim >= 1 and value.shape[0] == self.packed.data.shape[0]:
+            return self.split(_like(self.packed, value))[0]
+        return None
+
+    def _reordered(self, rows: list[Any]) -> list[Any]:
+        if self.order is None:
+            return rows
+        back = [None] * len(rows)
+        for position, sample in enumerate(self.order):
+            back[sample] = rows[position]
+        return back
+
+
+def _like(packed: PackedSequence, data: Tensor) -> PackedSequence:
+    return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
+    """Where the samples of a batch lie once it has reached the model. Reads lengths on the host."""
+    if isinstance(inputs, RaggedBatch):
+        layout = inputs.layout
+        if form == "flattened":
+            return Rows(layout.num_items, layout=layout)
+        order = np.arange(layout.num_items) if form == "mask" else _longest_first(layout)
+        lengths = tuple(layout.lengths[order].tolist())
+        return Rows(
+            layout.num_items,
+            starts=(0,) * layout.num_items,
+            lengths=lengths,
+            width=layout.max_length,
+            order=tuple(order.tolist()),
+        )
+    if isinstance(inputs, PackedSequence):
+        inputs = {main_input: inputs}
+    packed = next((value for value in inputs.values() if isinstance(value, PackedSequence)), None)
+    if packed is not None:
+        layout = RaggedBatch.from_packed_sequence(packed).layout
+        return Rows(
+            layout.num_items,
+            packed=packed,
+            starts=(0,) * layout.num_items,
+            lengths=tuple(layout.lengths.tolist()),
+            width=layout.max_length,
+        )
+    if "cu_seq_lens_q" in inputs:
+        layout = Layout(np.diff(inputs["cu_seq_lens_q"].cpu().numpy()))
+        return Rows(layout.num_items, layout=layout)
+    return _padded_rows(inputs, main_input)
+
+
+def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> Rows:
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
+    main = inputs.get(main_input)
+    if not isinstance(main, Tensor) or main.ndim < 1:
+        main = tensors[0] if tensors else None
+    if main is None:
+        raise InputError("a batch holds no tensor", expected="at least one", found=list(inputs))
+    num = int(main.shape[0])
+    if main.is_nested or main.ndim < 2:
+        return Rows(num)
+    width = int(main.shape[1])
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and tuple(mask.shape) == (num, width):
+        host = (mask != 0).cpu().numpy()
+        return Rows(num, None, None, tuple(host.argmax(1).tolist()), tuple(host.sum(1).tolist()), width)
+    for name in _LENGTHS_NAMES:
+        if name in inputs:
+            lengths = tuple(int(length) for length in inputs[name])
+            return Rows(num, None, None, (0,) * num, lengths, width)
+    return Rows(num)
+
+
+def target_rows(labels: Tensor) -> Rows:
+    """The rows of an encoder-decoder's outputs, which are as long as its labels [N, L], not as its inputs."""
+    lengths = tuple((labels != IGNORED_LABEL).sum(1).tolist())
+    return Rows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
+
+
+def by_sample(inputs: Any, name: str, rows: Rows) -> tuple[list[Any], bool]:
+    """A field of the batch as it was collated, by sample, and whether it is one entry a token."""
+    if isinstance(inputs, RaggedBatch):
+        return [sample[name] for sample in inputs.samples()], name not in inputs.per_sequence
+    value = inputs[name]
+    return rows.split(value, per_row=isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows.num)

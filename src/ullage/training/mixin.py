@@ -1,0 +1,251 @@
+"""What a Trainer needs to train on sequences of unequal length, as a mixin over transformers' own.
+
+The Trainer takes batches apart in a dozen places, each by a rule of its own. The mixin replaces the rules, not the
+loop: how a batch is moved (``to_device``, once), in which form it reaches the model (``forms``), what is counted
+(``counting``: real tokens, labels that a loss counts), and how evaluation puts samples back together
+(``evaluation``). A rank that finds a problem in its batch tells the others in the reduction of the label counts, which
+every rank enters anyway, so all of them raise.
+
+Source: transformers 5.23 ``trainer.py``, whose method names these are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from transformers.utils.generic import find_labels
+
+from ullage.batch import RaggedBatch
+from ullage.errors import DistributedError, InputError, TrainingError, UllageError
+from ullage.training import counting, forms
+from ullage.training.evaluation import EvaluationMixin
+from ullage.training.shares import EvaluationLoader
+
+
+class RaggedTrainerMixin(EvaluationMixin):
+    """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
+
+    Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
+        if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
+            self.label_names = [name for name in find_labels(type(model)) if name != "shift_labels"]
+        self._divides_by_count: bool | None = None
+        self._evaluating = False
+        self._tokens = counting.TokenMeter()
+        if self.args.batch_eval_metrics:
+            raise InputError(
+                "batch_eval_metrics is not supported: predictions are kept sample by sample",
+                hint="leave it off; compute_metrics gets all samples, each in its true length",
+            )
+        if self.accelerator.dispatch_batches:
+            raise InputError(
+                "dispatch_batches would cut packed batches apart",
+                where="TrainingArguments.accelerator_config",
+                expected="None or False",
+                found=True,
+                hint="leave it out: each process reads its own batches",
+            )
+
+    # Batches on their way to the model.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        dataset = self.train_dataset
+        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:  # pyright: ignore[reportArgumentType]
+            raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
+        return super().train(*args, **kwargs)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Training batches as transformers makes them, but left on the host; evaluation batches each sample once."""
+        if is_training:
+            placement, self.accelerator.device_placement = self.accelerator.device_placement, False
+            try:
+                return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
+            finally:
+                self.accelerator.device_placement = placement
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
+        collator = self.data_collator
+        if type(dataset).__module__.startswith("datasets."):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description=description)
+        loader = EvaluationLoader.over(
+            dataset,
+            batch_size,
+            self.args.process_index,
+            self.args.world_size,
+            self.args.dataloader_num_workers,
+            collate_fn=collator,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
+            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
+
+    # Counting.
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        batches: list[Any] = []
+        problem: Exception | None = None
+        try:
+            batches.extend(itertools.islice(epoch_iterator, num_batches))
+        except Exception as error:
+            problem = error
+        return batches, self._count_or_raise(batches, device, problem)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        return None if self._evaluating else self._count_or_raise(batch_samples, device, None)
+
+    def _count_or_raise(self, batches: list, device: torch.device, problem: Exception | None) -> Tensor | None:
+        """Label elements that count in this step, over all ranks; raises on every rank if one has a problem.
+
+        One reduction of three integers. Waits for the device.
+        """
+        if problem is None:
+            try:
+                self._check(batches)
+            except UllageError as error:
+                problem = error
+        counts: list[Tensor] = []
+        if problem is None:
+            found = [self._label_elements(batch) for batch in batches]
+            counts = [counting.count_labels(elements) for elements in found if elements is not None]
+        complete = len(counts) == len(batches) > 0
+        total = sum(int(count) for count in counts)
+        summary = torch.tensor([total, int(complete), int(problem is not None)], device=device)
+        ranks = summary[None]
+        if self.args.world_size > 1:
+            ranks = self.accelerator.gather(summary[None])
+            assert isinstance(ranks, Tensor)
+        if bool(ranks[:, 2].any()):
+            if problem is not None:
+                raise problem
+            failed = ranks[:, 2].nonzero().flatten().tolist()
+            raise DistributedError("another rank could not use its batch", where=f"rank {failed}", hint="see its error")
+        if not bool(ranks[:, 1].all()):
+            return None
+        if int(ranks[:, 0].sum()) == 0:
+            raise TrainingError(
+                "no label counts in this step",
+                where=f"step {self.state.global_step}, field {self._label_name!r}",
+                expected="at least one label that is not -100",
+            )
+        mine = ranks[:, 0].sum() if self.args.average_tokens_across_devices else summary[0]
+        return mine // max(self.args.n_gpu, 1) if self.args.world_size == 1 else mine
+
+    def _check(self, batches: list) -> None:
+        for batch in batches:
+            self._check_ids(batch)
+            self._tokens.add(batch, self._main_input)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six times real tokens times parameters, as transformers estimates it, without padding."""
+        if not hasattr(self.model, "num_parameters"):
+            return 0
+        parameters = self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
+        return 6 * counting.num_tokens(inputs, self._main_input) * parameters
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        kind = self.args.include_num_input_tokens_seen
+        if kind == "no":
+            return
+        count = counting.num_padded_tokens if kind == "all" and not _is_ragged(inputs) else counting.num_tokens
+        tokens = torch.tensor(count(inputs, self._main_input), device=self.args.device)
+        gathered = self.accelerator.gather(tokens)
+        assert isinstance(gathered, Tensor)
+        self.state.num_input_tokens_seen += int(gathered.sum())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds real tokens per second over all ranks, and the part of a padded batch that would be padding."""
+        if "loss" in logs:
+            logs.update(self._tokens.rates(self.accelerator, self.args.device))
+        super().log(logs, start_time)
+
+    # The loss.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The model's loss; a mean of its own is weighed by its share of the step's labels."""
+        own = self.compute_loss_func is not None or self.label_smoother is not None
+        if num_items_in_batch is None or own or self._model_divides(model, inputs, num_items_in_batch):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        elements = self._label_elements(inputs)
+        assert elements is not None
+        count = counting.count_labels(elements)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=None)
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        weight = count / num_items_in_batch * ranks
+        self.loss_is_scaled_for_ga = True
+        loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+        return (loss, outputs) if return_outputs else loss
+
+    def _model_divides(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> bool:
+        """Whether the model's loss is a sum divided by ``num_items_in_batch``, found out once by asking the model.
+
+        Any ``**kwargs`` in forward makes transformers believe it. A model that ignores the number gives the same loss
+        for another one; models of transformers and of ours are known to use it.
+        """
+        if self._divides_by_count is None:
+            source = type(forms.bare(model)).__module__.split(".")[0]
+            if not self.model_accepts_loss_kwargs or (self._shifts is None and source != "ullage"):
+                self._divides_by_count = False
+            elif source in ("transformers", "ullage"):
+                self._divides_by_count = True
+            else:
+                devices = [self.args.device] if self.args.device.type == "cuda" else []
+                model.eval()
+                with torch.no_grad(), torch.random.fork_rng(devices):
+                    losses = [
+                        super(RaggedTrainerMixin, self).compute_loss(model, dict(inputs), False, num_items * k)
+                        for k in (1, 2)
+                    ]
+                model.train()
+                self._divides_by_count = not torch.allclose(*losses)  # pyright: ignore[reportArgumentType]
+        return self._divides_by_count
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient norm, which is the same on every rank: where it is no number, all of them stop here."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
+        if norm is not None and not scaled and not torch.isfinite(torch.as_tensor(norm)):
+            raise TrainingError(
+                "the loss or its gradient is not a number",
+                where=f"step {self.state.global_step + 1}",
+                expected="a finite gradient norm",
+                found=float(norm),
+                hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
+                "the weights are those before this step",
+            )
+        return norm
+
+
+def _is_ragged(inputs: Any) -> bool:
+    """Whether the batch itself says how long its sequences are, other than by a mask."""
+    if isinstance(inputs, Mapping):
+        return "input_lengths" in inputs or any(isinstance(value, PackedSequence) for value in inputs.values())
+    return isinstance(inputs, (RaggedBatch, PackedSequence))
