@@ -93,7 +93,8 @@ def _optimizer_file(inventory: Inventory, details: Details) -> Target:
     state: dict[int, Any] = {}
     for i, scalars in enumerate(shard.scalars):
         dtype = shard.step_dtypes[i]
-        state[i] = {k: number(v, dtype) if k == "step" else v for k, v in scalars.items()}
+        state[i] = {"step": None} | {k: number(v, dtype) if k == "step" else v for k, v in scalars.items()}
+    content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
     return archive(
