@@ -29,7 +29,7 @@ ALIASES = {
     "empty": PREASSIGNED,
 }
 #: Operations of improvement an item may cost, and all items together.
-_BUDGET_EACH, _BUDGET = 250, 1_200_000
+_BUDGET_EACH, _BUDGET = 100, 400_000
 
 
 def next_fit(problem: Problem) -> Assignment:
@@ -49,18 +49,20 @@ def balanced(problem: Problem) -> Assignment:
     least = problem.least_microbatches()
     if problem.shared_slots is not None and problem.shared_costs is not None and least:
         return _shared(problem, problem.shared_slots, problem.shared_costs, least)
-    items = (problem.slots, problem.costs, problem.counts, problem.capacity, problem.max_sequences, problem.ranks)
-    budget = min(_BUDGET_EACH * problem.num_items, _BUDGET)
-    if problem.sync == "step" and least:
-        bins, microbatches = balance_totals(*items, least, budget)
-        if microbatches:
-            return Assignment(bins, microbatches)
-    bins, microbatches = balance(*items, least, problem.microbatch_multiple, budget)
-    if problem.sync == "step" and microbatches > least:
-        totals = balance_totals(*items, microbatches, budget)
-        if totals[1]:
-            return Assignment(*totals)
-    return Assignment(bins, microbatches)
+    place = balance_totals if problem.sync == "step" else balance
+    return Assignment(
+        *place(
+            problem.slots,
+            problem.costs,
+            problem.counts,
+            problem.capacity,
+            problem.max_sequences,
+            problem.ranks,
+            least,
+            problem.microbatch_multiple,
+            min(_BUDGET_EACH * problem.num_items, _BUDGET),
+        )
+    )
 
 
 def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignment:
