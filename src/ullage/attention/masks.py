@@ -55,6 +55,11 @@ class DeferredMask:
             self._built = (sdpa_mask(**self.arguments),)
         return self._built[0]
 
+    def contiguous(self) -> Tensor | None:
+        """The mask itself: ``generate`` lays it out so, beforehand, for the windowed layers of a static cache."""
+        mask = self.build()
+        return None if mask is None else mask.contiguous()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

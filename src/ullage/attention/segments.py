@@ -148,8 +148,8 @@ def packed_attention(
     parts = list(zip(query.split(sizes), key.split(sizes), value.split(sizes)))
     outputs = []
     for (rows, width), part in zip(order.buckets, parts):
-        batched = [tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part]
-        mixed = F.scaled_dot_product_attention(*batched, is_causal=width > 1, **options)
+        queries, keys, values = (tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=width > 1, **options)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
     if order.blocks and window is not None:
         outputs.append(_windowed(*parts[-1], order.blocks, window, options))
