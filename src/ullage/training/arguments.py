@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import transformers
 
 from ullage.errors import InputError
@@ -12,7 +14,10 @@ from ullage.errors import InputError
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` and packing; plain ones work with our Trainer too, without packing."""
+    """``transformers.TrainingArguments`` and packing; plain ones work with our Trainer too, without packing.
+
+    ``use_cpu`` is on where there is no accelerator.
+    """
 
     packing: bool = field(
         default=False,
@@ -29,6 +34,24 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
     )
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+
+
+def form_process_group(arguments: Any) -> None:
+    """Joins the processes that torchrun started on a machine without an accelerator.
+
+    Unless told ``use_cpu``, accelerate forms no group there, and each process would train a model of its own into the
+    same folder.
+    """
+    alone = arguments.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if alone and not torch.accelerator.is_available():
+        arguments.use_cpu = True
+        vars(arguments).pop("_setup_devices", None)
+        arguments._setup_devices  # noqa: B018  a cached property that sets the devices up, now with a group
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from transformers.utils.generic import find_labels
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError, TrainingError, UllageError
 from ullage.training import counting, forms
+from ullage.training.arguments import form_process_group
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.packing import PackedBatch
 from ullage.training.shares import EvaluationLoader
@@ -35,6 +36,9 @@ class RaggedTrainerMixin(EvaluationMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is not None:
+            form_process_group(arguments)
         super().__init__(*args, **kwargs)
         model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
         if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
