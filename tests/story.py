@@ -185,21 +185,29 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def main():
-    case, folder, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+def run_case(case, folder, options):
+    """Trains, evaluates and predicts; what came of it, as plain numbers."""
     trainer = make_trainer(case, folder, **options)
     trainer.train()
     metrics = trainer.evaluate()
     output = trainer.predict(trainer.eval_dataset)
+    return {
+        "losses": losses(trainer),
+        "eval_loss": metrics["eval_loss"],
+        "predictions": [p.tolist() for p in output.predictions],
+        "labels": [p.tolist() for p in output.label_ids],
+        "tokens": trainer.state.num_input_tokens_seen,
+        "flos": trainer.state.total_flos,
+    }
+
+
+def main():
+    """``story.py FOLDER '[[case, options], ...]'``: rank 0 writes the results as JSON."""
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    results = [run_case(case, folder, options) for case, options in cases]
     if int(os.environ.get("RANK", 0)) == 0:
-        result = {
-            "losses": losses(trainer),
-            "eval_loss": metrics["eval_loss"],
-            "predictions": [p.tolist() for p in output.predictions],
-            "num_samples": output.metrics.get("test_samples_per_second") is not None,
-        }
-        with open(os.path.join(folder, "result.json"), "w") as file:
-            json.dump(result, file)
+        with open(os.path.join(folder, "results.json"), "w") as file:
+            json.dump(results, file)
 
 
 if __name__ == "__main__":

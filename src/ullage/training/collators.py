@@ -6,7 +6,7 @@ form that the model takes. ``PackedSequenceCollator`` is for a model that wants 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,5 +92,6 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _cut(value: Any, length: int, start: int, stop: int) -> Any:
-    aligned = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0 and len(value) == length  # pyright: ignore[reportArgumentType]
-    return value[start:stop] if aligned else value  # pyright: ignore[reportIndexIssue]
+    """The part of a token-aligned value; anything else as it is."""
+    aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length
+    return value[start:stop] if aligned else value

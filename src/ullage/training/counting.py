@@ -5,6 +5,7 @@ Everything here looks at a batch as the dataloader gave it, on the host, before 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,3 +109,27 @@ def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
                 found=int(sample.flatten()[position]),
                 hint="tokenize with the model's own tokenizer, or give the model a larger vocab_size",
             )
+
+
+class TokenMeter:
+    """Real tokens and what they would be padded, since the last log."""
+
+    def __init__(self) -> None:
+        self.real = self.padded = 0
+        self.since = time.perf_counter()
+
+    def add(self, batch: Any, main_input: str) -> None:
+        """Counts a batch."""
+        self.real += num_tokens(batch, main_input)
+        self.padded += num_padded_tokens(batch, main_input)
+
+    def rates(self, accelerator: Any, device: torch.device) -> dict[str, float]:
+        sums = torch.tensor([self.real, self.padded], device=device)
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, "sum")
+        real, padded = sums.tolist()
+        now = time.perf_counter()
+        seconds, self.since, self.real, self.padded = now - self.since, now, 0, 0
+        if real == 0:
+            return {}
+        return {"tokens_per_second": round(real / seconds, 1), "ullage": round(1 - real / padded, 4)}

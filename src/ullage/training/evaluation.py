@@ -1,187 +1,196 @@
-"""Evaluation in which each sample counts exactly once, on any number of processes and at any batch size.
+"""Evaluation and prediction of a Trainer on sequences of unequal length, as a mixin.
 
-The dataset is cut into batches in its own order; batch *b* belongs to rank ``b mod world``. A rank that would have one
-batch less than another repeats a batch whose results are thrown away, so that every rank runs the model equally often
-(sharded models need that). Losses are means over the label elements that count: each is kept with its count, summed in
-float64, and reduced over ranks once, after the loop. Predictions are kept sample by sample and put back in the order of
-the dataset.
+Each sample counts exactly once (``shares``), losses are weighed by the labels that count and reduced once, after the
+loop (``records``), and outputs come back sample by sample in the order of the dataset (``forms``). A problem on one
+rank travels with that reduction, so every rank raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
-from ullage.errors import InputError
-
-
-class _Share:
-    """This rank's batches of a stream of batches: ``num_real`` of them, after which come repetitions."""
-
-    num_real: int
-
-    def __init__(self, batch_size: int, rank: int, world: int) -> None:
-        self.batch_size, self.rank, self.world = batch_size, rank, world
-        self.num_real = 0
+from ullage.batch import RaggedBatch
+from ullage.errors import DistributedError
+from ullage.training import counting, forms
+from ullage.training.reading import ReadingMixin
+from ullage.training.records import Record, missing_labels
+from ullage.training.shares import EvaluationLoader
 
 
-class _ShareOfIndices(_Share, Sampler[list[int]]):
-    """Lists of indices, for a dataset of known size."""
+class EvaluationMixin(ReadingMixin):
+    """The part of :class:`RaggedTrainerMixin` that evaluates."""
 
-    def __init__(self, size: int, batch_size: int, rank: int, world: int) -> None:
-        super().__init__(batch_size, rank, world)
-        self.size = size
-        self.batches = -(-size // batch_size)
-        self.num_real = len(range(rank, self.batches, world))
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
-    def __len__(self) -> int:
-        return -(-self.batches // self.world)
+        Predictions and labels are lists with one array a sample in the order of the dataset (an array [N, ...] where
+        they are one a sequence). Reduces once, after the loop; waits for the device.
+        """
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        model = self._prepare_for_evaluation(description)
+        record, problem = Record(), None
+        self._evaluating = True
+        try:
+            self.callback_handler.eval_dataloader = dataloader
+            for inputs in dataloader:
+                self._evaluate_batch(model, inputs, record, description, prediction_loss_only, ignore_keys)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        except Exception as error:
+            problem = error
+        finally:
+            self._evaluating = False
+        if problem is None:
+            record.cut(dataloader.share.num_real if isinstance(dataloader, EvaluationLoader) else len(record.samples))
+        totals = self._reduce_or_raise(record, problem)
+        return self._output(record, totals, metric_key_prefix)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for k in range(len(self)):
-            batch = self.rank + k * self.world if k < self.num_real else 0
-            start = batch * self.batch_size
-            yield list(range(start, min(start + self.batch_size, self.size)))
+    def _prepare_for_evaluation(self, description: str) -> nn.Module:
+        """The model as transformers prepares it for evaluation: its own loop, over nothing."""
+        first = len(self.accelerator._models) == 0
+        start = time.time()
+        super().evaluation_loop(_Nothing(), description, True)  # pyright: ignore[reportArgumentType]
+        model = self.model_wrapped if first else self._wrap_model(self.model, training=False)  # pyright: ignore
+        self.model_preparation_time = round(time.time() - start, 4) if first else 0.0
+        return model  # pyright: ignore[reportReturnType]
+
+    def _evaluate_batch(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        record: Record,
+        description: str,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None,
+    ) -> None:
+        self._check_ids(inputs)
+        loss, outputs, labels = self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if loss is None and description == "Evaluation" and not record.samples:
+            fields = list(inputs) if hasattr(inputs, "__iter__") else [self._main_input]
+            raise missing_labels(self.label_names, self._forward_parameters, fields, self._main_input)
+        rows = self._rows_of(inputs)
+        record.samples.append(rows.num)
+        if loss is not None:
+            elements = self._label_elements(inputs)
+            count = torch.tensor(rows.num) if elements is None else counting.count_labels(elements)
+            record.losses.append((loss.detach(), count))
+        if prediction_loss_only:
+            return
+        if "inputs" in self.args.include_for_metrics and self._main_input in inputs:
+            record.keep("inputs", *forms.by_sample(inputs, self._main_input, rows))
+        per_row = False
+        if self._label_name is not None and self._label_name in inputs:
+            entries, ragged = forms.by_sample(inputs, self._label_name, rows)
+            record.keep("labels", entries, ragged)
+            per_row = not ragged
+        if outputs is not None:
+            if self.preprocess_logits_for_metrics is not None:
+                outputs = self.preprocess_logits_for_metrics(outputs, labels)  # pyright: ignore[reportArgumentType]
+            record.keep("predictions", *rows.split(outputs, per_row=per_row))
+
+    def _rows_of(self, inputs: Any) -> forms.Rows:
+        labels = inputs.get(self._label_name) if self._label_name is not None else None
+        config = getattr(self._bare_model, "config", None)
+        if getattr(config, "is_encoder_decoder", False) and isinstance(labels, Tensor):
+            return forms.target_rows(labels)
+        form = self._form_of_model() if isinstance(inputs, RaggedBatch) else None
+        return forms.rows_of(inputs, form, self._main_input)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them."""
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        keywords = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            config = getattr(forms.bare(model), "config", None)
+            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+        labels = keywords.get(self._label_name) if self._label_name is not None else None
+        loss = None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if has_labels or (not self.label_names and self.can_return_loss):
+                loss, outputs = self.compute_loss(model, dict(keywords), return_outputs=True)
+                loss = loss.detach().mean()
+            else:
+                outputs = model(**keywords)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, _predictions(outputs, ignore_keys, loss is not None), labels
+
+    def _reduce_or_raise(self, record: Record, problem: Exception | None) -> Tensor:
+        """Σ loss · n, Σ n and samples over all ranks, by one reduction; raises on every rank if one has a problem."""
+        totals = torch.zeros(4, dtype=torch.float64)
+        if problem is None:
+            totals[:3] = record.loss_and_count(torch.device("cpu"))
+        totals[3] = float(problem is not None)
+        reduced = self.accelerator.reduce(totals.to(self.args.device), "sum") if self.args.world_size > 1 else totals
+        assert isinstance(reduced, Tensor)
+        if problem is not None:
+            raise problem
+        if float(reduced[3]) > 0:
+            raise DistributedError("another rank could not evaluate its batches", hint="see its error")
+        return reduced
+
+    def _output(self, record: Record, totals: Tensor, prefix: str) -> EvalLoopOutput:
+        loss, count, num_samples, _ = totals.tolist()
+        world = self.args.world_size
+        predictions, labels, inputs = (
+            record.gathered(name, gather_object, world) for name in ("predictions", "labels", "inputs")
+        )
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions is not None and labels is not None:
+            extra = {"inputs": inputs} if "inputs" in self.args.include_for_metrics else {}
+            metrics = dict(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra)))
+        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        if record.has_loss:
+            metrics["loss"] = loss / count if count else float("nan")
+        if self.model_preparation_time:
+            metrics["model_preparation_time"] = self.model_preparation_time
+        metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        return EvalLoopOutput(predictions, labels, metrics, int(num_samples))  # pyright: ignore[reportArgumentType]
 
 
-class _ShareOfStream(_Share, IterableDataset):
-    """Samples, for a dataset that can only be read through: each rank reads all of it and keeps its batches."""
+class _Nothing:
+    """A dataloader without batches."""
 
-    def __init__(self, dataset: Any, batch_size: int, rank: int, world: int) -> None:
-        super().__init__(batch_size, rank, world)
-        self.dataset = dataset
+    dataset = ()
 
     def __iter__(self) -> Iterator[Any]:
-        first: list[Any] = []
-        count = 0
-        for count, sample in enumerate(self.dataset, start=1):
-            batch = (count - 1) // self.batch_size
-            if batch == 0:
-                first.append(sample)
-            if batch % self.world == self.rank:
-                yield sample
-        batches = -(-count // self.batch_size)
-        self.num_real = len(range(self.rank, batches, self.world))
-        if self.num_real < -(-batches // self.world):
-            yield from first
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
-class EvaluationLoader(DataLoader):
-    """A dataloader over this rank's share of an evaluation dataset, in the order of the dataset."""
-
-    share: _Share
-
-    @classmethod
-    def over(
-        cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any
-    ) -> EvaluationLoader:
-        """Batches of ``batch_size`` samples for one rank.
-
-        A dataset without indices is read in this process: worker processes would each read all of it.
-        """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"):
-                options.pop(name, None)
-            share = _ShareOfStream(dataset, batch_size, rank, world)
-            loader = cls(share, batch_size=batch_size, **options)
-        else:
-            share = _ShareOfIndices(len(dataset), batch_size, rank, world)  # pyright: ignore[reportArgumentType]
-            if num_workers == 0:
-                options.pop("persistent_workers", None)
-            loader = cls(dataset, batch_sampler=share, num_workers=num_workers, **options)
-        loader.share = share
-        return loader
-
-
-@dataclass
-class Record:
-    """What this rank has seen: a mean loss with its count, and predictions, labels and inputs by sample."""
-
-    losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    predictions: list[list[Any]] = field(default_factory=list)
-    labels: list[list[Any]] = field(default_factory=list)
-    inputs: list[list[Any]] = field(default_factory=list)
-    ragged: set[str] = field(default_factory=set)
-
-    def keep(self, name: str, entries: list[Any], ragged: bool) -> None:
-        """Adds a batch's entries to ``predictions``, ``labels`` or ``inputs``, as arrays on the host."""
-        getattr(self, name).append([_as_array(entry) for entry in entries])
-        if ragged:
-            self.ragged.add(name)
-
-    def cut(self, num_real: int) -> None:
-        """Forgets the batches that were repetitions."""
-        for kept in (self.losses, self.samples, self.predictions, self.labels, self.inputs):
-            del kept[num_real:]
-
-    def loss_and_count(self, device: torch.device) -> Tensor:
-        """Σ loss · n, Σ n and the number of samples, float64 [3] on ``device``; n = 0 counts nothing."""
-        totals = torch.zeros(3, dtype=torch.float64)
-        for loss, count in self.losses:
-            n = float(count)
-            if n > 0:
-                totals += torch.tensor([float(loss) * n, n, 0.0], dtype=torch.float64)
-        totals[2] = sum(self.samples)
-        return totals.to(device)
-
-    def gathered(self, name: str, gather: Callable[[list[Any]], list[Any]], world: int) -> Any:
-        """All entries of a kind in the order of the dataset; None if there are none.
-
-        One array [N, ...] if every entry is one a sequence and of one shape, else a list of N arrays.
-        """
-        by_rank = gather([(getattr(self, name), name in self.ragged)]) if world > 1 else None
-        ranks = by_rank if by_rank is not None else [(getattr(self, name), name in self.ragged)]
-        entries: list[Any] = []
-        for k in range(max(len(batches) for batches, _ in ranks)):
-            for batches, _ in ranks:
-                entries.extend(batches[k] if k < len(batches) else [])
-        if not entries:
-            return None
-        ragged = any(flag for _, flag in ranks)
-        if isinstance(entries[0], tuple):
-            return tuple(_combined([entry[k] for entry in entries], ragged) for k in range(len(entries[0])))
-        return _combined(entries, ragged)
-
-
-def _as_array(entry: Any) -> Any:
-    if isinstance(entry, tuple):
-        return tuple(_as_array(part) for part in entry)
-    if isinstance(entry, Tensor):
-        entry = entry.detach().cpu()
-        return (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
-    return np.asarray(entry)
-
-
-def _combined(entries: list[np.ndarray], ragged: bool) -> Any:
-    return entries if ragged or any(entry.shape != entries[0].shape for entry in entries) else np.stack(entries)
-
-
-def missing_labels(label_names: list[str], parameters: list[str], fields: list[str], main_input: str) -> InputError:
-    """Why ``evaluate()`` can compute no loss: which parameter is at fault, and which ``label_names`` to set."""
-    absent = [name for name in label_names if name not in fields]
-    present = [name for name in label_names if name in fields]
-    if label_names and absent:
-        return InputError(
-            "evaluate() would report no loss: a parameter of forward is taken for labels and is not in the batch",
-            where=", ".join(absent),
-            expected=f"all of {label_names}, because their names contain 'label'",
-            found=f"a batch of {fields}",
-            hint=f"set label_names={present or ['<your labels>']} in TrainingArguments",
-        )
-    known = {main_input, "attention_mask", "input_lengths", "lengths", "position_ids", "token_type_ids"}
-    named = [name for name in parameters[1:] if name in fields and name not in known]
-    candidates = named or [name for name in fields if name not in known and name != next(iter(parameters), None)]
-    return InputError(
-        "evaluate() would report no loss: no parameter of forward is recognised as labels",
-        where=f"forward({', '.join(parameters)})",
-        expected="a parameter whose name contains 'label'",
-        found=f"a batch of {fields}",
-        hint=f"set label_names={candidates[:1] or ['<your labels>']} in TrainingArguments",
-    )
+def _predictions(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
+    """The outputs that are predictions, detached; one of them, or a tuple."""
+    if isinstance(outputs, dict):
+        kept = [value for name, value in outputs.items() if name not in (*ignore_keys, "loss")]
+    elif isinstance(outputs, (Tensor, PackedSequence)):
+        kept = [outputs]
+    else:
+        kept = list(outputs[1:] if has_loss else outputs)
+    kept = [value for value in kept if isinstance(value, (Tensor, PackedSequence, tuple, list))]
+    if not kept:
+        return None
+    return kept[0] if len(kept) == 1 else tuple(kept)

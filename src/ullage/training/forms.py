@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -30,13 +31,7 @@ _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 def bare(model: nn.Module) -> nn.Module:
     """The module that a ``torch.compile`` wrapper, DDP or an engine holds."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "module") and isinstance(model.module, nn.Module):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    return extract_model_from_parallel(model, keep_torch_compile=False)  # pyright: ignore[reportReturnType]
 
 
 def form_of(model: nn.Module) -> str:
@@ -138,14 +133,12 @@ class Rows:
             if flat.ndim >= 1 and flat.shape[0] == self.layout.size:
                 starts, lengths = self.layout.starts.tolist(), self.layout.lengths.tolist()
                 return [flat[start : start + length] for start, length in zip(starts, lengths)]
+        if self.starts is not None and self.lengths is not None and value.ndim >= 2 and value.shape[0] == self.num:
+            whole = value.shape[1] == max(self.lengths, default=0) and not any(self.starts)
+            if value.shape[1] == self.width or whole:
+                return self._reordered([value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))])
         if self.packed is not None and value.ndim >= 1 and value.shape[0] == self.packed.data.shape[0]:
             return self.split(_like(self.packed, value))[0]
-        if self.starts is None or self.lengths is None or value.ndim < 2 or value.shape[0] != self.num:
-            return None
-        longest = max(self.lengths, default=0)
-        if value.shape[1] == self.width or (value.shape[1] == longest and not any(self.starts)):
-            rows = [value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))]
-            return self._reordered(rows)
         return None
 
     def _reordered(self, rows: list[Any]) -> list[Any]:

@@ -1,0 +1,399 @@
+"""Converts a checkpoint: plan, prove, copy, sync, rename.
+
+Nothing is written before every tensor is proved whole and the target is proved possible. All work goes to
+``TARGET.partial``; when every byte is there and synced it is renamed. A conversion that is refused leaves nothing; one
+that is interrupted leaves only the partial, and the next call with the same source and options goes on from it.
+
+Under torchrun (``RANK`` and ``WORLD_SIZE``) every process makes the same plan and takes its share of the units; process
+0 waits for the journals of the others, fills in the checksums, and renames. The only thing shared is the file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint import checksums, copying
+from ullage.checkpoint.archive import Target
+from ullage.checkpoint.copying import Unit
+from ullage.checkpoint.inventory import Inventory, Problem, check
+from ullage.checkpoint.journal import FOLDER, Journal, fingerprint, read_journals, sync_files
+from ullage.errors import CheckpointError, DistributedError, InputError
+
+FORMATS = ("universal", "safetensors", "dcp")
+#: Seconds without any progress of any process after which a process gives up waiting.
+PATIENCE = 900.0
+
+
+@dataclass
+class Report:
+    """What a conversion did. Bytes count tensors and descriptions; seconds are wall time."""
+
+    source: str
+    target: str
+    format: str
+    num_tensors: int = 0
+    num_files: int = 0
+    num_bytes: int = 0
+    bytes_resumed: int = 0
+    records_checked: int = 0
+    seconds: float = 0.0
+    world_size: int = 1
+    workers: int = 1
+    #: (parameter, state key, elements that are NaN or Inf)
+    not_finite: list[tuple[str, str, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        return (self.num_bytes - self.bytes_resumed) / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(
+    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
+) -> list[Target]:
+    """The files that a conversion would write, without the tensors' bytes. Writes nothing. Raises ``InputError``."""
+    if format == "universal":
+        from ullage.checkpoint.universal import plan as make
+
+        if optimizer is False:
+            raise InputError("a universal checkpoint always has the optimizer's state", hint="leave optimizer out")
+        if dtype is not None:
+            raise InputError("a universal checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
+        return make(inventory)
+    if format == "safetensors":
+        from ullage.checkpoint.safetensors import plan as make_safetensors
+
+        return make_safetensors(inventory, dtype=dtype, optimizer=bool(optimizer))
+    if format == "dcp":
+        from ullage.checkpoint.dcp import plan as make_dcp
+
+        return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
+    raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+
+
+def convert(
+    source: str | Path | Inventory,
+    target: str | Path,
+    format: str = "universal",
+    workers: int | None = None,
+    *,
+    dtype: str | None = None,
+    optimizer: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Converts ``source`` to ``target``.
+
+    ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
+    parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
+    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or
+    ``float32`` (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always
+    in universal. ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and
+    ``world_size`` share the work among processes; by default they are torchrun's, else one process does all.
+    ``dry_run``: proves and plans, writes nothing.
+
+    Raises ``CheckpointError`` for a source that is not whole (the attribute ``problems`` of the error has all), that is
+    damaged, or whose replicas differ, and ``InputError`` for a target that cannot be. NaN and Inf are reported.
+    """
+    began = time.monotonic()
+    from ullage.checkpoint import read
+
+    inventory = source if isinstance(source, Inventory) else read(source)
+    target = Path(os.path.abspath(target))
+    if format not in FORMATS:
+        raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+    share = _share(rank, world_size)
+    refuse_problems(inventory, check(inventory))
+    targets = plan(inventory, format, dtype=dtype, optimizer=optimizer)
+    report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
+    report.num_tensors = sum(len(t.payloads) for t in targets)
+    report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
+    report.world_size, report.workers = share[1], workers or default_workers()
+    if inventory.on_paper and not dry_run:
+        raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
+    if dry_run:
+        report.seconds = time.monotonic() - began
+        return report
+    mark = fingerprint(inventory, targets, {"format": format, "dtype": dtype, "optimizer": optimizer})
+    partial = target.with_name(target.name + ".partial")
+    if _already_there(target, mark, share[0]):
+        return report
+    _refuse_target(inventory, target, partial, report.num_bytes)
+    job = _Job(inventory, targets, target, partial, mark, share, report, progress)
+    job.run()
+    if share[0] == 0:
+        _point_to(target, format)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def default_workers() -> int:
+    return max(
+        1, min(8, 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    )
+
+
+def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None and world_size is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = rank or 0, world_size or 1
+    if not 0 <= rank < world_size:
+        raise InputError("rank outside the world", expected=f"0 to {world_size - 1}", found=rank)
+    return rank, world_size
+
+
+def refuse_problems(inventory: Inventory, problems: list[Problem]) -> None:
+    """Raises ``CheckpointError`` that says the first problem and how many there are; all in its ``problems``."""
+    if not problems:
+        return
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more; `ullage inspect` lists them)" if len(problems) > 1 else ""
+    where = first.where or str(inventory.folder)
+    error = CheckpointError(
+        first.what + more,
+        where=f"{inventory.folder.name}: {where}",
+        expected=first.expected,
+        found=first.found,
+        hint=first.hint,
+    )
+    error.problems = problems  # pyright: ignore[reportAttributeAccessIssue]
+    raise error
+
+
+def _already_there(target: Path, mark: str, rank: int) -> bool:
+    """For a process that comes late: whether the others have finished this very conversion."""
+    try:
+        return rank > 0 and json.loads((target / "ullage.json").read_text()).get("mark") == mark
+    except (OSError, ValueError):
+        return False
+
+
+def _refuse_target(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
+    if os.path.lexists(target):
+        raise InputError("the target exists", where=str(target), hint="remove it, or name another")
+    source = inventory.folder.resolve()
+    if target.resolve().is_relative_to(source):
+        raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
+    if partial.exists() and not (partial / FOLDER).is_dir():
+        raise InputError("a folder is in the way that no conversion of ours left", where=str(partial))
+    above = next(p for p in target.parents if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
+    held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
+    free = shutil.disk_usage(above).free + held
+    if free < num_bytes:
+        raise InputError(
+            "the disk is full",
+            where=str(above),
+            expected=f"{num_bytes} bytes free",
+            found=f"{free}",
+            hint="free some space",
+        )
+
+
+def _point_to(target: Path, format: str) -> None:
+    if format == "universal":
+        pointer = target.parent / "latest_universal"
+        new = pointer.with_name(f".latest_universal.{os.getpid()}")
+        new.write_text(target.name)
+        os.replace(new, pointer)
+
+
+@dataclass
+class _Job:
+    """One process's part of a conversion."""
+
+    inventory: Inventory
+    targets: list[Target]
+    target: Path
+    partial: Path
+    mark: str
+    share: tuple[int, int]
+    report: Report
+    progress: Callable[[int, int], None] | None
+    #: folders above the target that this conversion made, innermost first
+    made: list[Path] = field(default_factory=list)
+
+    def run(self) -> None:
+        rank, world_size = self.share
+        units = copying.split(self.targets)
+        done = self._open(rank)
+        mine = [u for u in _part(units, rank, world_size) if u.number not in done]
+        held = sum(u.num_bytes for u in units if u.number in done)
+        self.report.bytes_resumed = held
+        count = [held]
+
+        def step(num_bytes: int) -> None:
+            count[0] += num_bytes
+            if self.progress is not None:
+                self.progress(count[0], self.report.num_bytes)
+
+        journal = Journal(self.partial, rank, self.mark)
+        try:
+            copying.prepare(self.partial, self.targets)
+            lines = done | copying.run_units(
+                self.inventory, self.targets, self.partial, mine, journal, self.report.workers, step
+            )
+            if rank == 0:
+                self._finish(units, self._gather(units, lines) if world_size > 1 else lines)
+        except CheckpointError as error:
+            self._fail(error, remove=world_size == 1)
+            raise
+        except OSError as error:
+            self._fail(error, remove=False)
+            raise _disk_error(error, self.partial) from error
+        finally:
+            journal.close()
+        if rank > 0:
+            self._await_rename()
+
+    def _open(self, rank: int) -> dict[int, dict[str, Any]]:
+        """Makes the partial, or takes up the one that is there; returns the lines of units that are done."""
+        try:
+            if self.partial.exists():
+                done = read_journals(self.partial, self.mark)
+                if done is not None:
+                    return self._present(done)
+                if rank == 0:
+                    shutil.rmtree(self.partial)
+                    self.report.notes.append("a partial of another source or other options was removed")
+                else:
+                    self._wait(lambda: read_journals(self.partial, self.mark) is not None, "process 0 to start over")
+            self.made = [p for p in self.partial.parents if not p.exists()]
+            (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _disk_error(error, self.partial) from error
+        return {}
+
+    def _present(self, done: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Units whose files are there at their size; a unit of small files needs all of them."""
+        units = {u.number: u for u in copying.split(self.targets)}
+
+        def whole(unit: Unit) -> bool:
+            for target in self.targets[unit.first : unit.last]:
+                path = self.partial / target.name
+                if not path.exists() or path.stat().st_size != target.num_bytes:
+                    return False
+            return True
+
+        return {n: line for n, line in done.items() if n in units and whole(units[n])}
+
+    def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
+        """Checksums, the closing report, sync, rename."""
+        self.report.records_checked = checksums.check_sources(self.inventory, lines)
+        checksums.fill_checksums(self.targets, self.partial, units, lines)
+        for line in lines.values():
+            for index, number, count in line.get("not_finite", ()):
+                tensor = self.targets[index].payloads[number].tensor
+                self.report.not_finite.append((tensor.name, tensor.key, count))
+        self.report.not_finite = _summed(self.report.not_finite)
+        summary = {"mark": self.mark, "source": str(self.inventory.folder), "format": self.report.format}
+        summary |= {
+            "num_bytes": self.report.num_bytes,
+            "not_finite": self.report.not_finite,
+            "notes": self.report.notes,
+        }
+        (self.partial / "ullage.json").write_text(json.dumps(summary, indent=1) + "\n")
+        sync_files(self.partial)
+        shutil.rmtree(self.partial / FOLDER)
+        os.rename(self.partial, self.target)
+        fd = os.open(self.target.parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _gather(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Waits until the journals of all processes hold all units."""
+        found = dict(lines)
+
+        def complete() -> bool:
+            found.update(read_journals(self.partial, self.mark) or {})
+            return len(found) >= len(units)
+
+        self._wait(complete, "the other processes")
+        return found
+
+    def _wait(self, ready: Callable[[], bool], whom: str) -> None:
+        pause, last, seen = 0.01, time.monotonic(), -1
+        while not ready():
+            for path in (self.partial / FOLDER).glob(f"failed-*{_run_name()}"):
+                raise DistributedError("another process failed", where=path.name, found=path.read_text()[:300])
+            size = sum(p.stat().st_size for p in (self.partial / FOLDER).glob("*.jsonl") if p.exists())
+            if size != seen:
+                seen, last = size, time.monotonic()
+            if time.monotonic() - last > PATIENCE:
+                raise DistributedError(
+                    f"waited {PATIENCE:.0f} s for {whom}",
+                    where=str(self.partial),
+                    hint="call convert on every process of torchrun, or with world_size=1 on one",
+                )
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+
+    def _await_rename(self) -> None:
+        self._wait(lambda: self.target.exists() or not self.partial.exists(), "process 0 to finish")
+        if not self.target.exists():
+            raise DistributedError("process 0 gave up", where=str(self.partial))
+
+    def _fail(self, error: Exception, *, remove: bool) -> None:
+        if remove:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            for folder in self.made:
+                with suppress(OSError):  # someone else has put something there
+                    folder.rmdir()
+        elif self.share[1] > 1:
+            with suppress(OSError):
+                (self.partial / FOLDER / f"failed-{self.share[0]}{_run_name()}").write_text(str(error))
+
+
+def _run_name() -> str:
+    """Tells a failure of this launch from one that an earlier launch left."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return "-" + "-".join(os.environ.get(n, "") for n in names).replace("/", "_")
+
+
+def _part(units: list[Unit], rank: int, world_size: int) -> list[Unit]:
+    """This process's share: units dealt so that each gets about the same bytes.
+
+    All units are dealt, done or not: what is done grows while processes start, and all must make the same deal.
+    """
+    if world_size == 1:
+        return units
+    loads = [0] * world_size
+    mine = []
+    for unit in sorted(units, key=lambda u: (-u.num_bytes, u.number)):
+        to = loads.index(min(loads))
+        loads[to] += max(1, unit.num_bytes)
+        if to == rank:
+            mine.append(unit)
+    return mine
+
+
+def _summed(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+    total: dict[tuple[str, str], int] = {}
+    for name, key, count in found:
+        total[name, key] = total.get((name, key), 0) + count
+    return sorted((name, key, count) for (name, key), count in total.items())
+
+
+def _disk_error(error: OSError, partial: Path) -> InputError:
+    return InputError(
+        f"cannot write: {error.strerror or error}",
+        where=str(error.filename or partial),
+        hint="what is done is kept: run the same command again once there is room, or remove the .partial",
+    )

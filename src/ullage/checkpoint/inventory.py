@@ -1,0 +1,333 @@
+"""An inventory: what a checkpoint holds, as data. Logical tensors, and for each the fragments that hold it.
+
+A *fragment* says that some bytes of a file are some elements of a tensor. A checkpoint is whole when the fragments of
+every tensor tile it: each element in exactly one fragment. :func:`check` proves that, for every tensor, before anyone
+writes a byte. Padding is what no fragment covers, so it is never counted, subtracted or stripped.
+
+A tensor that tensor parallelism has cut is made of *slices*, one a model rank; its fragments address a slice, and
+:class:`Merge` says how the slices make the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ullage.checkpoint.torchfile import ITEM_BYTES
+from ullage.layout import Int64, Pieces
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the checkpoint. ``name`` is relative to the folder; ranks are None where they mean nothing."""
+
+    name: str
+    num_bytes: int
+    kind: Literal["optimizer", "model", "layer", "weights"]
+    dp_rank: int | None = None
+    model_rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments:
+    """Parts of one tensor, as four int64 arrays of one length [n], ordered by ``start``.
+
+    Elements ``[start, start + length)`` lie in file number ``file`` from byte ``offset`` on.
+    """
+
+    file: Int64
+    offset: Int64
+    start: Int64
+    length: Int64
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @classmethod
+    def of(cls, file: Any, offset: Any, start: Any, length: Any) -> Fragments:
+        arrays = [np.atleast_1d(np.asarray(a, np.int64)) for a in (file, offset, start, length)]
+        order = np.argsort(arrays[2], kind="stable")
+        return cls(*(a[order] for a in arrays))
+
+    @classmethod
+    def join(cls, parts: list[Fragments]) -> Fragments:
+        if not parts:
+            return cls.of([], [], [], [])
+        return cls.of(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("file", "offset", "start", "length")))
+
+    def moved(self, distance: int) -> Fragments:
+        return Fragments(self.file, self.offset, self.start + distance, self.length)
+
+    def window(self, start: int, stop: int, item_bytes: int) -> Fragments:
+        """The part of the fragments that holds elements ``[start, stop)``, cut to it; starts stay as they were."""
+        low = int(np.searchsorted(self.start + self.length, start, side="right"))
+        high = int(np.searchsorted(self.start, stop, side="left"))
+        begin = np.maximum(self.start[low:high], start)
+        end = np.minimum(self.start[low:high] + self.length[low:high], stop)
+        offset = self.offset[low:high] + (begin - self.start[low:high]) * item_bytes
+        return Fragments(self.file[low:high], offset, begin, end - begin)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """What one model rank holds of a tensor: its own shape, and the fragments that tile it."""
+
+    model_rank: int
+    shape: tuple[int, ...]
+    fragments: Fragments
+
+
+@dataclass(frozen=True)
+class Box:
+    """``width`` indices of a dim: from ``begin`` in slice number ``slice``, to ``at`` in the whole."""
+
+    slice: int
+    begin: int
+    at: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How slices make the whole.
+
+    ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``boxes`` of the slices
+    lie side by side; the whole is ``[outer, size, inner]`` elements, cut at ``size``. ``replicated``: all slices are
+    equal, the first is taken. ``average``: the mean of the slices.
+    """
+
+    kind: Literal["flat", "columns", "replicated", "average"] = "flat"
+    outer: int = 1
+    size: int = 0
+    inner: int = 1
+    boxes: tuple[Box, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """One logical tensor.
+
+    ``name`` is the parameter's or buffer's; ``key`` says which state of it: ``fp32`` (the master weights), ``exp_avg``,
+    or ``frozen``, ``buffer`` for what no optimizer holds. ``shape`` is the whole tensor's, as it will be written;
+    ``group`` is its parameter group. ``extra`` is what a universal state file says beside the tensor, such as cat_dim.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["parameter", "frozen", "buffer"]
+    slices: tuple[Slice, ...]
+    merge: Merge = Merge()
+    group: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+    @property
+    def num_fragments(self) -> int:
+        return sum(len(s.fragments) for s in self.slices)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One flat buffer (a parameter group; at stage 3 a sub-group) of one model rank, and how the ranks share it.
+
+    ``pieces.item`` indexes ``names``, ``pieces.shard`` is the data-parallel rank. ``shard_size`` is the elements each
+    rank holds; what no piece covers is padding. ``booked`` is the padding as the files book it, by rank, for the
+    record: nothing is computed from it.
+    """
+
+    index: int
+    model_rank: int
+    names: tuple[str, ...]
+    pieces: Pieces
+    shard_size: int
+    num_shards: int
+    booked: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.shard_size * self.num_shards
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding over all shards."""
+        return self.size - int(self.pieces.length.sum())
+
+    def padding_of(self) -> Int64:
+        """Elements of padding in each shard, int64 [num_shards]."""
+        held = np.bincount(self.pieces.shard, weights=self.pieces.length, minlength=self.num_shards)
+        return self.shard_size - held.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who wrote the checkpoint: ZeRO stage, the class of optimizer wrapper, and the sizes of the parallel dims."""
+
+    stage: int | None = None
+    wrapper: str = ""
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and where. ``str(problem)`` is one line."""
+
+    what: str
+    file: str | None = None
+    rank: int | None = None
+    group: int | None = None
+    parameter: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    hint: str | None = None
+
+    @property
+    def where(self) -> str | None:
+        parts = [("", self.file), ("rank ", self.rank), ("group ", self.group), ("parameter ", self.parameter)]
+        return ", ".join(f"{word}{value}" for word, value in parts if value is not None) or None
+
+    def __str__(self) -> str:
+        facts = [f"{w} {v}" for w, v in (("expected", self.expected), ("found", self.found)) if v is not None]
+        line = self.what + (f" ({self.where})" if self.where else "") + (": " + ", ".join(facts) if facts else "")
+        return " ".join((line + (f". {self.hint}" if self.hint else "")).split())
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """A checkpoint without its data. See :func:`ullage.checkpoint.read`.
+
+    ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp. ``steps``
+    is the optimizer's step by parameter group, as it was saved (a number; None where the optimizer keeps none).
+    ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
+    ``problems`` are those met while reading; :func:`check` adds those of the tiling. ``records`` gives, by file, the
+    archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``details`` holds what only the writers
+    of other formats need.
+    """
+
+    folder: Path
+    format: str
+    topology: Topology
+    files: tuple[File, ...]
+    tensors: tuple[Tensor, ...]
+    groups: tuple[Group, ...] = ()
+    steps: dict[int, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    records: dict[int, Int64] = field(default_factory=dict, repr=False)
+    details: Any = field(default=None, repr=False)
+    #: no file exists: see ``ullage.checkpoint.on_paper``
+    on_paper: bool = False
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, str], Tensor]:
+        return {(t.name, t.key): t for t in self.tensors}
+
+    def tensor(self, name: str, key: str = "fp32") -> Tensor:
+        """The tensor of that name and key. Raises ``KeyError``."""
+        return self._by_name[name, key]
+
+    def __contains__(self, name_and_key: tuple[str, str]) -> bool:
+        return name_and_key in self._by_name
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The state keys of trained parameters, ``fp32`` first."""
+        found = dict.fromkeys(t.key for t in self.tensors if t.kind == "parameter")
+        return tuple(sorted(found, key=lambda k: (k != "fp32", k)))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of trained parameters, in the order of the file."""
+        return tuple(dict.fromkeys(t.name for t in self.tensors if t.kind == "parameter"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(t.num_bytes for t in self.tensors)
+
+    @property
+    def num_file_bytes(self) -> int:
+        return sum(f.num_bytes for f in self.files)
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding in the flat buffers (one buffer; each state key repeats it)."""
+        return sum(g.padding for g in self.groups)
+
+
+def check(inventory: Inventory) -> list[Problem]:
+    """Every problem of a checkpoint: met while reading, in the tiling of any tensor, or in the size of any file.
+
+    Reads no tensor data. ``[]`` means that each element of each tensor lies in exactly one fragment, and each
+    fragment within its file.
+    """
+    problems = list(inventory.problems)
+    sizes = np.array([f.num_bytes for f in inventory.files], np.int64)
+    for file in () if inventory.on_paper else inventory.files:
+        path = inventory.folder / file.name
+        size = os.path.getsize(path) if path.exists() else -1
+        if size != file.num_bytes:
+            found = "no file" if size < 0 else f"{size} bytes"
+            problems.append(
+                Problem("a file changed", file.name, file.dp_rank, expected=f"{file.num_bytes} bytes", found=found)
+            )
+    for tensor in inventory.tensors:
+        problems += _check_tensor(inventory, tensor, sizes)
+    return problems
+
+
+def _check_tensor(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:
+    for part in tensor.slices:
+        fragments = part.fragments
+        numel = int(np.prod(part.shape, dtype=np.int64))
+        ends = fragments.start + fragments.length
+        expected = np.concatenate([[0], ends])
+        found = np.concatenate([fragments.start, [numel]])
+        for i in np.flatnonzero(expected != found)[:1]:
+            low, high = sorted((int(expected[i]), int(found[i])))
+            state = "no file holds" if expected[i] < found[i] else "two fragments claim"
+            near = int(fragments.file[min(i, len(fragments) - 1)]) if len(fragments) else None
+            file = inventory.files[near] if near is not None else None
+            yield Problem(
+                f"{state} elements [{low}, {high}) of {tensor.key}",
+                file.name if file else None,
+                file.dp_rank if file else None,
+                tensor.group,
+                tensor.name,
+                expected=f"{numel} elements, each in one fragment",
+            )
+        outside = np.flatnonzero(fragments.offset + fragments.length * tensor.item_bytes > sizes[fragments.file])
+        for i in outside[:1]:
+            file = inventory.files[int(fragments.file[i])]
+            yield Problem("a fragment ends beyond its file", file.name, file.dp_rank, tensor.group, tensor.name)
+    if tensor.merge.kind == "columns":
+        covered = sorted((b.at, b.at + b.width) for b in tensor.merge.boxes if b.width)
+        whole = covered and covered[0][0] == 0 and covered[-1][1] == tensor.merge.size
+        if not whole or any(a[1] != b[0] for a, b in itertools.pairwise(covered)):
+            yield Problem("the slices of the model ranks do not make the whole", parameter=tensor.name)

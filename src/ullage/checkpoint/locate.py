@@ -1,0 +1,54 @@
+"""From what a user names, the folder or its parent, to the folder that holds the files, and its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ullage.errors import CheckpointError
+
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+
+
+def locate(folder: str | Path) -> tuple[Path, str]:
+    """(folder of the files, format). The folder may be the tag's or its parent, which says which tag is the latest.
+
+    Raises ``CheckpointError`` for a folder that is missing or no checkpoint.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
+    found = _format(folder)
+    if found:
+        return folder, found
+    for pointer in _POINTERS:
+        path = folder / pointer
+        if not path.is_file():
+            continue
+        tag = path.read_text().strip()
+        candidates = [tag]
+        if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
+            candidates += [f"global_step{tag}", f"iter_{int(tag):07d}"]
+        for name in candidates:
+            if name and (folder / name).is_dir() and _format(folder / name):
+                return folder / name, _format(folder / name) or ""
+        raise CheckpointError(
+            f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag or "nothing"
+        )
+    names = sorted(p.name for p in folder.iterdir())[:4]
+    raise CheckpointError(
+        "the folder is no checkpoint",
+        where=str(folder),
+        expected="*_optim_states.pt, zero/, *.safetensors or .metadata in it, or a file named latest",
+        found=", ".join(names) or "an empty folder",
+    )
+
+
+def _format(folder: Path) -> str | None:
+    names = [p.name for p in folder.iterdir()]
+    if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
+        return "zero"
+    if "zero" in names and (folder / "zero").is_dir():
+        return "universal"
+    if any(n.endswith(".safetensors") for n in names):
+        return "safetensors"
+    return "dcp" if ".metadata" in names else None

@@ -1,0 +1,217 @@
+"""How the slices that tensor-parallel ranks hold make one tensor: the patterns of ``universal_checkpoint_info``.
+
+Megatron-DeepSpeed saves lists of regular expressions (``re.match``, at most one match a list) that say, by the name of
+a parameter, what its slices are: replicas, parts along dim 0 (the default) or dim 1 (row parallel), parts of several
+sub-parameters (SwiGLU halves, fused QKV), or values to average; and which tensors carry padding rows of a vocabulary.
+Versions 0.2 to 0.4 of the description are understood.
+
+Every one of these is boxes along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
+before that dim, a box is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
+Source: ``deepspeed/checkpoint/ds_to_universal.py`` (merge_tp_slices) and ``constants.py`` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ullage.checkpoint.inventory import Box, Fragments, Merge, Slice
+from ullage.errors import CheckpointError
+
+_MAX_VERSION = 0.4
+
+
+@dataclass(frozen=True)
+class SubParameters:
+    """One entry of ``parameter_with_sub_params``: a view of the parameter and the dim that is cut."""
+
+    patterns: list[str]
+    shape: tuple[Any, ...]
+    partition_dim: int
+
+
+@dataclass
+class Patterns:
+    """``universal_checkpoint_info``, looked up by name. Remembers which patterns were ever used."""
+
+    info: dict[str, Any]
+    used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        version = self.info.get("universal_checkpoint_version", 0.2)
+        if not isinstance(version, (int, float)) or version > _MAX_VERSION:
+            raise CheckpointError(
+                "universal_checkpoint_info is of an unknown version", expected=f"up to {_MAX_VERSION}", found=version
+            )
+        self.version = float(version)
+        unsupported = self.info.get("autotp_unsupported_parameter_patterns")
+        if unsupported:
+            raise CheckpointError("the writer says that it cannot describe how these were cut", where=str(unsupported))
+
+    def match(self, which: str, name: str) -> str | None:
+        """The pattern of list ``which`` that matches ``name``. Raises ``CheckpointError`` when more than one does."""
+        found = [p for p in self.info.get(f"{which}_patterns", self.info.get(which, [])) if re.match(p, name)]
+        if len(found) > 1:
+            raise CheckpointError(f"more than one pattern of {which} matches", where=name, found=found)
+        self.used.update(found)
+        return found[0] if found else None
+
+    def sub_parameters(self, name: str) -> tuple[SubParameters, str] | None:
+        for entry in self.info.get("parameter_with_sub_params", []):
+            entry = getattr(entry, "state", None) or entry
+            for pattern in entry["patterns"]:
+                if re.match(pattern, name):
+                    self.used.add(pattern)
+                    shape = tuple(tuple(d) if isinstance(d, list) else d for d in entry["shape"])
+                    return SubParameters(list(entry["patterns"]), shape, entry["partition_dim"]), pattern
+        return None
+
+    def unused(self) -> list[str]:
+        # what pipeline stages repeat is looked up only where there are several
+        lists = [
+            v for k, v in self.info.items() if not k.startswith("pipeline") and k.endswith(("_patterns", "_cat_dim_0"))
+        ]
+        every = {p for found in lists if isinstance(found, (list, tuple)) for p in found if isinstance(p, str)}
+        return sorted(every - self.used)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The whole tensor: its shape, its slices, how they merge, and what a universal file says beside it."""
+
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    merge: Merge
+    extra: dict[str, Any]
+
+
+def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) -> Joined:
+    """Joins the slices of tensor-parallel ranks 0, 1, ... of one tensor. Raises ``CheckpointError``, naming it."""
+    first = slices[0].shape
+    tp = len(slices)
+    extra: dict[str, Any] = {}
+    sub = patterns.sub_parameters(name)
+    boxes: list[Box]
+    if patterns.match("tp_replicated_parameter", name):
+        _same_shapes(name, slices)
+        shape, merge = first, Merge("replicated") if tp > 1 else Merge()
+    elif patterns.match("parameter_to_average", name):
+        _same_shapes(name, slices)
+        shape, merge = first, Merge("average") if tp > 1 else Merge()
+    else:
+        if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
+            halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
+            dim, shape, boxes = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
+            extra |= {"cat_dim": 0, "param_n_sub_params": 2}
+        elif sub is not None:
+            dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
+            boxes = _interleaved(widths)
+            extra["sub_param_shape"] = normal
+        else:
+            dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
+            shape = _stacked(name, slices, dim)
+            boxes = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
+            extra["cat_dim"] = dim
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(boxes))
+    if patterns.match("vocabulary_parameter", name):
+        shape = (min(shape[0], int(patterns.info["original_vocab_size"])), *shape[1:])
+        extra["vocab_tensor"] = True
+    if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
+        joined = _flattened(slices, merge, math.prod(shape), item_bytes)
+        return Joined(shape, (Slice(slices[0].model_rank, shape, joined),), Merge(), extra)
+    if merge.kind == "flat":
+        cut = slices[0].fragments.window(0, math.prod(shape), item_bytes)
+        return Joined(shape, (Slice(slices[0].model_rank, shape, cut),), merge, extra)
+    return Joined(shape, tuple(slices), merge, extra)
+
+
+def _same_shapes(name: str, slices: list[Slice]) -> None:
+    if len({s.shape for s in slices}) > 1:
+        raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
+
+
+def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
+    first = slices[0].shape
+    if not first and len(slices) == 1:
+        return first
+    for part in slices:
+        if len(part.shape) <= dim or part.shape[:dim] + part.shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            found = [list(s.shape) for s in slices]
+            raise CheckpointError(f"slices cannot be joined along dim {dim}", where=name, found=found)
+    return (*first[:dim], sum(s.shape[dim] for s in slices), *first[dim + 1 :])
+
+
+def _interleaved(widths: list[list[int]]) -> list[Box]:
+    """Boxes for sub-parameters [j] of slices [i]: the whole holds sub-parameter 0 of all slices, then 1, and so on."""
+    boxes, at = [], 0
+    begins = [0] * len(widths[0])
+    for row in widths:
+        for i, width in enumerate(row):
+            boxes.append(Box(i, begins[i], at, width))
+            begins[i] += width
+            at += width
+    return boxes
+
+
+def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str, patterns: Patterns):
+    """(dim, shape of the whole, widths [sub][slice], what the universal file says) of a fused parameter."""
+    dim, spec, tp = sub.partition_dim, sub.shape[sub.partition_dim], len(slices)
+    numel = sum(math.prod(s.shape) for s in slices)
+    if isinstance(spec, tuple):
+        sizes = spec
+    elif patterns.version >= 0.4:
+        sizes = (spec,)
+    else:  # before 0.4 a number is how many equal sub-parameters there are
+        total = sum(s.shape[dim] for s in slices)
+        if spec <= 0 or total % spec:
+            raise CheckpointError("sub-parameters do not divide their dim", where=name, expected=spec, found=total)
+        sizes = (total // spec,) * spec
+    if patterns.version >= 0.4:
+        widths = patterns.info.get("sub_param_shard_widths", {}).get(pattern)
+        if widths is None:
+            raise CheckpointError("sub_param_shard_widths says nothing of a fused parameter", where=name)
+    elif any(size % tp for size in sizes):
+        raise CheckpointError("sub-parameters are cut unevenly and no widths are recorded", where=name, found=sizes)
+    else:
+        widths = [[size // tp] * tp for size in sizes]
+    if [sum(w) for w in widths] != list(sizes) or any(len(w) != tp for w in widths):
+        raise CheckpointError("the widths of sub-parameters do not add up", where=name, expected=sizes, found=widths)
+    shape = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
+    shape[dim] = sum(sizes)
+    if shape.count(-1) == 1:
+        shape[shape.index(-1)] = numel // max(1, math.prod(d for d in shape if d >= 0))
+    if math.prod(shape) != numel:
+        raise CheckpointError("a fused parameter does not fit its view", where=name, expected=shape, found=numel)
+    for i, part in enumerate(slices):
+        held = math.prod(shape) // shape[dim] * sum(w[i] for w in widths) if shape[dim] else 0
+        if held != math.prod(part.shape):
+            raise CheckpointError(
+                "a slice does not have the recorded width",
+                where=f"{name}, model rank {part.model_rank}",
+                expected=held,
+                found=math.prod(part.shape),
+            )
+    kept = list(sub.shape)
+    kept[dim] = tuple(sizes)
+    return dim, tuple(shape), widths, SubParameters(sub.patterns, tuple(kept), dim)
+
+
+def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
+    """The fragments of boxes that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
+    parts = []
+    for box in merge.boxes:
+        whole = merge.outer if len(slices) == 1 else 1
+        if len(slices) == 1 and len(merge.boxes) == 1:
+            parts.append(slices[0].fragments.window(0, min(limit, whole * box.width * merge.inner), item_bytes))
+            break
+        if whole > 1:  # one slice: its sub-parameters already lie in order
+            parts.append(slices[0].fragments.window(0, limit, item_bytes))
+            break
+        begin, at = box.begin * merge.inner, box.at * merge.inner
+        width = max(0, min(box.width * merge.inner, limit - at))
+        piece = slices[box.slice].fragments.window(begin, begin + width, item_bytes)
+        parts.append(piece.moved(at - begin))
+    return Fragments.join(parts)

@@ -1,0 +1,183 @@
+"""Gathers the elements of a tensor from its fragments, a buffer at a time.
+
+What is read is summed once (CRC-32, for the record it came from and the one it goes to) and looked at once for NaN and
+Inf, while it is in the cache. Nothing is larger than the caller's buffer.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ullage.checkpoint.inventory import Inventory, Slice, Tensor
+from ullage.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+
+#: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
+CHUNK_BYTES = 2 << 20
+
+_EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF0000000000000)}
+_EXPONENTS |= {"float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
+
+
+class Sources:
+    """The files of a checkpoint, opened when needed; at most ``limit`` at once. Not for several threads."""
+
+    def __init__(self, inventory: Inventory, limit: int = 128) -> None:
+        self._inventory, self._limit = inventory, limit
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def fd(self, file: int) -> int:
+        found = self._open.get(file)
+        if found is None:
+            if len(self._open) >= self._limit:
+                os.close(self._open.popitem(last=False)[1])
+            path = self._inventory.folder / self._inventory.files[file].name
+            found = self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._open.move_to_end(file)
+        return found
+
+    def read(self, file: int, offset: int, into: memoryview) -> None:
+        """Fills ``into``. Raises ``CheckpointError`` when the file ends first."""
+        done, fd = 0, self.fd(file)
+        while done < len(into):
+            got = os.preadv(fd, [into[done:]], offset + done)
+            if got == 0:
+                name = self._inventory.files[file]
+                raise CheckpointError(
+                    "the file ended while it was read",
+                    where=f"{self._inventory.folder / name.name}, rank {name.dp_rank}",
+                    expected=f"{offset + len(into)} bytes",
+                    found=f"{offset + done}",
+                )
+            done += got
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+@dataclass
+class Tally:
+    """What was seen on the way: each run read, as (file, offset, bytes, crc), and elements that are not finite."""
+
+    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    not_finite: int = 0
+
+
+def rows_of(tensor: Tensor) -> int:
+    """Elements that must be read together: a whole row where slices lie side by side, else one element."""
+    return tensor.merge.size * tensor.merge.inner if tensor.merge.kind == "columns" else 1
+
+
+def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Bytes, tally: Tally) -> Iterator[Bytes]:
+    """Yields the bytes of elements ``[start, stop)`` in order, in chunks that live in ``buffer`` until the next.
+
+    ``start`` and ``stop`` are multiples of :func:`rows_of`. Raises ``CheckpointError`` when replicas differ.
+    """
+    item = tensor.item_bytes
+    row = rows_of(tensor)
+    step = max(1, len(buffer) // (row * item)) * row
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        if tensor.merge.kind == "flat":
+            chunk = buffer[: (high - low) * item]
+            _gather(sources, tensor.slices[0], low, high, item, chunk, tally)
+        else:
+            chunk = _merged(sources, tensor, low, high, tally)
+        tally.not_finite += count_not_finite(chunk, tensor.dtype)
+        yield chunk
+
+
+def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
+    """Elements ``[low, high)`` of a slice, in order, one read a fragment."""
+    found = part.fragments.window(low, high, item)
+    view, at = into.data, 0
+    for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
+        end = at + length * item
+        sources.read(file, offset, view[at:end])
+        tally.runs.append((file, offset, end - at, zlib.crc32(view[at:end])))
+        at = end
+    if at != len(into):  # the inventory was proved whole; a caller that did not ask is told here
+        raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
+
+
+def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
+    item, merge = tensor.item_bytes, tensor.merge
+    if merge.kind == "columns":
+        rows, width = (high - low) // rows_of(tensor), merge.inner * item
+        whole = np.empty((rows, merge.size * width), np.uint8)
+        for index, part in enumerate(tensor.slices):
+            mine = [b for b in merge.boxes if b.slice == index and b.width]
+            own = sum(b.width for b in mine)
+            local = np.empty((rows, own * width), np.uint8)
+            first = low // rows_of(tensor) * own * merge.inner
+            _gather(sources, part, first, first + rows * own * merge.inner, item, local.reshape(-1), tally)
+            for box in mine:
+                source = local[:, box.begin * width : (box.begin + box.width) * width]
+                whole[:, box.at * width : (box.at + box.width) * width] = source
+        return whole.reshape(-1)
+    slices = []
+    for part in tensor.slices:
+        slices.append(np.empty((high - low) * item, np.uint8))
+        _gather(sources, part, low, high, item, slices[-1], tally)
+    if merge.kind == "replicated":
+        for part, other in zip(tensor.slices[1:], slices[1:]):
+            if not np.array_equal(slices[0], other):
+                at = low + int(np.flatnonzero(slices[0] != other)[0]) // item
+                who = f"model ranks {tensor.slices[0].model_rank} and {part.model_rank}"
+                raise CheckpointError(
+                    f"replicas of {tensor.key} differ",
+                    where=f"parameter {tensor.name}, element {at}, {who}",
+                    hint="tensor-parallel ranks have drifted apart; convert from a checkpoint where they agree",
+                )
+        return slices[0]
+    numbers = [as_floats(s, tensor.dtype) for s in slices]
+    total = numbers[0].copy()
+    for other in numbers[1:]:
+        total += other
+    return from_floats(total / len(numbers), tensor.dtype)
+
+
+def count_not_finite(chunk: Bytes, dtype: str) -> int:
+    """How many elements are NaN or Inf; 0 for integers. One pass: a sum that is finite had only finite terms."""
+    if dtype not in _EXPONENTS or not len(chunk):
+        return 0
+    if dtype in ("float32", "float64"):
+        with np.errstate(all="ignore"):
+            if np.isfinite(np.add.reduce(chunk.view(dtype))):
+                return 0
+    unsigned, mask = _EXPONENTS[dtype]
+    exponents = chunk.view(unsigned) & unsigned(mask)
+    return int(np.count_nonzero(exponents == unsigned(mask)))
+
+
+def as_floats(chunk: Bytes, dtype: str) -> npt.NDArray[np.floating]:
+    """A view or copy of ``chunk`` as numbers; bfloat16 becomes float32."""
+    if dtype == "bfloat16":
+        return (chunk.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return chunk.view(dtype)
+
+
+def from_floats(numbers: npt.NDArray[np.floating], dtype: str) -> Bytes:
+    """The bytes of ``numbers`` as ``dtype``, rounded to nearest, ties to even."""
+    if dtype != "bfloat16":
+        with np.errstate(all="ignore"):
+            return np.ascontiguousarray(numbers.astype(dtype)).view(np.uint8)
+    bits = np.ascontiguousarray(numbers.astype(np.float32)).view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    rounded = np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), bits | np.uint32(0x400000), rounded)
+    return (rounded >> np.uint32(16)).astype(np.uint16).view(np.uint8)
+
+
+def cast(chunk: Bytes, dtype: str, wanted: str) -> Bytes:
+    """``chunk`` of ``dtype`` as ``wanted``."""
+    return chunk if dtype == wanted else from_floats(as_floats(chunk, dtype), wanted)

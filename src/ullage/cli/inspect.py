@@ -1,0 +1,195 @@
+"""``ullage inspect``: what a checkpoint holds, whether it is whole, where its padding lies. Reads no tensor data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+_SHOWN = 20
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also draw shards, fragments and padding on this page.")] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
+) -> None:
+    """Say what a checkpoint holds and whether it is whole, without loading it and without running code from it.
+
+    Exit status 1 if it is not whole.
+    """
+    from ullage.checkpoint import check, read
+
+    inventory = read(checkpoint)
+    problems = check(inventory)
+    if html is not None:
+        from ullage.report.checkpoint import checkpoint_page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(checkpoint_page(inventory, problems), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(as_data(inventory, problems)))
+    else:
+        _print(inventory, problems, None if all_rows else _SHOWN)
+    if problems:
+        raise typer.Exit(1)
+
+
+def as_data(inventory: Any, problems: Any) -> dict[str, Any]:
+    """The inventory as plain data: what ``--json`` prints."""
+    topology = inventory.topology
+    return {
+        "folder": str(inventory.folder),
+        "format": inventory.format,
+        "stage": topology.stage,
+        "optimizer_wrapper": topology.wrapper,
+        "dp": topology.dp,
+        "tp": topology.tp,
+        "pp": topology.pp,
+        "num_files": len(inventory.files),
+        "num_file_bytes": inventory.num_file_bytes,
+        "num_bytes": inventory.num_bytes,
+        "padding": inventory.padding,
+        "keys": list(inventory.keys),
+        "steps": {str(group): step for group, step in inventory.steps.items()},
+        "aliases": dict(inventory.aliases),
+        "groups": [
+            {
+                "index": group.index,
+                "model_rank": group.model_rank,
+                "parameters": list(group.names),
+                "size": group.size,
+                "shard_size": group.shard_size,
+                "num_shards": group.num_shards,
+                "padding": group.padding,
+                "padding_by_rank": {str(r): int(n) for r, n in enumerate(group.padding_of()) if n},
+            }
+            for group in inventory.groups
+        ],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "key": tensor.key,
+                "kind": tensor.kind,
+                "group": tensor.group,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "num_bytes": tensor.num_bytes,
+                "num_fragments": tensor.num_fragments,
+            }
+            for tensor in inventory.tensors
+        ],
+        "notes": list(inventory.notes),
+        "problems": [str(problem) for problem in problems],
+    }
+
+
+def _print(inventory: Any, problems: Any, limit: int | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from ullage.report.page import size
+
+    console = Console(highlight=False)
+    topology = inventory.topology
+    stage = f" stage {topology.stage}" if topology.stage is not None else ""
+    facts = [
+        ("checkpoint", str(inventory.folder)),
+        ("format", f"{inventory.format}{stage}{f', {topology.wrapper}' if topology.wrapper else ''}"),
+        ("ranks", f"dp {topology.dp} × tp {topology.tp} × pp {topology.pp} = {topology.world_size}"),
+        ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
+        ("tensors", f"{len(inventory.tensors):,}, {size(inventory.num_bytes)}"),
+        ("states", ", ".join(inventory.keys)),
+        ("padding", f"{inventory.padding:,} elements"),
+    ]
+    if inventory.steps:
+        facts.append(("step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))))
+    console.print(_plain_table(facts))
+    if inventory.groups:
+        console.print(_groups_table(inventory, limit))
+    console.print(_tensors_table(inventory, limit))
+    for note in inventory.notes:
+        console.print(f"note: {escape(note)}", style="dim", soft_wrap=True)
+    if not problems:
+        console.print("whole: every element of every tensor lies in exactly one fragment", style="green")
+        return
+    console.print(f"{len(problems):,} problem{'s' if len(problems) != 1 else ''}", style="red")
+    for problem in problems[:limit]:
+        console.print(f"  {escape(str(problem))}", soft_wrap=True)
+    if limit is not None and len(problems) > limit:
+        console.print(f"  and {len(problems) - limit:,} more (--all)")
+
+
+def _plain_table(facts: list[tuple[str, str]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _groups_table(inventory: Any, limit: int | None) -> Any:
+    from rich.table import Table
+
+    table = Table(title="Groups", title_justify="left", box=None, pad_edge=False)
+    for name in ("group", "parameters", "elements", "shards", "a shard", "padding", "on ranks"):
+        table.add_column(name, justify="right" if name != "on ranks" else "left")
+    for group in inventory.groups[:limit]:
+        name = f"{group.index}" + (
+            f" (model rank {group.model_rank})" if inventory.topology.tp * inventory.topology.pp > 1 else ""
+        )
+        held = group.size - group.padding
+        padded = [rank for rank, elements in enumerate(group.padding_of()) if elements]
+        numbers = (len(group.names), held, group.num_shards, group.shard_size, group.padding)
+        table.add_row(name, *(f"{number:,}" for number in numbers), _ranges(padded))
+    if limit is not None and len(inventory.groups) > limit:
+        table.caption = f"and {len(inventory.groups) - limit:,} more (--all)"
+    return table
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[3, 5, 6, 7] → ``3, 5–7``, at most three ranges."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    said = [f"{a}" if a == b else f"{a}–{b}" for a, b in ranges]
+    return ", ".join(said if len(said) <= 3 else [*said[:2], f"… {said[-1]}"])
+
+
+def _tensors_table(inventory: Any, limit: int | None) -> Any:
+    """One row a parameter or buffer, its states together."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ullage.report.checkpoint import by_name
+    from ullage.report.page import size
+
+    table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
+    for name in ("name", "shape", "dtype", "states"):
+        table.add_column(name, overflow="fold")
+    for name in ("bytes", "fragments"):
+        table.add_column(name, justify="right")
+    names = by_name(inventory)
+    for name, tensors in list(names.items())[:limit]:
+        first = tensors[0]
+        shape = " × ".join(map(str, first.shape)) or "scalar"
+        states = ", ".join(t.key for t in tensors)
+        total = sum(t.num_bytes for t in tensors)
+        fragments = str(max(t.num_fragments for t in tensors))
+        table.add_row(Text(name), shape, first.dtype, states, size(total), fragments)
+    if limit is not None and len(names) > limit:
+        table.caption = f"and {len(names) - limit:,} more (--all)"
+    return table

@@ -1,0 +1,366 @@
+"""Lengths out of files: what a person has at hand, in the format it is in.
+
+A file is read by its ending, and its first bytes must agree. A column holds lengths (integers), tokens (lists, whose
+lengths count) or text (strings, measured by a tokenizer). Which column: the one asked for; else one named for lengths
+(``length``, ``seq_len``, ``num_tokens`` and so on); else ``input_ids``; else the only one there is; else ``text``.
+The default tokenizer is ByT5's: one token a byte of UTF-8 and one for the end, so that it needs no vocabulary.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ullage.datasets.lengths import LENGTH_NAMES, is_number, mock_lengths, parse_csv
+from ullage.errors import InputError
+from ullage.layout import Int64, as_lengths
+
+#: What a column of text is called, where there are several columns.
+TEXT_NAMES = ("text", "content", "document")
+ENDINGS = (".npy", ".csv", ".txt", ".json", ".jsonl", ".parquet")
+
+#: The unit of text measured without a vocabulary.
+BYTES = "tokens of a byte"
+
+_PARQUET, _NPY = b"PAR1", b"\x93NUMPY"
+
+#: Texts in, their lengths in tokens out.
+Measure = Callable[[Sequence[str]], list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Lengths and what they were taken from: int64 ``lengths`` [n] in ``unit``, from ``column`` (None: no columns)."""
+
+    lengths: Int64
+    column: str | None = None
+    unit: str = "tokens"
+
+
+def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokenizer: str | None = None) -> Measured:
+    """The lengths that a file holds. ``tokenizer``: for text, a name or folder for ``AutoTokenizer``.
+
+    Formats: .npy (one dimension of integers), .csv, .txt (integers apart by white space or commas; with
+    ``column="text"``, a text a line), .jsonl (an object, a list or an integer a line), .json (a list of integers, or a
+    mock distribution), .parquet. Raises ``InputError`` for a file that is missing, empty, not what its ending says, or
+    lacks the column, which names those there are.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise InputError(
+            "a file's ending is unknown", where=str(path), expected=", ".join(ENDINGS), found=ending or "none"
+        )
+    try:
+        with path.open("rb") as file:
+            return _read(file, ending, str(path), column, tokenizer)
+    except OSError as error:
+        raise InputError("a file cannot be read", where=str(path), found=error.strerror or str(error)) from error
+
+
+def read_stream(stream: BinaryIO, column: str | None = None, tokenizer: str | None = None) -> Measured:
+    """The lengths that a stream holds, in any of the formats of :func:`read_lengths`, known by its first bytes."""
+    data = stream.read()
+    head = data.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if data.startswith(_NPY):
+        ending = ".npy"
+    elif data.startswith(_PARQUET):
+        ending = ".parquet"
+    elif head.startswith((b"{", b"[")):
+        ending = ".json" if _is_json(head) else ".jsonl"
+    else:
+        first = head.split(b"\n", 1)[0]
+        ending = ".csv" if any(byte not in b"0123456789+-., \t\r" for byte in first) else ".txt"
+    return _read(io.BytesIO(data), ending, "standard input", column, tokenizer)
+
+
+def _read(file: BinaryIO, ending: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    head = file.read(6)
+    file.seek(0)
+    if not head:
+        raise InputError("a file holds no lengths", where=where, hint="it is empty")
+    magic = {_PARQUET: ".parquet", _NPY[:4]: ".npy"}.get(head[:4])
+    if (magic or ".txt") != ending and (magic or ending in (".parquet", ".npy")):
+        raise InputError(
+            "a file is not what its ending says",
+            where=where,
+            expected=ending,
+            found=magic or "neither .npy nor .parquet",
+        )
+    if ending == ".npy":
+        measured = Measured(_from_npy(file, where))
+    elif ending == ".parquet":
+        measured = _from_parquet(file, where, column, tokenizer)
+    else:
+        text = _decode(file.read(), where)
+        if ending == ".jsonl":
+            measured = _from_jsonl(text, where, column, tokenizer)
+        elif ending == ".json":
+            measured = _from_json(text, where, column, tokenizer)
+        elif ending == ".csv":
+            measured = _from_csv(text, where, column, tokenizer)
+        else:
+            measured = _from_txt(text, where, column, tokenizer)
+    if not len(measured.lengths):
+        raise InputError("a file holds no lengths", where=where)
+    return measured
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError("a file is not text", where=where, expected="UTF-8", found=str(error)) from error
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _from_npy(file: BinaryIO, where: str) -> Int64:
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError("an .npy file cannot be read", where=where, found=str(error)) from error
+    return _lengths(array, where)
+
+
+def _lengths(values: Any, where: str) -> Int64:
+    """``values`` as lengths; what is wrong with them is said with the file's name."""
+    try:
+        return as_lengths(values)
+    except InputError as error:
+        place = where if error.where is None else f"{where}, {error.where}"
+        raise InputError(
+            error.what, where=place, expected=error.expected, found=error.found, hint=error.hint
+        ) from error
+
+
+def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    if column is not None:
+        if column != "text":
+            raise InputError("a .txt file has no columns", where=where, expected="text", found=column)
+        return _of_texts(text.splitlines(), "text", tokenizer)
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not is_number(word):
+            raise InputError(
+                "a .txt file must hold integers",
+                where=where,
+                found=repr(word[:40]),
+                hint="--column text measures a text a line",
+            )
+    return Measured(
+        _lengths(np.array([_number(word) for word in words] or [], dtype=None if words else np.int64), where)
+    )
+
+
+def _number(word: str) -> int | float:
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)
+
+
+def _from_json(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError("a file is not JSON", where=where, found=str(error)) from error
+    if isinstance(value, dict):
+        if "mode" not in value:
+            return _from_records([value], where, column, tokenizer)
+        return Measured(mock_lengths(text if where == "standard input" else where))
+    if not isinstance(value, list):
+        raise InputError("a JSON file must hold a list or a mock distribution", where=where, found=type(value).__name__)
+    return _from_records(value, where, column, tokenizer)
+
+
+def _from_jsonl(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise InputError("a line is not JSON", where=f"{where}, line {number}", found=str(error)) from error
+    return _from_records(records, where, column, tokenizer)
+
+
+def _from_records(records: list[Any], where: str, column: str | None, tokenizer: str | None) -> Measured:
+    """Objects with columns, lists of tokens, or integers: all of one kind."""
+    if not records:
+        raise InputError("a file holds no lengths", where=where)
+    if not isinstance(records[0], dict):
+        if column is not None:
+            raise InputError("a column is missing", where=where, expected=column, found="rows without names")
+        return _of_column(records, None, where, tokenizer)
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise InputError(
+                "rows are of several kinds",
+                where=f"{where}, row {number}",
+                expected="an object",
+                found=type(record).__name__,
+            )
+    chosen = choose_column(list(records[0]), column, where)
+    missing = next((i for i, record in enumerate(records) if chosen not in record), None)
+    if missing is not None:
+        raise InputError(
+            "a row lacks the column",
+            where=f"{where}, row {missing}",
+            expected=chosen,
+            found=", ".join(records[missing]),
+        )
+    return _of_column([record[chosen] for record in records], chosen, where, tokenizer)
+
+
+def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
+    """The column of these to measure, as the module's opening says. Raises ``InputError`` that names them all."""
+    if column is not None:
+        if column not in names:
+            raise InputError("a column is missing", where=where, expected=column, found=", ".join(names) or "none")
+        return column
+    for wanted in (
+        [name for name in names if name.lower() in LENGTH_NAMES],
+        [name for name in names if name == "input_ids"],
+        names,
+        [name for name in names if name.lower() in TEXT_NAMES],
+    ):
+        if len(wanted) == 1:
+            return wanted[0]
+    raise InputError(
+        "no single column holds lengths or text",
+        where=where,
+        expected="length, input_ids or text",
+        found=", ".join(names),
+        hint="name one of them with --column",
+    )
+
+
+def _of_column(values: Sequence[Any], column: str | None, where: str, tokenizer: str | None) -> Measured:
+    """Lengths of a column's values: integers as they are, lists counted, texts measured."""
+    if values and isinstance(values[0], str):
+        _all_of(values, str, column, where)
+        return _of_texts(values, column, tokenizer)
+    if values and isinstance(values[0], list):
+        _all_of(values, list, column, where)
+        return Measured(np.array([len(value) for value in values], np.int64), column)
+    _all_of(values, (int, float), column, where)
+    return Measured(_lengths(np.array(values), where), column)
+
+
+def _all_of(values: Sequence[Any], kind: Any, column: str | None, where: str) -> None:
+    for row, value in enumerate(values):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            place = f"{where}, row {row}" + (f", column {column}" if column else "")
+            raise InputError(
+                "a value is neither a length nor tokens nor text, as the first is", where=place, found=repr(value)[:60]
+            )
+
+
+def _of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -> Measured:
+    return Measured(np.array(measure(tokenizer)(texts), np.int64), column, BYTES if tokenizer is None else "tokens")
+
+
+def measure(tokenizer: str | None) -> Measure:
+    """What counts the tokens of texts; ``None`` counts bytes of UTF-8 and one for the end, as ByT5 does."""
+    if tokenizer is None:
+        return lambda texts: [len(text.encode("utf-8", "surrogatepass")) + 1 for text in texts]
+    encode = load_tokenizer(tokenizer)
+    return lambda texts: [
+        len(ids) for start in range(0, len(texts), 1000) for ids in encode(texts[start : start + 1000])
+    ]
+
+
+def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
+    """Texts in, token ids out. ``None`` is ByT5's, which needs no files; else what ``AutoTokenizer`` takes."""
+    try:
+        from transformers import AutoTokenizer, ByT5Tokenizer
+    except ImportError as error:
+        raise InputError("a tokenizer needs transformers", hint="pip install 'ullage[hf]'") from error
+    if name is None:
+        loaded = ByT5Tokenizer()
+    else:
+        try:
+            loaded = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            raise InputError("a tokenizer cannot be loaded", where=name, found=str(error).split("\n")[0]) from error
+    return lambda texts: loaded(list(texts))["input_ids"]
+
+
+def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    """Numbers by :func:`parse_csv`; a column of text where the header names one and nothing of lengths."""
+    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
+    try:
+        header = next((row for row in rows if any(cell.strip() for cell in row)), [])
+        if all(map(is_number, header)):
+            return Measured(parse_csv(text, where, column))
+        first = next((row for row in rows if row), [])
+        chosen = choose_column([name.strip() for name in header], column, where)
+        place = [name.strip() for name in header].index(chosen)
+        if is_number(first[place]) if place < len(first) else True:
+            return Measured(parse_csv(text, where, chosen), chosen)
+        if chosen.lower() in LENGTH_NAMES:
+            raise InputError("a file holds something that is not a length", where=where, found=repr(first[place][:60]))
+        texts = [first[place], *(row[place] if place < len(row) else "" for row in rows if row)]
+    except csv.Error as error:
+        raise InputError("a file is not a CSV", where=where, found=str(error)) from error
+    return _of_texts(texts, chosen, tokenizer)
+
+
+def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise InputError("a .parquet file needs pyarrow", hint="pip install 'ullage[hf]'") from error
+    try:
+        table = pq.ParquetFile(file)
+        chosen = choose_column(table.schema_arrow.names, column, where)
+        parts = [_of_arrow(batch.column(0), chosen, where, tokenizer) for batch in table.iter_batches(columns=[chosen])]
+    except pa.ArrowException as error:
+        raise InputError("a .parquet file cannot be read", where=where, found=str(error).split("\n")[0]) from error
+    if not parts:
+        raise InputError("a file holds no lengths", where=where)
+    return Measured(np.concatenate([part.lengths for part in parts]), chosen, parts[0].unit)
+
+
+def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Measured:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    place = f"{where}, column {column}"
+    if array.null_count:
+        raise InputError(
+            "a value is missing",
+            where=f"{place}, row {int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])}",
+        )
+    kind = array.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if tokenizer is None:
+            return Measured(
+                pc.call_function("binary_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64) + 1,
+                column,
+                BYTES,
+            )
+        return _of_texts(array.to_pylist(), column, tokenizer)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return Measured(
+            pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64), column
+        )
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return Measured(_lengths(array.to_numpy(zero_copy_only=False), place), column)
+    raise InputError("a column holds neither lengths nor tokens nor text", where=place, found=str(kind))

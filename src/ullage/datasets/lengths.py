@@ -1,0 +1,315 @@
+"""Lengths without data: Megatron's mock distributions, and the six workloads that the benchmarks plan.
+
+A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``: ``mode`` is ``file``
+(lengths from a CSV), ``distribution`` (``type`` lognormal, with ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``,
+``lognormal_sigma``) or ``verification`` (the same distribution with defaults; ``data_path`` names real tokens, which
+lengths do not need). The samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are
+drawn from numpy's legacy generator, seeded with 0 unless told otherwise, because that is what upstream seeds: the
+first *n* lengths here are the first *n* lengths there. One thing differs on purpose: upstream's CSV reader takes the
+first length of a file without a header for a header and loses it; here it is kept.
+
+A workload is a function of (n, seed) that gives int64 lengths, at most its capacity, the same on every machine; but
+``code`` counts the tokens of the running Python's own standard library and so varies with its version.
+
+Sources: ``MockSFTLowLevelDataset`` in Megatron-LM, ``megatron/training/datasets/sft_dataset.py``; the shapes of the
+other workloads are those that chat logs, mixtures of short and long documents, and web text are reported to have.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.errors import InputError
+from ullage.layout import Int64, as_lengths
+
+#: How many lengths a mock distribution holds when nobody says; upstream's number.
+MOCK_SIZE = 1_000_000
+
+_LOGNORMAL = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
+_VERIFICATION_DEFAULTS = {"min_seq_len": 100, "max_seq_len": 4096, "mean_seq_len": 2048, "lognormal_sigma": 1.1}
+_MOCK_KEYS = {
+    "file": {"path"},
+    "distribution": {"type", *_LOGNORMAL},
+    "verification": {"data_path", "type", *_LOGNORMAL},
+}
+
+
+def mock_lengths(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None, n: int | None = None, seed: int = 0
+) -> Int64:
+    """The lengths, in tokens, of Megatron's mock data: int64 [n].
+
+    ``config``: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
+    benchmarks (mean 4096, sigma 1.1, 1024 to 8192). ``n``: how many; ``None`` is all of a file and a million of a
+    distribution; a file with fewer begins again. Raises ``InputError`` for unknown or missing keys, values of the
+    wrong kind, and files that cannot be read. Source: see the module.
+
+    >>> mock_lengths({"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
+    ...               "mean_seq_len": 4096, "lognormal_sigma": 1.1}, n=4)
+    array([8192, 3473, 6564, 8192])
+    """
+    config = mock_config(config)
+    if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0):
+        raise InputError("n must be a count", expected="an integer >= 0", found=n)
+    if config["mode"] == "file":
+        lengths = read_csv(config["path"])
+        if n is not None:
+            lengths = np.resize(lengths, n)
+        return lengths
+    return _lognormal(config, MOCK_SIZE if n is None else int(n), seed)
+
+
+def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """``config`` as a dict with every key, checked. Relative paths are of here, or of the JSON file's folder.
+
+    Raises ``InputError`` as :func:`mock_lengths` does.
+    """
+    if config is None:
+        return {"mode": "distribution", "type": "lognormal", **_MEGATRON}
+    folder = Path()
+    if isinstance(config, (str, os.PathLike)):
+        text = os.fspath(config)
+        if not text.lstrip().startswith("{"):
+            folder, text = Path(text).parent, read_text(text)
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise InputError("a mock distribution is not JSON", found=str(error)) from error
+    if not isinstance(config, Mapping):
+        raise InputError("a mock distribution must be a JSON object", found=type(config).__name__)
+    config = dict(config)
+    _check_mock_keys(config)
+    if config["mode"] == "file":
+        if not isinstance(config["path"], (str, os.PathLike)):
+            raise InputError("a mock distribution's path must be a string", found=config["path"])
+        path = Path(config["path"])
+        config["path"] = path if path.exists() or path.is_absolute() else folder / path
+        return config
+    if config["mode"] == "verification":
+        config = _VERIFICATION_DEFAULTS | {"type": "lognormal"} | config
+    _check_mock_values(config)
+    return config
+
+
+def _check_mock_keys(config: dict[str, Any]) -> None:
+    mode = config.get("mode")
+    if not isinstance(mode, str) or mode not in _MOCK_KEYS:
+        raise InputError("a mock distribution's mode is unknown", expected=" or ".join(_MOCK_KEYS), found=mode)
+    allowed = _MOCK_KEYS[mode]
+    unknown = sorted(str(key) for key in set(config) - allowed - {"mode", "format"})
+    if unknown:
+        raise InputError(
+            "a mock distribution has unknown keys",
+            where=f"mode {mode}",
+            expected=", ".join(sorted(allowed)),
+            found=", ".join(unknown),
+        )
+    required = {"verification": {"data_path"}}.get(mode, allowed)
+    missing = sorted(required - set(config))
+    if missing:
+        raise InputError("a mock distribution lacks keys", where=f"mode {mode}", expected=", ".join(missing))
+
+
+def _check_mock_values(config: dict[str, Any]) -> None:
+    if config["type"] != "lognormal":
+        raise InputError("a mock distribution's type is unknown", expected="lognormal", found=config["type"])
+    for key, kind in _LOGNORMAL.items():
+        value = config[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+            raise InputError("a mock distribution's value is not a number", where=key, found=value)
+        if kind is int and value != int(value):
+            raise InputError("a mock distribution's value is not an integer", where=key, found=value)
+        if value < (1 if key == "max_seq_len" else 0) or (key == "mean_seq_len" and value == 0):
+            raise InputError("a mock distribution's value is too small", where=key, found=value)
+    if config["min_seq_len"] > config["max_seq_len"]:
+        raise InputError(
+            "a mock distribution is empty",
+            expected="min_seq_len <= max_seq_len",
+            found=f"{config['min_seq_len']} > {config['max_seq_len']}",
+        )
+
+
+def _lognormal(config: Mapping[str, Any], n: int, seed: int) -> Int64:
+    mean, sigma = config["mean_seq_len"], config["lognormal_sigma"]
+    generator = np.random.RandomState(seed)  # the stream that upstream draws from
+    samples = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)
+    return np.clip(samples, config["min_seq_len"], config["max_seq_len"]).astype(np.int64)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file, a byte-order mark removed. Raises ``InputError`` if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError("a file cannot be read", where=os.fspath(path), found=error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise InputError("a file is not text", where=os.fspath(path), expected="UTF-8", found=str(error)) from error
+
+
+def read_csv(path: str | os.PathLike[str], column: str | None = None) -> Int64:
+    """Lengths from a CSV file with or without a header, int64 [n]. See :func:`parse_csv`."""
+    return parse_csv(read_text(path), os.fspath(path), column)
+
+
+def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
+    """Lengths from CSV text: all numbers row by row, or one column of those that a header names.
+
+    The first row is a header if any cell of it is not a number. Under a header with several columns, ``column`` says
+    which; without it there must be exactly one whose name speaks of a length. Raises ``InputError`` that names the
+    columns there are, or the first cell that is no integer.
+    """
+    rows = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if any(cell.strip() for cell in row)]
+    if not rows:
+        raise InputError("a file holds no lengths", where=where)
+    header = None if all(map(is_number, rows[0])) else [cell.strip() for cell in rows.pop(0)]
+    if header is None and column is not None:
+        raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
+    chosen = None if header is None else _length_column(header, column, where)
+    cells = [cell for row in rows for cell in (row if chosen is None else row[chosen : chosen + 1])]
+    if not cells:
+        raise InputError("a file holds no lengths", where=where, hint="it has a header and no rows")
+    try:
+        return as_lengths(np.array([_as_integer(cell) for cell in cells]))
+    except ValueError as error:
+        raise InputError("a file holds something that is not a length", where=where, found=str(error)) from error
+
+
+LENGTH_NAMES = (
+    "length",
+    "lengths",
+    "len",
+    "seq_len",
+    "seqlen",
+    "seq_length",
+    "sequence_length",
+    "num_tokens",
+    "tokens",
+)
+
+
+def _length_column(header: list[str], column: str | None, where: str) -> int:
+    if column is None and len(header) == 1:
+        return 0
+    named = [name for name in header if name.lower() in LENGTH_NAMES] if column is None else [column]
+    if len(named) != 1 or named[0] not in header:
+        raise InputError(
+            "no single column holds the lengths" if column is None else "a column is missing",
+            where=where,
+            expected="one named length" if column is None else column,
+            found=", ".join(header),
+            hint="name one of them" if column is None else None,
+        )
+    return header.index(named[0])
+
+
+def is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_integer(cell: str) -> int | float:
+    """The integer a cell holds; a float only where ``as_lengths`` shall judge it."""
+    try:
+        return int(cell)
+    except ValueError:
+        try:
+            return float(cell)
+        except ValueError:
+            raise ValueError(repr(cell)) from None
+
+
+_MEGATRON = {"min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096, "lognormal_sigma": 1.1}
+
+
+def _megatron(n: int, seed: int = 0) -> Int64:
+    """Megatron's mock lognormal: mean 4096 before clipping, sigma 1.1, 1024 to 8192."""
+    return mock_lengths(None, n, seed)
+
+
+def _chat(n: int, seed: int = 0) -> Int64:
+    """Conversations: lognormal, median 600, sigma 1.2, 1 to 32,768."""
+    samples = np.random.default_rng(seed).lognormal(np.log(600), 1.2, n)
+    return np.clip(samples, 1, CAPACITIES["chat"]).astype(np.int64)
+
+
+def _bimodal(n: int, seed: int = 0) -> Int64:
+    """Short and long documents: nine in ten near 512, one near 16k, each normal with an eighth as deviation."""
+    generator = np.random.default_rng(seed)
+    centre = np.where(generator.random(n) < 0.1, 16384, 512)
+    samples = centre * (1 + generator.standard_normal(n) / 8)
+    return np.clip(samples, 1, CAPACITIES["bimodal"]).astype(np.int64)
+
+
+def _uniform(n: int, seed: int = 0) -> Int64:
+    """Uniform from 1 to 8192."""
+    return np.random.default_rng(seed).integers(1, 8192, n, endpoint=True)
+
+
+def _pareto(n: int, seed: int = 0) -> Int64:
+    """A heavy tail: Pareto from 1024 with exponent 1, cut at 131,072 (128k)."""
+    samples = 1024 * (1 + np.random.default_rng(seed).pareto(1.0, n))
+    return np.clip(samples, 1, CAPACITIES["pareto"]).astype(np.int64)
+
+
+def _code(n: int, seed: int = 0) -> Int64:
+    """Source files and docstrings of the running Python's standard library, drawn with replacement."""
+    drawn = np.random.default_rng(seed).choice(_library_lengths(), n)
+    return np.minimum(drawn, CAPACITIES["code"])
+
+
+# One subword of a byte-pair vocabulary is about four letters of a word, or one mark; white space costs nothing.
+_SUBWORD = re.compile(r"\w{1,4}|[^\w\s]")
+# A triple-quoted string that begins a line is a docstring nearly always, and found thirty times faster than by parsing.
+_DOCSTRING = re.compile(r"^[ \t]*[rR]?(\"\"\"|''')(.*?)\1", re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def _library_lengths() -> Int64:
+    """Token counts of each source file, then of each docstring, of the standard library; int64, none zero."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files, docstrings = [], []
+    for path in sorted(root.rglob("*.py")):
+        if {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(path.relative_to(root).parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        files.append(len(_SUBWORD.findall(text)))
+        docstrings += [len(_SUBWORD.findall(found[1])) for found in _DOCSTRING.findall(text)]
+    counts = np.array(files + docstrings, np.int64)
+    counts = counts[counts > 0]
+    counts.flags.writeable = False
+    return counts
+
+
+#: Workload -> its lengths, as ``WORKLOADS[name](n, seed)``: int64 [n], in tokens, none above the capacity.
+WORKLOADS: dict[str, Callable[[int, int], Int64]] = {
+    "megatron": _megatron,
+    "chat": _chat,
+    "bimodal": _bimodal,
+    "uniform": _uniform,
+    "pareto": _pareto,
+    "code": _code,
+}
+
+#: Workload -> the capacity, in slots a rank and microbatch, that it is planned with.
+CAPACITIES: dict[str, int] = {
+    "megatron": 8192,
+    "chat": 32768,
+    "bimodal": 32768,
+    "uniform": 8192,
+    "pareto": 131072,
+    "code": 8192,
+}

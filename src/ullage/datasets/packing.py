@@ -1,0 +1,381 @@
+"""A file of sequences into a file of packed rows, in two passes and little memory.
+
+The first pass streams the input through ``datasets``, makes tokens of it, and lays them end to end in a flat file on
+disk; only the lengths stay in memory. Then all of them are packed at once (packing window by window wastes what does
+not fit together by chance). The second pass gathers each row's sequences from the flat file and writes Parquet, group
+by group. Everything is written in a folder beside the target and moved to its place when it is whole.
+
+A packed row is what padding-free trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin again with each
+sequence (what transformers tells sequences apart by), and ``seq_lengths`` (what TRL does). The first label of each
+sequence is −100, so that a loss that shifts never crosses a boundary, as transformers' own flattening has it. Rows are
+shuffled, because packing leaves the long sequences in front.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ullage.datasets.files import TEXT_NAMES, load_tokenizer
+from ullage.errors import InputError
+from ullage.layout import Int64, Layout
+
+#: Readers of ``datasets`` by ending.
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+IGNORED_LABEL = -100
+
+_BATCH = 1000
+_GROUP_TOKENS = 2**22
+_OVERSIZE = ("error", "truncate", "drop")
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What was packed: ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, ``capacity_tokens = num_tokens
+    + padding_tokens``. ``num_empty``: sequences without tokens, left out. ``lower_bound``: rows at the least."""
+
+    num_rows: int
+    lower_bound: int
+    num_sequences: int
+    num_empty: int
+    num_truncated: int
+    num_dropped: int
+    tokens_in: int
+    num_tokens: int
+    truncated_tokens: int
+    dropped_tokens: int
+    capacity_tokens: int
+    padding_tokens: int
+    ullage: float
+
+
+def pack_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    capacity: int,
+    *,
+    column: str | None = None,
+    tokenizer: str | None = None,
+    oversize: str = "error",
+    seed: int = 0,
+    progress: bool | None = False,
+) -> PackReport:
+    """Packs the sequences of ``source`` into rows of at most ``capacity`` tokens, written to ``target`` (.parquet).
+
+    ``column``: holds lists of token ids, or text; by default ``input_ids``, else the text. ``tokenizer``: for text, a
+    name or folder for ``AutoTokenizer``; by default ByT5's bytes. A column ``labels`` beside token ids is carried.
+    ``oversize``: what becomes of a longer sequence: ``"error"``, ``"truncate"`` or ``"drop"``. ``seed``: of the order
+    of rows. ``progress``: bars on standard error; ``None`` only on a terminal. Raises ``InputError``; then ``target``
+    is as it was.
+    """
+    source, target = Path(source), Path(target)
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise InputError("capacity must be an integer", expected=">= 1", found=capacity)
+    if oversize not in _OVERSIZE:
+        raise InputError("no such oversize", expected=" or ".join(map(repr, _OVERSIZE)), found=repr(oversize))
+    if target.suffix.lower() != ".parquet":
+        raise InputError("packed rows are written as Parquet", where=str(target), expected="a name ending in .parquet")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            with _Spool.open(Path(folder)) as spool:
+                _fill(spool, source, column, tokenizer, progress)
+            return _write(spool, Path(folder), target, capacity, oversize, seed, progress)
+    except OSError as error:
+        raise InputError("a file cannot be written", where=str(target), found=error.strerror or str(error)) from error
+
+
+class _Spool:
+    """Tokens end to end in a file, labels in another if there are any; lengths in memory."""
+
+    def __init__(self, tokens: IO[bytes], labels: IO[bytes]) -> None:
+        self.tokens, self.labels = tokens, labels
+        self.has_labels = False
+        self._lengths: list[Int64] = []
+
+    @classmethod
+    def open(cls, folder: Path) -> _Spool:
+        return cls((folder / "tokens").open("wb"), (folder / "labels").open("wb"))
+
+    def __enter__(self) -> _Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tokens.close()
+        self.labels.close()
+
+    def add(self, tokens: npt.NDArray[np.int32], lengths: Int64, labels: npt.NDArray[np.int32] | None) -> None:
+        tokens.tofile(self.tokens)
+        self._lengths.append(lengths)
+        if labels is not None:
+            self.has_labels = True
+            labels.tofile(self.labels)
+
+    def lengths(self) -> Int64:
+        return np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int64)
+
+
+def _fill(spool: _Spool, source: Path, column: str | None, tokenizer: str | None, progress: bool | None) -> None:
+    from tqdm import tqdm
+
+    name, batches = _batches(source, column)
+    encode = None
+    row = 0
+    with tqdm(desc="read", unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar:
+        for table in batches:
+            array = table[name].combine_chunks()
+            where = f"{source}, column {name}"
+            if array.null_count:
+                missing = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+                raise InputError("a value is missing", where=f"{where}, row {missing}")
+            if _is_text(array.type):
+                encode = encode or load_tokenizer(tokenizer)
+                ids = encode(array.to_pylist())
+                lengths = np.array([len(one) for one in ids], np.int64)
+                spool.add(np.array([token for one in ids for token in one], np.int32), lengths, None)
+            else:
+                tokens, lengths = _flat(array, where, 0)
+                labels = None
+                if "labels" in table.column_names and name != "labels":
+                    labels = _labels(table["labels"].combine_chunks(), lengths, source, row)
+                spool.add(tokens, lengths, labels)
+            row += len(array)
+            bar.update(len(array))
+    if not row:
+        raise InputError("a file holds no sequences", where=str(source))
+
+
+def _quiet(progress: bool | None) -> bool | None:
+    """tqdm's ``disable``, in which ``None`` means unless on a terminal."""
+    return None if progress is None else not progress
+
+
+def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
+    """The column to pack, and the file as Arrow tables. Every way a file can be broken is one ``InputError``."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError("packing files needs datasets", hint="pip install 'ullage[hf]'") from error
+    if source.suffix.lower() not in READERS:
+        found = source.suffix or "none"
+        raise InputError("a file's ending is unknown", where=str(source), expected=", ".join(READERS), found=found)
+    if not source.is_file():
+        raise InputError("a file cannot be read", where=str(source), found="no such file")
+    if not source.stat().st_size:
+        raise InputError("a file holds no sequences", where=str(source), hint="it is empty")
+    reader, literally = READERS[source.suffix.lower()], glob.escape(str(source.resolve()))
+    try:
+        stream = datasets.load_dataset(reader, data_files=literally, split="train", streaming=True)
+        tables = iter(stream.with_format("arrow").iter(batch_size=_BATCH))
+        first: Any = next(tables, None)
+    except Exception as error:  # each reader raises its own library's
+        raise _unreadable(source, error) from error
+    if first is None:
+        raise InputError("a file holds no sequences", where=str(source))
+    return _column(first.schema, column, str(source)), _guarded(first, tables, source)
+
+
+def _guarded(first: Any, tables: Iterator[Any], source: Path) -> Iterator[Any]:
+    yield first
+    while True:
+        try:
+            table = next(tables, None)
+        except Exception as error:
+            raise _unreadable(source, error) from error
+        if table is None:
+            return
+        yield table
+
+
+def _unreadable(source: Path, error: Exception) -> InputError:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    said = str(cause).strip().split("\n")[0] or type(cause).__name__
+    return InputError("a file is not what its ending says, or is broken", where=str(source), found=said)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _column(schema: Any, column: str | None, where: str) -> str:
+    """The column to pack. Raises ``InputError`` that names those there are."""
+    import pyarrow as pa
+
+    def usable(name: str) -> bool:
+        kind = schema.field(name).type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            return _is_text(kind)
+        # Lists that are all empty have values of no type.
+        return pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)
+
+    texts = [name for name in schema.names if _is_text(schema.field(name).type)]
+    named = [name for name in texts if name.lower() in TEXT_NAMES]
+    if column is None:
+        found = ["input_ids"] if "input_ids" in schema.names else texts if len(texts) == 1 else named
+        if len(found) == 1:
+            column = found[0]
+    if column is None or column not in schema.names:
+        raise InputError(
+            "no single column holds token ids or text" if column is None else "a column is missing",
+            where=where,
+            expected=column or "input_ids or text",
+            found=", ".join(schema.names),
+            hint="name one of them with --column" if column is None else None,
+        )
+    if not usable(column):
+        found = str(schema.field(column).type)
+        raise InputError("a column holds neither token ids nor text", where=f"{where}, column {column}", found=found)
+    return column
+
+
+def _flat(array: Any, where: str, least: int) -> tuple[npt.NDArray[np.int32], Int64]:
+    """The values of an Arrow list array end to end, and the length of each list."""
+    import pyarrow.compute as pc
+
+    values = array.flatten()
+    if values.null_count:
+        raise InputError("a token is missing", where=where)
+    lengths = pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64)
+    tokens = values.to_numpy(zero_copy_only=False)
+    outside = np.flatnonzero((tokens < least) | (tokens >= 2**31)) if len(tokens) else []
+    if len(outside):
+        found = int(tokens[outside[0]])
+        raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
+    return tokens.astype(np.int32), lengths
+
+
+def _labels(array: Any, lengths: Int64, source: Path, row: int) -> npt.NDArray[np.int32]:
+    import pyarrow as pa
+
+    where = f"{source}, column labels"
+    kind = getattr(array.type, "value_type", pa.string())
+    if array.null_count or not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
+        raise InputError("labels must be a list of integers in each row", where=where, found=str(array.type))
+    labels, counts = _flat(array, where, -(2**31))
+    differ = np.flatnonzero(counts != lengths)
+    if len(differ):
+        i = int(differ[0])
+        raise InputError(
+            "labels and tokens disagree",
+            where=f"{source}, row {row + i}",
+            expected=f"{lengths[i]} labels",
+            found=int(counts[i]),
+        )
+    return labels
+
+
+def _fit(lengths: Int64, capacity: int, oversize: str) -> Int64:
+    """Tokens kept of each sequence."""
+    large = np.flatnonzero(lengths > capacity)
+    if len(large) and oversize == "error":
+        i = int(large[0])
+        raise InputError(
+            "a sequence is longer than the capacity",
+            where=f"sequence {i}" + (f" and {len(large) - 1} more" if len(large) > 1 else ""),
+            expected=f"at most {capacity} tokens",
+            found=int(lengths[i]),
+            hint="raise the capacity, or say that such sequences are to be truncated or dropped",
+        )
+    kept = lengths.copy()
+    kept[large] = capacity if oversize == "truncate" else 0
+    return kept
+
+
+def _write(
+    spool: _Spool, folder: Path, target: Path, capacity: int, oversize: str, seed: int, progress: bool | None
+) -> PackReport:
+    import pyarrow.parquet as pq
+    from tqdm import tqdm
+
+    from ullage.planning import pack_dataset
+
+    lengths = spool.lengths()
+    kept = _fit(lengths, capacity, oversize)
+    placed = np.flatnonzero(kept)
+    if not len(placed):
+        raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
+    ids, cu_ids = pack_dataset(kept[placed], capacity)
+    order = np.random.default_rng(seed).permutation(len(cu_ids) - 1)
+    partial = folder / "rows.parquet"
+    rows = _Rows(folder, lengths, kept, spool.has_labels)
+    with (
+        tqdm(desc="write", total=len(order), unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar,
+        pq.ParquetWriter(partial, _schema()) as writer,
+    ):
+        step = max(1, _GROUP_TOKENS // capacity)
+        for start in range(0, len(order), step):
+            group = [placed[ids[cu_ids[k] : cu_ids[k + 1]]] for k in order[start : start + step].tolist()]
+            writer.write_table(rows.table(group))
+            bar.update(len(group))
+    partial.replace(target)
+    return _report(lengths, kept, capacity, len(order))
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels", "position_ids", "seq_lengths")])
+
+
+class _Rows:
+    """Packed rows, gathered from the spooled files."""
+
+    def __init__(self, folder: Path, lengths: Int64, kept: Int64, has_labels: bool) -> None:
+        self.tokens = np.memmap(folder / "tokens", np.int32, "r")
+        self.labels = np.memmap(folder / "labels", np.int32, "r") if has_labels else self.tokens
+        self.starts, self.kept = np.cumsum(lengths) - lengths, kept
+
+    def table(self, group: list[Int64]) -> Any:
+        """One row for each array of sequence ids."""
+        import pyarrow as pa
+
+        ids = np.concatenate(group)
+        layout = Layout(self.kept[ids])
+        index = np.repeat(self.starts[ids], layout.lengths) + layout.positions()
+        labels = self.labels[index]
+        labels[layout.starts] = IGNORED_LABEL
+        cuts = np.cumsum([0, *map(len, group)])
+        token_cuts = layout.cu_seqlens()[cuts]
+        columns = [
+            pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+            for offsets, values in (
+                (token_cuts, self.tokens[index]),
+                (token_cuts, labels),
+                (token_cuts, layout.positions()),
+                (cuts, layout.lengths),
+            )
+        ]
+        return pa.Table.from_arrays(columns, schema=_schema())
+
+
+def _report(lengths: Int64, kept: Int64, capacity: int, num_rows: int) -> PackReport:
+    from ullage.planning.bounds import bin_bound
+
+    dropped = (kept == 0) & (lengths > 0)
+    tokens_in, num_tokens, dropped_tokens = int(lengths.sum()), int(kept.sum()), int(lengths[dropped].sum())
+    return PackReport(
+        num_rows=num_rows,
+        lower_bound=bin_bound(kept[kept > 0], capacity),
+        num_sequences=int(np.count_nonzero(kept)),
+        num_empty=int(np.count_nonzero(lengths == 0)),
+        num_truncated=int(np.count_nonzero((kept < lengths) & ~dropped)),
+        num_dropped=int(np.count_nonzero(dropped)),
+        tokens_in=tokens_in,
+        num_tokens=num_tokens,
+        truncated_tokens=tokens_in - num_tokens - dropped_tokens,
+        dropped_tokens=dropped_tokens,
+        capacity_tokens=num_rows * capacity,
+        padding_tokens=num_rows * capacity - num_tokens,
+        ullage=1 - num_tokens / (num_rows * capacity),
+    )

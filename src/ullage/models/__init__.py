@@ -1,0 +1,28 @@
+"""Recurrent models for the Hugging Face world, for sequences of unequal length without padding.
+
+Importing this package registers them with the Auto classes, so that ``AutoModelForCausalLM.from_pretrained`` loads
+what was saved.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from ullage.models.causal_lm import RecurrentForCausalLM
+from ullage.models.cells import Cell, register_cell
+from ullage.models.configuration import RecurrentConfig
+from ullage.models.modeling import RecurrentModel
+from ullage.models.state import RecurrentState
+
+AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
+AutoModel.register(RecurrentConfig, RecurrentModel, exist_ok=True)
+AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=True)
+
+__all__ = [
+    "Cell",
+    "RecurrentConfig",
+    "RecurrentForCausalLM",
+    "RecurrentModel",
+    "RecurrentState",
+    "register_cell",
+]

@@ -1,0 +1,169 @@
+"""A recurrent language model: the backbone, a head over the vocabulary, and the loss of the next token.
+
+Head and loss run on real tokens only. Padded rows are flattened first and their logits put back, so padding costs
+nothing and what it holds never matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ullage.errors import InputError
+from ullage.models.configuration import RecurrentConfig
+from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
+from ullage.models.sequences import Lengths, Sequences
+from ullage.models.state import RecurrentState
+
+_IGNORED = -100
+
+
+class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+    """Predicts each sequence's next token. Raises ``InputError`` for a bidirectional configuration."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own attribute
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        if config.bidirectional:
+            raise InputError(
+                "a causal language model runs in one direction",
+                where="RecurrentConfig",
+                expected="bidirectional=False",
+                found=True,
+                hint="a bidirectional model sees the tokens that it is to predict",
+            )
+        super().__init__(config)
+        self.model = RecurrentModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = next_token_loss
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = cast(nn.Linear, new_embeddings)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [N, L, vocabulary] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
+
+        The ways in are those of :meth:`RecurrentModel.forward`; ``**batch.to_flattened()`` is the cheapest.
+        ``labels`` [N, L] are aligned with the rows: the state after a token predicts the next label of the same
+        sequence, so a sequence's first label counts nowhere, and neither does -100 or what lies in the padding.
+        ``shift_labels`` [N, L], where given, are taken as they stand. Raises ``InputError`` as the backbone does.
+        """
+        rows = input_ids if inputs_embeds is None else inputs_embeds
+        if rows is None:
+            raise InputError("a model needs input_ids or inputs_embeds", found="neither")
+        sequences = Sequences.read(
+            rows,
+            attention_mask=attention_mask,
+            input_lengths=input_lengths,
+            cu_seq_lens=cu_seq_lens_q,
+            position_ids=position_ids,
+        )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and labels is None and cu_seq_lens_q is None
+        outputs = self.model(
+            input_ids=None if input_ids is None or inputs_embeds is not None else sequences.flatten(input_ids)[None],
+            inputs_embeds=None if inputs_embeds is None else sequences.flatten(inputs_embeds)[None],
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            sequences=sequences,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits=logits,
+                labels=_flat_labels(labels, sequences, first=False),
+                shift_labels=_flat_labels(shift_labels, sequences, first=True),
+                vocab_size=logits.shape[-1],
+                **kwargs,
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=cast(Any, sequences.unflatten(logits[0])), past_key_values=outputs.past_key_values
+        )
+
+    # What generate() asks for.
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own state
+
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        is_first_iteration: bool | None = False,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            is_first_iteration=is_first_iteration,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        inputs.pop("position_ids", None)
+        if inputs.get("past_key_values") is not None and not is_first_iteration:
+            inputs.pop("attention_mask", None)
+        return inputs
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Transformers' ``ForCausalLMLoss``, except that float64 stays float64: the sum over labels that count, divided
+    by ``num_items_in_batch``, or their mean. Does not wait for the device.
+    """
+    counted = cast(Any, num_items_in_batch)
+    if logits.dtype != torch.float64:
+        return ForCausalLMLoss(logits, labels, vocab_size, counted, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(cast(Tensor, labels), (0, 1), value=ignore_index)[..., 1:]
+    logits, targets = logits.view(-1, vocab_size), shift_labels.reshape(-1)
+    return fixed_cross_entropy(logits, targets, counted, ignore_index, **kwargs)
+
+
+def _flat_labels(labels: Tensor | None, sequences: Sequences, *, first: bool) -> Tensor | None:
+    """Labels of the tokens alone, [1, T]; ``first``: whether a sequence's first label counts."""
+    if labels is None:
+        return None
+    if labels.shape != sequences.shape:
+        raise InputError(
+            "labels and input_ids disagree", expected=list(sequences.shape), found=f"shape {list(labels.shape)}"
+        )
+    flat = sequences.flatten(labels)
+    if not first:
+        flat = flat.index_fill(0, sequences.starts(flat.device), _IGNORED)
+    return flat[None]

@@ -1,0 +1,47 @@
+"""What a recurrent model is made of."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from ullage.errors import InputError
+from ullage.models.cells import cell_class
+
+
+class RecurrentConfig(PretrainedConfig):
+    """The configuration of every recurrent model of this library.
+
+    ``cell``: the name of a registered cell (lstm, gru, rnn_tanh, rnn_relu, or one's own). ``hidden_size``: of the
+    embeddings and of each direction. ``dropout``: on the output of every layer. ``residual``: each layer adds its
+    input to its output, where their sizes agree. ``layer_norm``: before every layer and after the last one. Raises
+    ``InputError`` for a cell that is not registered and for sizes that make no model.
+    """
+
+    model_type = "ullage_recurrent"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    cell: str = "lstm"
+    vocab_size: int = 384
+    hidden_size: int = 256
+    num_hidden_layers: int = 1
+    bidirectional: bool = False
+    dropout: float = 0.0
+    residual: bool = False
+    layer_norm: bool = False
+    initializer_range: float = 0.1
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        cell_class(self.cell)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be positive", expected=">= 1", found=getattr(self, name))
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError("dropout must be a probability", expected="0 <= dropout < 1", found=self.dropout)

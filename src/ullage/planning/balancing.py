@@ -1,0 +1,134 @@
+"""Bins of equal work: several first placements, the best of them improved, the bins dealt to microbatches and ranks.
+
+A placement is made in one pass: microbatches filled one after the other up to the cost of the giant they hold or a
+little above the mean of the rest, what is left placed heaviest first; or all items packed as full as they go. Which of
+them comes out best depends on how tight the capacity is and how heavy the giants are, and a pass is cheap, so all are
+tried and compared with the lower bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float64, int64, types
+
+from ullage.planning.compiled import kernel
+from ullage.planning.critical import deal, least_path, path_of
+from ullage.planning.improving import GOOD, improve
+from ullage.planning.ordering import ARRAY, falling_order
+from ullage.planning.packing import pack
+from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, heaviest_first, no_bins, put
+
+#: Rounds of improvement.
+_ROUNDS = 60
+#: Above this many items packing is all that is tried.
+_MANY = 32768
+
+
+@kernel(BINS(ITEMS, ROOM, int64))
+def _packed(items, room, count):
+    """All items packed as full as they go, into as many bins as that takes, but at least ``count``."""
+    n = len(items.slots)
+    order = falling_order(items.slots)
+    home = np.empty(n, np.int64)
+    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, count, home)
+    bins = no_bins(n, max(used, count))
+    for at in range(n):
+        put(items, bins, order[at], home[at])
+    return bins
+
+
+@kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64))
+def _fill(items, bins, room, ranks, most, margin):
+    """Places all items, or returns false: at most ``most`` microbatches filled in turn, the rest heaviest first."""
+    patience = 16 * (len(items.slots) + len(bins.load))
+    filled = fill_steps(items, bins, room, ranks, most, margin)
+    if heaviest_first(items, bins, room, filled * ranks, patience):
+        return True
+    return filled > 0 and heaviest_first(items, bins, room, 0, patience)
+
+
+@kernel(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64))
+def _fill_and_compare(items, room, ranks, microbatches, bound):
+    """The two best of several first placements, and the critical path of the best; infinite if none was found."""
+    n, count = len(items.slots), microbatches * ranks
+    first, second = no_bins(n, count), no_bins(n, count)
+    best, next_best = np.inf, np.inf
+    last = microbatches - 1
+    # How many microbatches are filled in turn, and the margin; packed at the end.
+    for most, margin in (
+        (last, -1),
+        (last, 80),
+        (last // 2, 0),
+        (last // 2, 80),
+        (last * 3 // 4, 0),
+        (last, 40),
+        (0, -1),
+        (-1, 0),
+    ):
+        if most >= 0:
+            bins = no_bins(n, count)
+            if not _fill(items, bins, room, ranks, most, margin):
+                continue
+        elif best < bound * 1.005:
+            continue
+        else:
+            bins = _packed(items, room, count)
+            if len(bins.load) > count:
+                continue
+        path = path_of(bins.load, falling_order(bins.load), ranks)
+        if path < best:
+            first, second = bins, first
+            best, next_best = path, best
+        elif best < path < next_best:
+            second, next_best = bins, path
+        if best <= bound * GOOD:
+            break
+    return first, second, best
+
+
+@kernel(types.Tuple((BINS, BINS, int64))(ITEMS, ROOM, int64, int64, int64, float64))
+def first_placements(items, room, ranks, microbatches, multiple, bound):
+    """Two first placements, the better one first, and the number of microbatches: the one given if a placement was
+    found for it, else more. The second may be empty: then no item has a home."""
+    n = len(items.slots)
+    if n > _MANY:
+        bins = _packed(items, room, microbatches * ranks)
+        unit = ranks * multiple
+        count = -(-len(bins.load) // unit) * unit
+        first = no_bins(n, count)
+        for i in range(n):
+            put(items, first, i, bins.home[i])
+        return first, no_bins(n, 0), count // ranks
+    first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
+    while path == np.inf:
+        microbatches += multiple
+        first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
+    return first, second, microbatches
+
+
+@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
+def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
+    """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
+    else the next multiple that is. ``budget``: operations to spend on improvement."""
+    order = falling_order(costs)
+    items = Items(slots[order], costs[order], counts[order])
+    room = Room(capacity, sequences)
+    n = len(order)
+    homes = np.empty(n, np.int64)
+    if n == 0:
+        return homes, microbatches
+    bound = least_path(items.slots, items.costs, capacity, ranks)
+    first, second, microbatches = first_placements(items, room, ranks, microbatches, multiple, bound)
+    path = path_of(first.load, falling_order(first.load), ranks)
+    if path > bound * GOOD:
+        half = budget // 2
+        budget = improve(items, first, room, ranks, bound, _ROUNDS, half) + half
+        if second.home[0] >= 0:
+            improve(items, second, room, ranks, bound, _ROUNDS, budget)
+            path = path_of(first.load, falling_order(first.load), ranks)
+            if path_of(second.load, falling_order(second.load), ranks) < path:
+                first = second
+    places = deal(first.load, ranks)
+    for i in range(n):
+        homes[order[i]] = places[first.home[i]]
+    return homes, microbatches

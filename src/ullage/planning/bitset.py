@@ -1,0 +1,116 @@
+"""A set of small integers that finds the next and the previous member in a few steps.
+
+Bits of a flat uint64 array in four levels: a bit of a level says whether the word of 64 below it is not empty, so a
+search climbs until it meets a word that is not empty and then descends. 16 million values take four levels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, int64, types, uint64
+
+from ullage.planning.compiled import kernel
+
+BITSET = types.Tuple((uint64[::1], int64[::1]))
+LEVELS = 4
+LIMIT = 64**LEVELS
+
+_ONE = np.uint64(1)
+_PAIRS, _FOURS, _EIGHTS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
+_BYTES = np.uint64(0x0101010101010101)
+
+
+@kernel(int64(uint64))
+def _count(word):
+    word = word - ((word >> _ONE) & _PAIRS)
+    word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
+    word = (word + (word >> np.uint64(4))) & _EIGHTS
+    return np.int64((word * _BYTES) >> np.uint64(56))
+
+
+@kernel(int64(uint64))
+def _lowest(word):
+    return _count((word & (~word + _ONE)) - _ONE)
+
+
+@kernel(int64(uint64))
+def _highest(word):
+    for shift in (1, 2, 4, 8, 16, 32):
+        word |= word >> np.uint64(shift)
+    return _count(word) - 1
+
+
+@kernel(BITSET(int64))
+def empty_set(limit):
+    """An empty set of integers in ``0..limit``."""
+    offsets = np.zeros(LEVELS + 1, np.int64)
+    size = limit + 1
+    for level in range(LEVELS):
+        size = (size + 63) >> 6
+        offsets[level + 1] = offsets[level] + size
+    return np.zeros(offsets[LEVELS], np.uint64), offsets
+
+
+@kernel(types.void(BITSET, int64))
+def add(members, value):
+    words, offsets = members
+    for level in range(LEVELS):
+        k = offsets[level] + (value >> 6)
+        before = words[k]
+        words[k] = before | (_ONE << np.uint64(value & 63))
+        if before:
+            return
+        value >>= 6
+
+
+@kernel(types.void(BITSET, int64))
+def remove(members, value):
+    words, offsets = members
+    for level in range(LEVELS):
+        k = offsets[level] + (value >> 6)
+        words[k] &= ~(_ONE << np.uint64(value & 63))
+        if words[k]:
+            return
+        value >>= 6
+
+
+@kernel(boolean(BITSET, int64))
+def contains(members, value):
+    words, _ = members
+    return (words[value >> 6] >> np.uint64(value & 63)) & _ONE != 0
+
+
+@kernel(int64(BITSET, int64))
+def next_member(members, value):
+    """The least member >= ``value`` >= 0, or −1."""
+    words, offsets = members
+    for level in range(LEVELS):
+        k = value >> 6
+        if k >= offsets[level + 1] - offsets[level]:
+            return -1
+        word = words[offsets[level] + k] >> np.uint64(value & 63)
+        if word:
+            value += _lowest(word)
+            for below in range(level - 1, -1, -1):
+                value = (value << 6) + _lowest(words[offsets[below] + value])
+            return value
+        value = k + 1
+    return -1
+
+
+@kernel(int64(BITSET, int64))
+def previous_member(members, value):
+    """The greatest member <= ``value``, or −1; ``value`` may be negative but not above the limit."""
+    words, offsets = members
+    for level in range(LEVELS):
+        if value < 0:
+            return -1
+        k = value >> 6
+        word = words[offsets[level] + k] << np.uint64(63 - (value & 63))
+        if word:
+            value -= 63 - _highest(word)
+            for below in range(level - 1, -1, -1):
+                value = (value << 6) + _highest(words[offsets[below] + value])
+            return value
+        value = k - 1
+    return -1

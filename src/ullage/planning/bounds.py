@@ -1,0 +1,105 @@
+"""Lower bounds that hold for every plan, so that a plan can say how far it is from the possible.
+
+Bins: Martello and Toth's L2 ("Lower bounds and reduction procedures for the bin packing problem", Discrete Applied
+Mathematics 28, 1990). For each threshold ``a`` up to half the capacity, items above ``capacity − a`` need a bin each,
+items above half the capacity need a bin each too, and what the latter leave free is all that items of size ``a`` and
+more can share. The plain ``ceil(Σ/capacity)`` is the case without big items and misleads where there are many.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ullage.layout import Int64
+
+if TYPE_CHECKING:
+    from ullage.planning.plan import Plan
+
+
+#: Sequences times bins beyond which nobody waits for a figure.
+_PATIENCE = 200_000_000
+
+
+class PathBound(NamedTuple):
+    """Least ratios to the mean rank that any plan of the same sequences can have."""
+
+    critical_path: float
+    rank_imbalance: float
+
+
+def bin_bound(slots: Int64, capacity: int) -> int:
+    """Bins of ``capacity`` that items of these sizes need at the least: the L2 bound. ``slots``: any order."""
+    rising = np.sort(slots)
+    cumulated = np.concatenate(([0], np.cumsum(rising)))
+    n = len(rising)
+    half = int(np.searchsorted(rising, capacity // 2, side="right"))
+    small = rising[:half]
+    first = np.flatnonzero(np.concatenate((small[:1] > 0, small[1:] > small[:-1])))
+    threshold = rising[first]
+    alone = n - np.searchsorted(rising, capacity - threshold, side="right")
+    paired = n - alone - half
+    pair_total = cumulated[n - alone] - cumulated[half]
+    shared = cumulated[half] - cumulated[first] - (paired * capacity - pair_total)
+    bound = alone + paired + np.maximum(0, -(-shared // capacity))
+    return int(max(bound.max(initial=0), n - half, -(-int(cumulated[-1]) // capacity)))
+
+
+def microbatches_for(bins: int, ranks: int, multiple: int) -> int:
+    """Microbatches a rank runs so that ``ranks`` of them offer this many bins, in multiples of ``multiple``."""
+    return -(-bins // (ranks * multiple)) * multiple
+
+
+def microbatch_bound(plan: Plan) -> int:
+    """Microbatches a rank needs at the least for the placed sequences of this plan."""
+    from ullage.planning.plan import slots_of
+
+    placed = plan.lengths[plan.order]
+    slots = slots_of(placed, plan.align)
+    if np.any(plan.degrees > 1):  # a bin shared by d ranks holds d times as much: only the sum is left
+        bins = -(-int(slots.sum()) // plan.capacity)
+    else:
+        bins = bin_bound(slots, plan.capacity)
+    if plan.max_sequences:
+        bins = max(bins, -(-len(placed) // plan.max_sequences))
+    return microbatches_for(max(bins, min(1, len(placed))), plan.ranks, plan.microbatch_multiple)
+
+
+def path_bound(plan: Plan) -> PathBound:
+    """Least critical path and rank imbalance, as ratios to the mean rank, of any plan of these sequences in as many
+    microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
+    from ullage.planning.critical import least_path
+    from ullage.planning.ordering import falling_order
+    from ullage.planning.plan import slots_of
+
+    costs = plan.costs[plan.order]
+    degree = int(plan.degrees.max(initial=1))
+    if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
+        return PathBound(1.0, 1.0)
+    order = falling_order(costs)
+    slots = slots_of(plan.lengths[plan.order][order], plan.align, degree)
+    hosts = plan.ranks // degree
+    fixed = plan.per_microbatch * plan.num_microbatches
+    ideal = int(costs.sum()) / plan.ranks + fixed
+    path = least_path(slots, costs[order], plan.capacity * degree, hosts) / degree + fixed
+    dearest = int(costs.max()) / degree + fixed
+    return PathBound(max(1.0, path / ideal), max(1.0, dearest / ideal))
+
+
+def mixed_path(plan: Plan) -> float:
+    """The critical path, as a ratio to the mean rank, that list scheduling reaches if each sequence may have a degree
+    of its own inside one microbatch; infinite if degrees are all alike, or if finding out would take long."""
+    from ullage.planning.context import list_schedule
+    from ullage.planning.plan import slots_of
+
+    n, bins = len(plan.order), plan.degrees.size
+    if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
+        return float("inf")
+    lengths, costs = plan.lengths[plan.order], plan.costs[plan.order]
+    degrees = [1 << e for e in range(plan.ranks.bit_length())]
+    slots = np.array([slots_of(lengths, plan.align, degree) for degree in degrees])
+    work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
+    path = list_schedule(slots, work, plan.capacity, plan.ranks, plan.num_microbatches)
+    fixed = plan.per_microbatch * plan.num_microbatches
+    return (path + fixed) / (int(costs.sum()) / plan.ranks + fixed) if path >= 0 and costs.any() else float("inf")

@@ -1,0 +1,193 @@
+"""What a sequence costs, so that equal work and not equal token counts is balanced.
+
+A transformer's work on one sequence of ``L`` tokens is ``linear·L + quadratic·L²``: projections and MLP see tokens,
+attention sees pairs of tokens. Both sums are additive over sequences, so a batch is described by Σlength and
+Σlength² alone, whatever way it is packed. The linear term counts in the same unit as the quadratic one, so the
+default ``24576·L + L²`` is a 7B transformer of hidden size 4096 up to a factor.
+
+A cost model is any callable on an int64 array of lengths that returns one number a sequence. Costs are scaled by a
+power of two where they would not fit, and rounded to int64 before anything is compared, so that every machine sees
+the same numbers and makes the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ullage.errors import InputError
+from ullage.layout import Int64
+
+Cost = Callable[[Int64], Any]
+
+
+#: Sums of costs stay below this, so that no int64 comparison overflows.
+_TOTAL_LIMIT = 2.0**60
+#: Costs that are not integers are scaled up until the dearest has about this many bits.
+_RESOLUTION_BITS = 40
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """Cost of a sequence of ``L`` tokens: ``linear·L + quadratic·L²``, in any unit.
+
+    ``per_microbatch``: what every microbatch costs besides its sequences. ``communication``: what a token costs to be
+    sent once around its context-parallel ranks; at degree ``d`` a sequence costs each of them
+    ``cost/d + communication·L·(d − 1)/d``. Raises ``InputError`` for numbers that are negative or not finite.
+    """
+
+    linear: float = 24576
+    quadratic: float = 1
+    per_microbatch: float = 0
+    communication: float = 0
+
+    def __post_init__(self) -> None:
+        _refuse_bad_numbers(self, ("linear", "quadratic", "per_microbatch", "communication"))
+
+    def __call__(self, lengths: Int64) -> npt.NDArray[np.float64]:
+        length = np.asarray(lengths, np.float64)
+        return length * (self.linear + self.quadratic * length)
+
+    def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        """Work of a batch, in the unit of the terms: ``linear·Σlength + quadratic·Σlength²``, exact for integer
+        terms."""
+        return self.linear * int(num_tokens) + self.quadratic * int(sum_squared_lengths)
+
+    @classmethod
+    def from_config(cls, config: Any, *, per_microbatch: float = 0, communication: float = 0) -> TransformerCost:
+        """The FLOPs of one forward pass of a Hugging Face model, two for each multiplication of its matrices.
+
+        ``config``: a ``transformers`` config of a decoder or encoder with dense MLPs, or a mapping with its fields; the
+        output layer counts. Attention is counted without using causality, as the math implementation runs it, so that
+        ``flops`` equals what torch's ``FlopCounterMode`` counts. Training takes three times as many. Raises
+        ``InputError`` for a config that lacks a field or whose MLP has experts.
+        """
+        return cls(*_forward_terms(config), per_microbatch, communication)
+
+
+@dataclass(frozen=True)
+class RecurrentCost:
+    """Cost of recurrence, where all rows of a batch take a time step together: each step costs ``step``, however many
+    rows are in it, and ``row`` for each of them, in any unit.
+
+    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs, so a sequence of ``L`` tokens
+    is charged ``L·(row + step/rows)``, where ``rows`` is how many sequences usually share a time step. Raises
+    ``InputError`` for numbers that are negative or not finite.
+    """
+
+    step: float = 0
+    row: float = 1
+    rows: float = 8
+    per_microbatch: float = 0
+
+    def __post_init__(self) -> None:
+        _refuse_bad_numbers(self, ("step", "row", "rows", "per_microbatch"))
+        if self.rows < 1:
+            raise InputError("rows must be at least one", expected=">= 1", found=self.rows)
+
+    def __call__(self, lengths: Int64) -> npt.NDArray[np.float64]:
+        return np.asarray(lengths, np.float64) * (self.row + self.step / self.rows)
+
+    def batch(self, lengths: Int64) -> float:
+        """What sequences of these lengths cost when they run together."""
+        lengths = np.asarray(lengths, np.int64)
+        return self.step * int(lengths.max(initial=0)) + self.row * int(lengths.sum())
+
+
+def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(model, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value < np.inf:
+            raise InputError(f"a cost's {name} must be a finite number", expected=">= 0", found=repr(value))
+
+
+#: Models whose MLP multiplies a gate in, three matrices and not two, though their activation is not SiLU.
+_GATED = frozenset(["gemma", "gemma2", "gemma3_text", "t5gemma", "glm", "olmo_hybrid"])
+#: Models of experts alike: each token goes through the same number of them.
+_EXPERTS = frozenset(["mixtral", "qwen3_moe", "olmoe"])
+
+
+def _forward_terms(config: Any) -> tuple[int, int]:
+    """FLOPs a token and FLOPs a pair of tokens."""
+
+    def field(*names: str, default: Any = None) -> Any:
+        for name in names:
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+            if value is not None:
+                return value
+        if default is None:
+            raise InputError("a model config lacks a field", expected=" or ".join(names))
+        return default
+
+    kind = field("model_type", default="")
+    hidden, layers = field("hidden_size", "n_embd", "d_model"), field("num_hidden_layers", "n_layer", "num_layers")
+    heads = field("num_attention_heads", "n_head", "num_heads")
+    head = field("head_dim", default=hidden // heads)
+    keys = field("num_key_value_heads", default=heads)
+    inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    gated = kind in _GATED or field("hidden_act", "activation_function", default="") in ("silu", "swish")
+    matrices = (3 if gated else 2) * hidden
+    experts = field("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    if experts > 1 and (
+        kind not in _EXPERTS or field("mlp_only_layers", default=()) or field("decoder_sparse_step", default=1) > 1
+    ):
+        raise InputError(
+            "no formula for the FLOPs of this mixture of experts",
+            found=kind,
+            hint="give TransformerCost(linear=..., quadratic=...) instead",
+        )
+    if experts > 1:
+        inner = field("moe_intermediate_size", default=inner)
+        mlp = field("num_experts_per_tok") * matrices * inner + hidden * experts
+    else:
+        mlp = matrices * inner
+    projections = 2 * hidden * heads * head + 2 * hidden * keys * head
+    linear = 2 * (layers * (projections + mlp) + hidden * field("vocab_size"))
+    return linear, 4 * layers * heads * head
+
+
+def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
+    """The int64 cost of each sequence, and per-microbatch and communication costs in the same unit.
+
+    Raises ``InputError`` for a cost that is negative, not a number, or not one number a sequence.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        raw = np.asarray(cost(lengths))
+    if raw.shape != lengths.shape:
+        raise InputError(
+            "the cost model must return one number a sequence",
+            expected=f"shape {list(lengths.shape)}",
+            found=f"shape {list(raw.shape)}",
+        )
+    if raw.dtype.kind not in "iuf":
+        raise InputError("the cost model must return numbers", found=f"dtype {raw.dtype}")
+    real = raw.astype(np.float64)
+    bad = np.flatnonzero(~(np.isfinite(real) & (real >= 0)))
+    if len(bad):
+        i = int(bad[0])
+        raise InputError(
+            "a cost must be a finite number",
+            where=f"sequence {i} of length {lengths[i]}",
+            expected=">= 0",
+            found=real[i],
+        )
+    extra = [float(getattr(cost, name, 0)) for name in ("per_microbatch", "communication")]
+    scale = _scale(real)
+    return np.rint(real * scale).astype(np.int64), round(extra[0] * scale), round(extra[1] * scale)
+
+
+def _scale(costs: npt.NDArray[np.float64]) -> float:
+    """A power of two: 1 for integers that fit."""
+    total, dearest = float(costs.sum()), float(costs.max(initial=0.0))
+    if dearest == 0:
+        return 1.0
+    if total >= _TOTAL_LIMIT:
+        return 2.0 ** -int(np.ceil(np.log2(total / _TOTAL_LIMIT)) + 1)
+    if np.array_equal(costs, np.rint(costs)):
+        return 1.0
+    room = int(np.floor(np.log2(_TOTAL_LIMIT / total)))
+    return 2.0 ** min(max(0, _RESOLUTION_BITS - int(np.ceil(np.log2(dearest)))), room)

@@ -1,0 +1,119 @@
+"""Improvement: pairs of bins divide their items anew until each microbatch is level.
+
+Each round sorts the bins by cost and cuts them into microbatches, gives every microbatch a *goal* (what its bins should
+cost), and pairs the bin that is farthest above its goal with the one farthest below, the second with the second, and so
+on; a pair divides its items so that both end as close to their goals as the capacity allows. In the first rounds all
+microbatches have one goal, the level at which the least critical path lies, except those that hold an item dearer than
+that: their goal is the item's cost. Later rounds aim at each microbatch's own mean, and shift the pairing.
+
+Source: pairwise differencing, Karmarkar and Karp, "The differencing method of set partitioning", Berkeley 1982, with
+the capacity as a constraint.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float64, int64, void
+
+from ullage.planning.compiled import kernel
+from ullage.planning.critical import path_of
+from ullage.planning.dividing import divide, link
+from ullage.planning.ordering import ARRAY, falling_order
+from ullage.planning.placing import BINS, ITEMS, ROOM
+
+#: A critical path this close to its bound is good enough.
+GOOD = 1.0002
+#: Rounds without any improvement before it stops.
+_IDLE = 8
+
+
+@kernel(void(ITEMS, BINS, ARRAY, ARRAY, int64, float64, boolean, ARRAY))
+def _set_goals(items, bins, head, order, ranks, path, level, goals):
+    """The cost that each bin should have, so that the critical path becomes ``path``.
+
+    Groups that hold an item dearer than the others' level get its cost as their goal. The others get that level, or
+    their own mean shifted so that the means add up to what ``path`` leaves for them.
+    """
+    microbatches = len(order) // ranks
+    locked, left = 0, path
+    dearest = np.zeros(microbatches, np.int64)
+    for at in range(len(order)):
+        if head[order[at]] >= 0:
+            dearest[at // ranks] = max(dearest[at // ranks], items.costs[head[order[at]]])
+    while locked < microbatches - 1 and dearest[locked] * (microbatches - locked) > left:
+        left -= dearest[locked]
+        locked += 1
+    share = left / (microbatches - locked)
+    total = 0.0
+    for at in range(locked * ranks, len(order)):
+        total += bins.load[order[at]]
+    mean_all = total / (len(order) - locked * ranks)
+    for microbatch in range(microbatches):
+        goal = share
+        if microbatch < locked:
+            goal = float(dearest[microbatch])
+        elif not level:
+            mean = 0.0
+            for at in range(microbatch * ranks, (microbatch + 1) * ranks):
+                mean += bins.load[order[at]]
+            goal = mean / ranks + share - mean_all
+        for at in range(microbatch * ranks, (microbatch + 1) * ranks):
+            goals[order[at]] = np.int64(goal)
+
+
+@kernel(void(ITEMS, BINS))
+def _weigh(items, bins):
+    bins.load[:] = 0
+    bins.held[:] = 0
+    bins.crowd[:] = 0
+    for i in range(len(bins.home)):
+        k = bins.home[i]
+        bins.load[k] += items.costs[i]
+        bins.held[k] += items.slots[i]
+        bins.crowd[k] += items.counts[i]
+
+
+@kernel(int64(ITEMS, BINS, ROOM, int64, float64, int64, int64))
+def improve(items, bins, room, ranks, bound, rounds, budget):
+    """Rounds of pairwise division until the critical path is within ``GOOD`` of ``bound``, nothing changes any more,
+    or ``rounds`` or the ``budget`` of operations is spent. Leaves the best bins seen and returns the budget left."""
+    n, count = len(items.costs), len(bins.load)
+    head, following = np.empty(count, np.int64), np.empty(n, np.int64)
+    ours, theirs = np.empty(n, np.int64), np.empty(n, np.int64)
+    goals, deviation = np.empty(count, np.int64), np.empty(count, np.int64)
+    link(items, bins, head, following)
+    best_home = bins.home.copy()
+    best = np.inf
+    idle = 0
+    for turn in range(rounds):
+        order = falling_order(bins.load)
+        path = path_of(bins.load, order, ranks)
+        if path < best * (1 - 1e-5):
+            idle = 0
+        if path < best:
+            best = path
+            best_home[:] = bins.home
+        if best <= bound * GOOD or budget < 0:
+            break
+        _set_goals(items, bins, head, order, ranks, bound, turn < 4, goals)
+        least = 0
+        for k in range(count):
+            deviation[k] = bins.load[k] - goals[k]
+            least = min(least, deviation[k])
+        by_deviation = falling_order(deviation - least)
+        shift = max(0, turn - 4) % 7
+        for at in range(count // 2):
+            a = by_deviation[at]
+            b = by_deviation[count - 1 - (at + shift) % (count - count // 2)]
+            if deviation[a] - deviation[b] <= goals[a] * 0.0002:
+                break
+            wish = (bins.load[a] + bins.load[b] + goals[a] - goals[b]) // 2
+            spent = divide(items, bins, room, head, following, a, b, wish, ours, theirs)
+            budget -= abs(spent)
+        budget -= 8 * count
+        idle += 1
+        if idle > _IDLE:
+            break
+    bins.home[:] = best_home
+    _weigh(items, bins)
+    return budget

@@ -1,0 +1,61 @@
+"""Stable sorts and compressed rows in linear time: least-significant-digit radix and counting sort.
+
+numpy's stable sort of int64 compares; these count, which is several times faster at a million items and always the
+same on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, types
+
+from ullage.planning.compiled import kernel
+
+ARRAY = int64[::1]
+
+_DIGIT = 11
+
+
+@kernel(ARRAY(ARRAY))
+def falling_order(keys):
+    """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
+    n = len(keys)
+    highest = 0
+    for i in range(n):
+        highest = max(highest, keys[i])
+    order = np.arange(n)
+    spare = np.empty(n, np.int64)
+    digit = 8 if n < 1024 else _DIGIT
+    mask = (1 << digit) - 1
+    shift = 0
+    while highest >> shift:
+        starts = np.zeros(mask + 2, np.int64)
+        for i in range(n):
+            starts[mask - ((keys[i] >> shift) & mask) + 1] += 1
+        for d in range(mask + 1):
+            starts[d + 1] += starts[d]
+        for j in range(n):
+            i = order[j]
+            d = mask - ((keys[i] >> shift) & mask)
+            spare[starts[d]] = i
+            starts[d] += 1
+        order, spare = spare, order
+        shift += digit
+    return order
+
+
+@kernel(types.UniTuple(ARRAY, 2)(ARRAY, int64))
+def rows(bins, count):
+    """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
+    offsets = np.zeros(count + 1, np.int64)
+    for i in range(len(bins)):
+        offsets[bins[i] + 1] += 1
+    for k in range(count):
+        offsets[k + 1] += offsets[k]
+    following = offsets[:-1].copy()
+    order = np.empty(len(bins), np.int64)
+    for i in range(len(bins)):
+        k = bins[i]
+        order[following[k]] = i
+        following[k] += 1
+    return order, offsets

@@ -1,0 +1,183 @@
+"""First placements: heaviest item first to the lightest bin, and steps filled up to the cost of the giant they hold.
+
+Items are sorted by falling cost, and an item is its place in that order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import boolean, int64, types, void
+
+from ullage.layout import Int64
+from ullage.planning.compiled import kernel
+from ullage.planning.ordering import ARRAY
+
+NOWHERE = -1
+
+
+class Items(NamedTuple):
+    """Slots, cost and sequences of each item [n], sorted by falling cost."""
+
+    slots: Int64
+    costs: Int64
+    counts: Int64
+
+
+class Bins(NamedTuple):
+    """``home`` [n]: the bin of each item, or ``NOWHERE``; ``load``, ``held``, ``crowd`` [bins]: cost, slots and
+    sequences
+    of each bin, kept up to date by whoever moves an item."""
+
+    home: Int64
+    load: Int64
+    held: Int64
+    crowd: Int64
+
+
+class Room(NamedTuple):
+    """What a bin holds at the most: slots and sequences."""
+
+    capacity: int
+    sequences: int
+
+
+ITEMS = types.NamedUniTuple(ARRAY, 3, Items)
+BINS = types.NamedUniTuple(ARRAY, 4, Bins)
+ROOM = types.NamedUniTuple(int64, 2, Room)
+
+
+@kernel(BINS(int64, int64))
+def no_bins(n, count):
+    """Empty bins, and ``n`` items that are nowhere."""
+    zeros = np.zeros((3, count), np.int64)
+    return Bins(np.full(n, NOWHERE), zeros[0], zeros[1], zeros[2])
+
+
+@kernel(void(ITEMS, BINS, int64, int64))
+def put(items, bins, i, k):
+    """Places item ``i``, which is nowhere, into bin ``k``."""
+    bins.home[i] = k
+    bins.load[k] += items.costs[i]
+    bins.held[k] += items.slots[i]
+    bins.crowd[k] += items.counts[i]
+
+
+@kernel(void(ARRAY, ARRAY, int64, int64, int64))
+def _sink(heap, load, size, at, last):
+    """Moves ``last`` down from ``at`` in a heap of bins, the lightest first, ties by bin."""
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size:
+            one, two = heap[child], heap[child + 1]
+            if load[two] < load[one] or (load[two] == load[one] and two < one):
+                child += 1
+        k = heap[child]
+        if load[last] < load[k] or (load[last] == load[k] and last < k):
+            break
+        heap[at] = k
+        at = child
+    heap[at] = last
+
+
+@kernel(boolean(ITEMS, BINS, ROOM, int64, int64))
+def heaviest_first(items, bins, room, begin, patience):
+    """Places each item that is nowhere into the lightest bin from ``begin`` on that has room for it.
+
+    False if an item found none, or if ``patience`` bins were looked at beyond the lightest.
+    """
+    load, held, crowd = bins.load, bins.held, bins.crowd
+    size = len(load) - begin
+    heap = np.arange(begin, len(load))
+    for at in range(size // 2 - 1, -1, -1):
+        _sink(heap, load, size, at, heap[at])
+    least = items.slots.min() if len(items.slots) else 0
+    for i in range(len(items.slots)):
+        if bins.home[i] != NOWHERE:
+            continue
+        while size and (held[heap[0]] + least > room.capacity or crowd[heap[0]] >= room.sequences):
+            size -= 1
+            if size:
+                _sink(heap, load, size, 0, heap[size])
+        at, best = -1, NOWHERE
+        slots_left, crowd_left = room.capacity - items.slots[i], room.sequences - items.counts[i]
+        for q in range(size):
+            k = heap[q]
+            fits = held[k] <= slots_left and crowd[k] <= crowd_left
+            if fits and (best == NOWHERE or load[k] < load[best] or (load[k] == load[best] and k < best)):
+                at, best = q, k
+                if q == 0:
+                    break
+        if at > 0:
+            patience -= size
+        if best == NOWHERE or patience < 0:
+            return False
+        put(items, bins, i, best)
+        _sink(heap, load, size, at, best)
+    return True
+
+
+@kernel(int64(ARRAY, int64))
+def _unplaced(following, at):
+    """The first item at or after ``at`` that follows itself, with the path halved on the way."""
+    while following[at] != at:
+        following[at] = following[following[at]]
+        at = following[at]
+    return at
+
+
+@kernel(int64(ARRAY, int64))
+def _first_within(falling, most):
+    """Where falling numbers begin to be at most ``most``."""
+    low, high = 0, len(falling)
+    while low < high:
+        middle = (low + high) // 2
+        if falling[middle] <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel(int64(ITEMS, BINS, ROOM, int64, int64, int64))
+def fill_steps(items, bins, room, ranks, most, margin):
+    """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
+
+    The goal is the cost of the dearest item left, or what a bin of the rest carries on average and ``margin``
+    thousandths more if that is dearer; a negative margin stops where it is. Each bin in turn takes the dearest items
+    left that fit both the goal and the capacity. Returns how many microbatches it filled.
+    """
+    slots, costs = items.slots, items.costs
+    n, microbatches = len(slots), len(bins.load) // ranks
+    rest = costs.sum()
+    following = np.arange(n + 1)
+    filled = 0
+    while filled < most and filled < microbatches - 1:
+        lead = _unplaced(following, 0)
+        if lead == n:
+            break
+        mean = rest // ((microbatches - filled) * ranks)
+        goal = costs[lead]
+        if goal <= mean + mean // 100:
+            if margin < 0:
+                break
+            goal = max(goal, mean + mean * margin // 1000)
+        for k in range(filled * ranks, (filled + 1) * ranks):
+            at = 0
+            while at < n:
+                at = max(at, _first_within(costs, goal - bins.load[k]))
+                at = max(at, _first_within(slots, room.capacity - bins.held[k]))
+                at = _unplaced(following, at)
+                if at == n or bins.crowd[k] + items.counts[at] > room.sequences:
+                    break
+                # Slots need not fall as costs do, so that the item may be too large all the same.
+                if bins.held[k] + slots[at] <= room.capacity:
+                    put(items, bins, at, k)
+                    rest -= costs[at]
+                    following[at] = at + 1
+                at += 1
+        filled += 1
+    return filled

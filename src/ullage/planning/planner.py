@@ -1,0 +1,213 @@
+"""``plan(...)``: checks what it was given, turns sequences into items, lets a strategy place them, and makes the plan.
+
+Pure: no process group, no device, no randomness. Every rank that calls it with the same lengths gets the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ullage.errors import InputError
+from ullage.layout import Int64, Integers, as_lengths
+from ullage.planning import request
+from ullage.planning.cost import Cost, TransformerCost, integer_costs
+from ullage.planning.plan import Plan, slot_multiple, slots_of
+from ullage.planning.problem import Assignment, Problem, Strategy
+from ullage.planning.strategies import ALIASES, PREASSIGNED, find_strategy
+
+_NO_LIMIT = 1 << 62
+
+
+def plan(
+    lengths: Integers,
+    *,
+    ranks: int,
+    capacity: int,
+    cost: Cost | None = None,
+    strategy: str = "balanced",
+    sync: str = "microbatch",
+    context_parallel: int | str = 1,
+    microbatch_multiple: int = 1,
+    align: int = 1,
+    max_sequences: int | None = None,
+    keep_together: Integers | Sequence[Integers] | None = None,
+    assignment: Sequence[Any] | None = None,
+    oversize: str = "error",
+) -> Plan:
+    """Gives each sequence a microbatch and a rank, or several ranks.
+
+    ``lengths`` [n]: tokens of each sequence of the global batch. ``ranks``: how many ranks hold data. ``capacity``:
+    slots (lengths rounded up to ``align``) a rank holds in one microbatch; never exceeded. ``cost``: ``None`` is
+    ``TransformerCost()``, or any callable on an array of lengths. ``strategy``: one of
+    :func:`ullage.planning.strategies.names`. ``sync``: ``"microbatch"`` where ranks wait for one another in every
+    microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``:
+    consecutive ranks that share every microbatch, or ``"auto"``: 1, 2, 4, ... as each microbatch needs.
+    ``microbatch_multiple``: the number of microbatches is a multiple of it (virtual pipelines). ``max_sequences``:
+    sequences of a microbatch. ``keep_together``: one number a sequence, equal numbers >= 0 sharing a microbatch; or
+    lists of ids that do. ``assignment``, for ``"preassigned"``: the ids of each microbatch and rank. ``oversize``:
+    what becomes of a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
+
+    Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
+
+    >>> plan([5, 3, 4, 4], ranks=2, capacity=8).members(0, 1).tolist()
+    [2, 3]
+    """
+    given = as_lengths(lengths)
+    name = ALIASES.get(strategy, strategy)
+    if strategy == "default_dynamic_cp" and context_parallel == 1:
+        context_parallel = "auto"
+    shape = _Shape(
+        ranks=request.as_positive(ranks, "ranks"),
+        capacity=request.as_positive(capacity, "capacity"),
+        align=request.as_positive(align, "align"),
+        multiple=request.as_positive(microbatch_multiple, "microbatch_multiple"),
+        sequences=0 if max_sequences is None else request.as_positive(max_sequences, "max_sequences"),
+        sync=request.one_of(sync, "sync", ("microbatch", "step")),
+        degree=request.largest_degree(context_parallel, int(ranks)),
+        auto=context_parallel == "auto",
+    )
+    request.one_of(oversize, "oversize", ("error", "truncate", "drop"))
+    place = None if name == PREASSIGNED else find_strategy(name)
+    _refuse_contradictions(name, shape.auto, keep_together, assignment)
+    kept, placed = request.fit(given, shape.longest(), shape.align, oversize)
+    costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept)
+    if place is None:
+        order, offsets, microbatches = request.preassigned(assignment, shape.hosts, shape.multiple, len(given), placed)
+        degrees = None
+    else:
+        order, offsets, microbatches, degrees = _place(place, shape, kept, costs, communication, placed, keep_together)
+    made = Plan(
+        order=order,
+        offsets=shape.spread(offsets),
+        degrees=np.full((microbatches, shape.ranks), shape.least_degree) if degrees is None else degrees,
+        lengths=kept,
+        original_lengths=given,
+        costs=costs,
+        ranks=shape.ranks,
+        capacity=shape.capacity,
+        align=shape.align,
+        max_sequences=shape.sequences,
+        microbatch_multiple=shape.multiple,
+        per_microbatch=per_microbatch,
+        communication=communication,
+        sync=sync,
+        strategy=name,
+    )
+    if name not in ("balanced", "next_fit"):  # others' answers are not taken on trust
+        problems = made.check()
+        if problems:
+            raise InputError(f"strategy {name!r} gave an unsound plan: {problems[0]}", hint=f"{len(problems)} in all")
+    return made
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes of a request. With a fixed degree, ``hosts`` blocks of ranks stand for ranks."""
+
+    ranks: int
+    capacity: int
+    align: int
+    multiple: int
+    sequences: int
+    sync: str
+    degree: int
+    auto: bool
+
+    @property
+    def least_degree(self) -> int:
+        return 1 if self.auto else self.degree
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.least_degree
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some number of ranks can hold."""
+        most = 0
+        degree = self.least_degree
+        while degree <= self.degree:
+            multiple = slot_multiple(self.align, degree)
+            most = max(most, self.capacity * degree // multiple * multiple)
+            degree *= 2
+        return most
+
+    def degrees(self) -> list[int]:
+        return [1 << e for e in range(self.degree.bit_length())] if self.auto else [self.degree]
+
+    def spread(self, offsets: Int64) -> Int64:
+        """Offsets of blocks of ranks as offsets of ranks: all members stand at a block's first rank."""
+        if self.least_degree == 1:
+            return offsets
+        return np.concatenate((offsets[:1], np.repeat(offsets[1:], self.least_degree)))
+
+
+def _refuse_contradictions(name: str, auto: bool, keep_together: Any, assignment: Any) -> None:
+    if auto and name in (PREASSIGNED, "next_fit"):
+        raise InputError(
+            f"strategy {name!r} gives every sequence one degree", hint='context_parallel="auto" needs "balanced"'
+        )
+    if assignment is not None and name != PREASSIGNED:
+        raise InputError(
+            "an assignment is given to a strategy that makes its own",
+            expected='strategy "preassigned"',
+            found=repr(name),
+        )
+    if keep_together is not None and name == PREASSIGNED:
+        raise InputError("keep_together says nothing where the assignment is given", hint="leave one of them out")
+
+
+def _place(
+    place: Strategy, shape: _Shape, kept: Int64, costs: Int64, communication: int, placed: Int64, keep_together: Any
+) -> tuple[Int64, Int64, int, Int64 | None]:
+    """Ids bin by bin, where bins start, the number of microbatches, and the degrees if the strategy chose them."""
+    from ullage.planning.ordering import rows
+
+    lengths, costs = kept[placed], costs[placed]
+    item = None if keep_together is None else request.groups(keep_together, len(kept), placed)
+    count = len(lengths) if item is None else int(item.max(initial=-1)) + 1
+    slots = [_sums(slots_of(lengths, shape.align, degree), item, count) for degree in shape.degrees()]
+    work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees()]
+    counts = _sums(np.ones(len(lengths), np.int64), item, count)
+    limit = shape.sequences or _NO_LIMIT
+    problem = Problem(
+        slots=slots[0],
+        costs=work[0],
+        counts=counts,
+        ranks=shape.hosts,
+        capacity=shape.capacity * shape.least_degree,
+        max_sequences=limit,
+        microbatch_multiple=shape.multiple,
+        sync=shape.sync,
+        shared_slots=np.array(slots) if shape.auto else None,
+        shared_costs=np.array(work) if shape.auto else None,
+    )
+    if item is not None:
+        fits = np.min([s // d for s, d in zip(slots, shape.degrees())], axis=0) if shape.auto else slots[0]
+        request.refuse_large_groups(fits, counts, item, placed, problem.capacity, limit)
+    answer = _sound(place(problem), problem)
+    bins = answer.bins if item is None else answer.bins[item]
+    order, offsets = rows(bins, answer.num_microbatches * problem.ranks)
+    return placed[order], offsets, answer.num_microbatches, answer.degrees
+
+
+def _sums(values: Int64, item: Int64 | None, count: int) -> Int64:
+    if item is None:
+        return values
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, item, values)
+    return sums
+
+
+def _sound(answer: Assignment, problem: Problem) -> Assignment:
+    """``answer`` if every item has a bin that is there. Raises ``InputError``."""
+    bins = np.ascontiguousarray(answer.bins, np.int64)
+    last = answer.num_microbatches * problem.ranks - 1
+    if bins.shape != (problem.num_items,) or bins.min(initial=0) < 0 or bins.max(initial=-1) > last:
+        raise InputError(
+            "a strategy must give each item a bin", expected=f"{problem.num_items} numbers from 0 to {last}"
+        )
+    return Assignment(bins, answer.num_microbatches, answer.degrees)

@@ -1,0 +1,172 @@
+"""What ``plan(...)`` was asked, checked before any work: each argument that cannot be met is one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ullage.errors import InputError
+from ullage.layout import Int64, as_lengths
+
+
+def as_positive(value: Any, name: str) -> int:
+    """``value`` as an int >= 1. Raises ``InputError``."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+    if not whole or value < 1:
+        raise InputError(f"{name} must be an integer", expected=">= 1", found=repr(value))
+    return int(value)
+
+
+def one_of(value: Any, name: str, allowed: tuple[str, ...]) -> str:
+    """``value`` if it is allowed. Raises ``InputError``."""
+    if value not in allowed:
+        raise InputError(f"no such {name}", expected=" or ".join(map(repr, allowed)), found=repr(value))
+    return value
+
+
+def largest_degree(context_parallel: Any, ranks: int) -> int:
+    """The most ranks a sequence may be given: ``"auto"`` is the greatest power of two up to ``ranks``."""
+    if context_parallel == "auto":
+        return 1 << (ranks.bit_length() - 1)
+    if isinstance(context_parallel, str):
+        raise InputError("no such context_parallel", expected="'auto' or a degree", found=repr(context_parallel))
+    degree = as_positive(context_parallel, "context_parallel")
+    if ranks % degree:
+        raise InputError("context_parallel must divide the ranks", expected=f"a divisor of {ranks}", found=degree)
+    return degree
+
+
+def refuse_oversize(given: Int64, most: int, align: int) -> None:
+    """Raises ``InputError`` for the first of ``given`` that is above ``most`` tokens."""
+    large = np.flatnonzero(given > most)
+    if len(large):
+        i = int(large[0])
+        raise InputError(
+            "a sequence does not fit into a microbatch",
+            where=f"sequence {i}" + (f" and {len(large) - 1} more" if len(large) > 1 else ""),
+            expected=f"at most the capacity of {most} tokens" + (f" at align {align}" if align > 1 else ""),
+            found=int(given[i]),
+            hint="raise the capacity, or truncate or drop what is longer",
+        )
+
+
+def fit(given: Int64, most: int, align: int, oversize: str) -> tuple[Int64, Int64]:
+    """Tokens kept of each sequence, at most ``most``, and the ids that are placed."""
+    if oversize == "error" or most == 0:
+        refuse_oversize(given, most, align)
+    large = np.flatnonzero(given > most)
+    ids = np.arange(len(given))
+    if not len(large):
+        return given, ids
+    kept = given.copy()
+    kept[large] = most if oversize == "truncate" else 0
+    return kept, ids if oversize == "truncate" else np.delete(ids, large)
+
+
+def groups(keep_together: Any, n: int, placed: Int64) -> Int64:
+    """The item of each placed sequence, int64, items numbered by their first sequence.
+
+    ``keep_together``: one number a sequence, equal numbers >= 0 staying together; or lists of ids that stay together.
+    """
+    numbers = _group_numbers(keep_together, n)[placed]
+    alone = numbers < 0
+    numbers[alone] = numbers.max(initial=-1) + 1 + np.arange(np.count_nonzero(alone))
+    _, first, item = np.unique(numbers, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return rank[item.reshape(-1)]
+
+
+def _group_numbers(keep_together: Any, n: int) -> Int64:
+    if isinstance(keep_together, np.ndarray) or not any(
+        isinstance(part, (Sequence, np.ndarray)) for part in keep_together
+    ):
+        numbers = np.asarray(keep_together)
+        if numbers.shape != (n,) or (n and numbers.dtype.kind not in "iu"):
+            raise InputError(
+                "keep_together must be one integer a sequence, or lists of ids",
+                expected=f"{n} integers",
+                found=f"shape {list(numbers.shape)} of {numbers.dtype}",
+            )
+        return numbers.astype(np.int64)
+    numbers = np.full(n, -1, np.int64)
+    for number, part in enumerate(keep_together):
+        ids = as_lengths(part, "keep_together")
+        for i in ids.tolist():
+            if i >= n or numbers[i] >= 0:
+                what = "names a sequence that is not there" if i >= n else "names a sequence twice"
+                raise InputError(f"keep_together {what}", where=f"group {number}", found=i)
+            numbers[i] = number
+    return numbers
+
+
+def refuse_large_groups(slots: Int64, counts: Int64, item: Int64, placed: Int64, most: int, sequences: int) -> None:
+    """Raises ``InputError`` for the first group that no microbatch can hold."""
+    for values, limit, unit in ((slots, most, "slots"), (counts, sequences, "sequences")):
+        large = np.flatnonzero(values > limit)
+        if len(large):
+            ids = placed[item == large[0]]
+            shown = ", ".join(map(str, ids[:8].tolist())) + (", ..." if len(ids) > 8 else "")
+            raise InputError(
+                "a group to keep together does not fit into a microbatch",
+                where=f"sequences {shown}",
+                expected=f"at most {limit} {unit}",
+                found=int(values[large[0]]),
+            )
+
+
+def preassigned(assignment: Any, ranks: int, multiple: int, n: int, placed: Int64) -> tuple[Int64, Int64, int]:
+    """``order`` and ``offsets`` of the schedule that the caller gives, and its number of microbatches.
+
+    ``assignment``: for each microbatch, for each rank, the ids in packing order; or the same bins in one flat list,
+    microbatch by microbatch. Raises ``InputError`` for an id that is missing, unknown, or there twice, and for a number
+    of microbatches that is not a multiple of ``multiple``.
+    """
+    if assignment is None:
+        raise InputError('strategy "preassigned" needs an assignment', expected="ids for each microbatch and rank")
+    bins = _flat_bins(assignment, ranks)
+    if len(bins) % ranks:
+        raise InputError(
+            "the assignment's bins are not a multiple of the ranks", expected=f"a multiple of {ranks}", found=len(bins)
+        )
+    microbatches = len(bins) // ranks
+    if microbatches % multiple:
+        raise InputError(
+            "the assignment's microbatches are not a multiple of microbatch_multiple",
+            expected=f"a multiple of {multiple}",
+            found=microbatches,
+        )
+    order = np.concatenate([np.zeros(0, np.int64), *bins])
+    unknown = np.flatnonzero(order >= n)
+    if len(unknown):
+        raise InputError(
+            "the assignment names a sequence that is not there", expected=f"ids below {n}", found=int(order[unknown[0]])
+        )
+    times = np.bincount(order, minlength=n)
+    wanted = np.zeros(n, np.int64)
+    wanted[placed] = 1
+    for what, bad in (("names sequences twice", times > 1), ("misses sequences", (times == 0) & (wanted == 1))):
+        ids = np.flatnonzero(bad)
+        if len(ids):
+            shown = ", ".join(map(str, ids[:8].tolist())) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+            raise InputError(f"the assignment {what}", found=shown)
+    sizes = np.array([np.count_nonzero(wanted[part]) for part in bins], np.int64)
+    return order[wanted[order] == 1], np.concatenate(([0], np.cumsum(sizes))), microbatches
+
+
+def _flat_bins(assignment: Any, ranks: int) -> list[Int64]:
+    parts = list(assignment)
+    nested = any(not np.isscalar(inner) for part in parts for inner in part)
+    if not nested:
+        return [as_lengths(part, "assignment") for part in parts]
+    for microbatch, part in enumerate(parts):
+        if len(part) != ranks:
+            raise InputError(
+                "the assignment must give every rank its ids",
+                where=f"microbatch {microbatch}",
+                expected=f"{ranks} lists",
+                found=len(part),
+            )
+    return [as_lengths(inner, "assignment") for part in parts for inner in part]

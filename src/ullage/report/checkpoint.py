@@ -1,0 +1,238 @@
+"""A checkpoint drawn: each group's flat buffer, the shards that cut it, the fragments in them, and the padding.
+
+Everything on the page comes from :class:`~ullage.checkpoint.Group`: a box is a piece, and padding is what no piece
+covers, found by walking over a shard. Groups of hundreds of ranks are folded: the first ranks, the ranks where padding
+begins, and the last ranks are drawn, and a line says how many were left out between them and how they look. Fragments
+too narrow to be seen are drawn together, in grey, with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ullage.checkpoint.inventory import Group, Inventory, Problem, Tensor
+from ullage.report.page import NUM_COLOURS, render, size
+
+#: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.
+_HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 20
+#: Per cent of a bar: below the first a fragment is drawn with its neighbours; a letter takes the second.
+_NARROW, _LETTER = 0.25, 1.9
+#: Shards in one bar up to which their cuts are drawn.
+_CUTS = 48
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a bar, in per cent, with its class, its tooltip and the text in it."""
+
+    start: float
+    width: float
+    style: str
+    title: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bar, or, where ``boxes`` is empty, a line in place of bars that are left out."""
+
+    label: str
+    boxes: tuple[Box, ...] = ()
+    number: str = ""
+    cuts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One group: what is said of it, its buffer end to end, the end of that enlarged, and its shards."""
+
+    title: str
+    sentence: str
+    whole: Row | None
+    tail: Row | None
+    shards: tuple[Row, ...]
+    legend: tuple[tuple[str, str], ...]
+
+
+def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> str:
+    """One self-contained HTML page, as text. ``problems``: what ``check`` found. Reads no tensor data."""
+    topology = inventory.topology
+    padded = sum(int(np.count_nonzero(group.padding_of())) for group in inventory.groups)
+    return render(
+        "checkpoint.html",
+        inventory=inventory,
+        title=f"Checkpoint {inventory.folder.name}",
+        ranks=f"dp {topology.dp} × tp {topology.tp} × pp {topology.pp}",
+        problems=[str(problem) for problem in problems[:_PROBLEMS]],
+        num_problems=len(problems),
+        padded_shards=padded,
+        drawings=[_draw(group) for group in inventory.groups[:_GROUPS]],
+        groups_left_out=max(0, len(inventory.groups) - _GROUPS),
+        kinds=_kinds(inventory),
+        tensors=list(by_name(inventory).values())[:_TENSORS],
+        tensors_left_out=max(0, len(by_name(inventory)) - _TENSORS),
+    )
+
+
+def by_name(inventory: Inventory) -> dict[str, list[Tensor]]:
+    """The states of each parameter and buffer, by its name."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in inventory.tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    return found
+
+
+def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
+    kinds: dict[str, list[int]] = {}
+    for file in inventory.files:
+        kinds.setdefault(file.kind, []).append(file.num_bytes)
+    return [(kind, len(found), size(sum(found))) for kind, found in kinds.items()]
+
+
+def _draw(group: Group) -> Drawing:
+    padding = group.padding_of()
+    padded = np.flatnonzero(padding)
+    held = int(group.pieces.length.sum())
+    sentence = (
+        f"{held:,} elements of {_number(len(group.names), 'parameter')} and {group.padding:,} elements of padding fill "
+        f"{_number(group.num_shards, 'shard')} of {group.shard_size:,}."
+    )
+    if len(padded):
+        ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"
+        sentence += f" The padding lies on {ranks}."
+    booked = np.array(group.booked) if len(group.booked) == group.num_shards else padding
+    wrong = np.flatnonzero(booked > group.shard_size)
+    if len(wrong):
+        sentence += (
+            f" The files book {booked[wrong[0]]:,} of it on rank {wrong[0]}, which holds only {group.shard_size:,} "
+            f"elements: cutting it off there would leave {group.shard_size - booked[wrong[0]]:,}.".replace("-", "−")
+        )
+    end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
+    title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
+    names = list(group.names)
+    legend = [(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names[:NUM_COLOURS])]
+    if len(names) > NUM_COLOURS:
+        legend.append(("many", f"{len(names) - NUM_COLOURS:,} more, in the same colours again"))
+    legend.append(("padding", "padding"))
+    return Drawing(
+        title,
+        sentence,
+        _span(group, 0, group.num_shards, "whole buffer") if end_to_end else None,
+        _tail(group, padded) if end_to_end else None,
+        tuple(_shard_rows(group, padding)),
+        tuple(legend),
+    )
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+
+
+def _position(group: Group) -> np.ndarray:
+    """Where each piece begins when the shards are laid end to end, [pieces]."""
+    return group.pieces.shard * group.shard_size + group.pieces.shard_start
+
+
+def _tail(group: Group, padded: np.ndarray) -> Row | None:
+    """The last shards end to end: from the shard before the first that has padding, if that is not too many."""
+    if not len(padded) or group.num_shards <= 4:
+        return None
+    first = max(int(padded[0]) - 1, 0)
+    if group.num_shards - first > _CUTS:
+        first = group.num_shards - _TAIL
+    return _span(group, first, group.num_shards, f"ranks {first}–{group.num_shards - 1}")
+
+
+def _span(group: Group, first: int, last: int, label: str) -> Row:
+    """Shards ``[first, last)`` as one bar, with a line at each cut if there is room for them."""
+    pieces = group.pieces
+    inside = np.flatnonzero((pieces.shard >= first) & (pieces.shard < last))
+    start = _position(group)[inside] - first * group.shard_size
+    item, ends = pieces.item[inside], start + pieces.length[inside]
+    total = (last - first) * group.shard_size
+    joined = np.r_[False, (item[1:] == item[:-1]) & (start[1:] == ends[:-1])][: len(item)]
+    begins = np.flatnonzero(~joined)  # a cut does not part what lies end to end
+    stops = np.flatnonzero(~np.r_[joined[1:], False][: len(item)])
+    boxes = _boxes(group.names, item[begins], start[begins], ends[stops] - start[begins], total)
+    shards = last - first
+    cuts = tuple(round(100 * i / shards, 4) for i in range(1, shards)) if shards <= _CUTS else ()
+    return Row(label, boxes, f"{total:,}", cuts)
+
+
+def _shard_rows(group: Group, padding: np.ndarray) -> Iterable[Row]:
+    last = group.num_shards
+    shown = set(range(min(_HEAD, last))) | set(range(max(0, last - _TAIL), last))
+    padded = np.flatnonzero(padding)
+    if len(padded) and len(padded) < last:  # where padding begins
+        shown |= {r for r in range(int(padded[0]) - 1, int(padded[0]) + 2) if 0 <= r < last}
+    if last <= _HEAD + _TAIL + 4:
+        shown = set(range(last))
+    order, before = sorted(shown), -1
+    bounds = np.searchsorted(
+        group.pieces.shard, np.arange(last + 1), sorter=np.argsort(group.pieces.shard, kind="stable")
+    )
+    by_shard = np.argsort(group.pieces.shard, kind="stable")
+    for rank in order:
+        if rank > before + 1:
+            yield Row(_left_out(padding[before + 1 : rank], before + 1, rank - 1, group.shard_size))
+        mine = by_shard[bounds[rank] : bounds[rank + 1]]
+        pieces = group.pieces
+        boxes = _boxes(group.names, pieces.item[mine], pieces.shard_start[mine], pieces.length[mine], group.shard_size)
+        pad = int(padding[rank])
+        yield Row(
+            f"rank {rank}", boxes, f"{group.shard_size - pad:,} + {pad:,} padding" if pad else f"{group.shard_size:,}"
+        )
+        before = rank
+
+
+def _left_out(padding: np.ndarray, first: int, last: int, shard_size: int) -> str:
+    some, total = int(np.count_nonzero(padding)), len(padding)
+    what = "no padding" if not some else f"{int(padding.sum()):,} elements of padding in {some:,} of them"
+    if some == total and int(padding.min()) == shard_size:
+        what = "padding only"
+    return f"ranks {first:,} to {last:,}: {total:,} more, {what}"
+
+
+def _boxes(
+    names: Sequence[str], item: np.ndarray, start: np.ndarray, length: np.ndarray, total: int
+) -> tuple[Box, ...]:
+    """The pieces of one bar of ``total`` elements in order, padding where there are gaps between them."""
+    order = np.argsort(start, kind="stable")
+    boxes: list[Box] = []
+    narrow: list[tuple[int, int, int]] = []
+    at = 0
+
+    def place(begin: int, end: int, style: str, title: str, name: str = "") -> None:
+        width = 100 * (end - begin) / total
+        short = next((t for t in (name, ".".join(name.split(".")[-2:])) if len(t) * _LETTER <= width), "")
+        boxes.append(Box(round(100 * begin / total, 4), round(width, 4), style, title, short))
+
+    def flush() -> None:
+        if len(narrow) == 1:
+            i, begin, end = narrow[0]
+            place(begin, end, f"c{i % NUM_COLOURS}", f"{names[i]}: {end - begin:,} elements")
+        elif narrow:
+            begin, end = narrow[0][1], narrow[-1][2]
+            place(
+                begin, end, "many", f"{len(narrow):,} fragments, {end - begin:,} elements", f"{len(narrow):,} fragments"
+            )
+        narrow.clear()
+
+    for k in order:
+        i, begin, end = int(item[k]), int(start[k]), int(start[k] + length[k])
+        if begin > at:
+            flush()
+            place(at, begin, "padding", f"padding: {begin - at:,} elements", "padding")
+        if 100 * (end - begin) / total < _NARROW:
+            narrow.append((i, begin, end))
+        else:
+            flush()
+            place(begin, end, f"c{i % NUM_COLOURS}", f"{names[i]}: {end - begin:,} elements from {begin:,}", names[i])
+        at = end
+    flush()
+    if at < total:
+        place(at, total, "padding", f"padding: {total - at:,} elements", "padding")
+    return tuple(boxes)

@@ -1,0 +1,62 @@
+"""One HTML page from one template: no network, no script, light and dark, wide and narrow.
+
+Every page extends ``templates/base.html``, which holds the colours (CSS variables, so that a drawing follows the
+reader's light or dark setting) and the shapes that pages share: facts, tables, and drawings made of bars. A bar is
+an ``<svg>`` without a viewBox whose rectangles are placed in per cent, so that it stretches to any width while
+hatching, outlines and text keep their size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ullage.errors import InputError
+
+#: How many colours ``base.html`` has for things told apart by colour: classes ``c0`` to ``c7``.
+NUM_COLOURS = 8
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that ``templates/<template>`` makes of ``values``, as text; every value is escaped.
+
+    Filters besides jinja's own: ``count`` (1234567 → 1,234,567), ``size`` (bytes → 1.23 GB), ``percent`` (0.125 →
+    12.5 %). A name the template uses and ``values`` lack is an error. Raises ``InputError`` without jinja2.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise InputError("an HTML page needs jinja2", hint="pip install 'ullage[report]'") from error
+    from ullage import __version__
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ullage.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(count=count, size=size, percent=percent)
+    return environment.get_template(template).render(ullage_version=__version__, **values)
+
+
+def count(number: float) -> str:
+    """1234567 → ``1,234,567``; a fraction keeps one decimal."""
+    return f"{number:,}" if float(number).is_integer() else f"{number:,.1f}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in decimal units with three digits: 1234567 → ``1.23 MB``."""
+    if num_bytes < 1000:
+        return f"{num_bytes:,.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        num_bytes /= 1000
+        if num_bytes < 999.5 or unit == "TB":
+            break
+    return f"{num_bytes:.3g} {unit}"
+
+
+def percent(part: float) -> str:
+    """0.125 → ``12.5 %``; what is not nought never reads 0.0 %."""
+    if 0 < part < 0.0005:
+        return "< 0.1 %"
+    return f"{100 * part:.1f} %"

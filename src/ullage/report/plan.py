@@ -1,0 +1,281 @@
+"""A plan as one page: ranks against time, what each microbatch holds, and the lengths it was made for.
+
+Two drawings of the same microbatches. *Time*: a block is a sequence, as wide as its cost, and where a rank waits for
+the dearest one the bar is hatched. *Memory*: every microbatch is as wide as its capacity, a block is as wide as its
+sequence, and the ullage is hatched. A block's colour is its cost. Blocks too narrow to see are drawn as one, and of a
+very large plan only the first ranks and microbatches are drawn, so that a page has a bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ullage.layout import Int64
+from ullage.planning import Plan
+from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
+from ullage.report.histogram import histogram
+from ullage.report.page import percent, render
+from ullage.report.timeline import Timeline, timeline
+
+#: Blocks, ranks and microbatches of one drawing at the most.
+MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
+#: Colours of cost: classes ``s0`` to ``s6`` of the template.
+NUM_SHADES = 7
+#: How much dearer than the palest colour the dearest is.
+_SPAN = 500
+#: Ids that a block's title names before it only counts.
+_NAMED = 6
+
+
+class Box(NamedTuple):
+    """A rectangle of a bar: ``start`` and ``width`` in per cent of it."""
+
+    start: float
+    width: float
+    style: str
+    title: str
+    text: str = ""
+
+
+class Row(NamedTuple):
+    """The bar of one rank. ``number``: its load over the mean rank's."""
+
+    label: str
+    number: str
+    boxes: list[Box]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Rows of bars; ``cuts`` and ``ideal`` in per cent of the width."""
+
+    rows: list[Row]
+    cuts: list[float]
+    ideal: float | None
+    thin: bool
+    shown: str
+
+
+def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") -> str:
+    """``plan`` as one HTML page without script or network.
+
+    ``reference``: another plan of the same lengths to stand beside it, usually by ``next_fit``. ``source``: what the
+    lengths are, for the title. Raises ``InputError`` without jinja2.
+    """
+    stats = plan.statistics()
+    shades = _Shades.of(plan)
+    return render(
+        "plan.html",
+        plan=plan,
+        stats=stats,
+        source=source,
+        lost=lost_sequences(stats),
+        described=described(plan.original_lengths),
+        figures=figures(plan, reference),
+        reference=reference,
+        reference_name="" if reference is None else reference_name(reference),
+        steps=_steps(plan, reference),
+        meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
+        time=_time_drawing(plan, shades),
+        memory=_memory_drawing(plan, shades),
+        reference_time=None if reference is None else _time_drawing(reference, shades),
+        shades=shades.legend(),
+        histogram=histogram(plan.original_lengths, plan.costs),
+    )
+
+
+def _steps(plan: Plan, reference: Plan | None) -> list[Row]:
+    """The time of the step as bars: work, then waiting; the longest fills the width."""
+    named = [(f"this plan ({plan.strategy})", plan)]
+    if reference is not None:
+        named.append((reference_name(reference), reference))
+    times = [(name, step_time(p)) for name, p in named]
+    longest = max(time for _, time in times) or 1.0
+    rows = []
+    for name, time in times:
+        work, whole = 100 / longest, 100 * time / longest
+        boxes = [Box(0, round(work, 3), "work", f"{name}: all ranks busy for 1.000 of {time:.3f}")]
+        if whole - work > 0.02:
+            boxes.append(
+                Box(round(work, 3), round(whole - work, 3), "wait", f"{name}: {percent(1 - 1 / time)} waiting")
+            )
+        rows.append(Row(name, f"{time:.3f}", boxes))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Shades:
+    """Costs to colours, evenly on a logarithmic scale up to the dearest; what costs less than a 500th is pale."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Shades:
+        costs = plan.costs[plan.order]
+        high = float(costs.max(initial=0)) or 1.0
+        least = float(costs.min(initial=2**62))
+        return cls(min(high, max(least, high / _SPAN)), high)
+
+    def style(self, cost: float) -> str:
+        if cost <= self.low or self.high <= self.low:
+            return "s0"
+        part = np.log(cost / self.low) / np.log(self.high / self.low)
+        return f"s{min(NUM_SHADES - 1, int(part * NUM_SHADES))}"
+
+    def legend(self) -> list[tuple[str, str]]:
+        """Class and the dearest cost it stands for, as a part of the dearest of all."""
+        if self.high <= self.low:
+            return [("s0", "every sequence costs the same")]
+        parts = (self.low / self.high) ** (1 - np.arange(1, NUM_SHADES + 1) / NUM_SHADES)
+        return [(f"s{k}", f"up to {100 * part:.3g} %") for k, part in enumerate(parts.tolist())]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The part of a plan that is drawn: these ranks, and the first microbatches."""
+
+    ranks: list[int]
+    microbatches: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Window:
+        ranks = list(range(min(plan.ranks, MAX_RANKS)))
+        dearest = int(plan.loads.sum(axis=0).argmax())
+        if dearest not in ranks:  # the one that others wait for
+            ranks[-1] = dearest
+        return cls(ranks, min(plan.num_microbatches, MAX_MICROBATCHES, MAX_BLOCKS // (2 * len(ranks))))
+
+    @property
+    def least(self) -> float:
+        """The narrowest block in per cent, so that all rows together stay within ``MAX_BLOCKS``."""
+        return max(0.25, 100 * len(self.ranks) / MAX_BLOCKS)
+
+    def said(self, plan: Plan) -> str:
+        parts = []
+        if self.microbatches < plan.num_microbatches:
+            parts.append(f"the first {self.microbatches} of {plan.num_microbatches:,} microbatches")
+        if len(self.ranks) < plan.ranks:
+            parts.append(f"{len(self.ranks)} of {plan.ranks:,} ranks, the dearest among them")
+        return f"Shown: {', on '.join(parts)}." if parts else ""
+
+
+def _time_drawing(plan: Plan, shades: _Shades) -> Drawing:
+    times, window = timeline(plan), _Window.of(plan)
+    whole = window.microbatches == plan.num_microbatches
+    shown = slice(0, window.microbatches)
+    end = times.end if whole else float((times.start + times.duration)[shown].max())
+    scale = 100 / end if end else 0.0
+    mean = float(times.duration.sum()) / plan.ranks
+    rows = []
+    for rank in window.ranks:
+        boxes: list[Box] = []
+        for microbatch in range(window.microbatches):
+            start = float(times.start[microbatch, rank]) * scale
+            width = float(times.duration[microbatch, rank]) * scale
+            costs = plan.costs[plan.members(microbatch, rank)].astype(float)
+            widths = costs * (width / costs.sum()) if costs.sum() else costs
+            boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
+            boxes += _waiting(times, microbatch, rank, scale, end)
+        load = float(times.duration[:, rank].sum())
+        rows.append(Row(str(rank), f"{load / mean:.3f}" if mean else "", boxes))
+    cuts = [round(float(cut) * scale, 3) for cut in times.meetings[shown][:-1]] if window.microbatches <= 32 else []
+    ideal = times.ideal * scale if whole and end else None
+    return Drawing(rows, cuts, ideal, plan.ranks > 16, window.said(plan))
+
+
+def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: float) -> Iterator[Box]:
+    """The box between a rank's end of a microbatch and the meeting, if there is one to see."""
+    done = float(times.start[microbatch, rank] + times.duration[microbatch, rank])
+    if len(times.meetings):
+        until = float(times.meetings[microbatch])
+    elif microbatch == len(times.start) - 1:
+        until = end
+    else:
+        return
+    if (until - done) * scale > 0.02:
+        title = f"rank {rank} waits for {percent((until - done) / end)} of the step, in microbatch {microbatch}"
+        yield Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title)
+
+
+def _memory_drawing(plan: Plan, shades: _Shades) -> Drawing:
+    window = _Window.of(plan)
+    cell = 100 / max(1, window.microbatches)
+    rows = []
+    for rank in window.ranks:
+        boxes: list[Box] = []
+        held = 0
+        for microbatch in range(window.microbatches):
+            layout = plan.layout(microbatch, rank)
+            held += int(layout.num_tokens) / plan.degree(microbatch, rank)
+            scale = cell / (plan.capacity * plan.degree(microbatch, rank))
+            slots, lengths = layout.slots * scale, layout.lengths * scale
+            start = microbatch * cell
+            boxes += _blocks(plan, microbatch, rank, start, slots, lengths, shades, window.least)
+            empty = cell - float(slots.sum())
+            if empty > 0.02:
+                title = f"microbatch {microbatch}, rank {rank}: {percent(1 - layout.num_tokens * scale / cell)} ullage"
+                boxes.append(Box(round(start + cell - empty, 3), round(empty, 3), "padding", title))
+        size = window.microbatches * plan.capacity
+        rows.append(Row(str(rank), percent(1 - held / size) if size else "", boxes))
+    cuts = [round(k * cell, 3) for k in range(1, window.microbatches)] if window.microbatches <= 32 else []
+    return Drawing(rows, cuts, None, plan.ranks > 16, window.said(plan))
+
+
+def _blocks(
+    plan: Plan,
+    microbatch: int,
+    rank: int,
+    start: float,
+    pitch: np.ndarray,
+    widths: np.ndarray,
+    shades: _Shades,
+    least: float,
+) -> Iterator[Box]:
+    """The sequences of one bin as boxes: every ``pitch`` per cent one of ``widths``, narrow neighbours as one."""
+    members = plan.members(microbatch, rank)
+    ends = start + np.cumsum(pitch)
+    shared = _shared(plan, microbatch, rank)
+    for first, last in _groups(pitch, least):
+        left = float(ends[first] - pitch[first])
+        width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
+        ids = members[first:last]
+        style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")
+        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared)
+        if last - first == 1 and pitch[first] - width > 0.02:
+            title = f"padding of sequence {ids[0]}"
+            yield Box(round(left + width, 3), round(float(pitch[first]) - width, 3), "padding", title)
+
+
+def _groups(pitch: np.ndarray, least: float) -> Iterator[tuple[int, int]]:
+    """Runs of neighbours that are ``least`` wide together; a narrow rest joins the run before it."""
+    runs: list[tuple[int, int]] = []
+    first, width = 0, 0.0
+    for k, step in enumerate(pitch.tolist()):
+        width += step
+        if width >= least:
+            runs.append((first, k + 1))
+            first, width = k + 1, 0.0
+    if width > 0:
+        first = runs.pop()[0] if runs else first
+        runs.append((first, len(pitch)))
+    yield from runs
+
+
+def _shared(plan: Plan, microbatch: int, rank: int) -> str:
+    degree = plan.degree(microbatch, rank)
+    first = rank - rank % degree
+    return f", shared by ranks {first} to {first + degree - 1}" if degree > 1 else ""
+
+
+def _title(plan: Plan, ids: Int64) -> str:
+    tokens = int(plan.lengths[ids].sum())
+    if len(ids) == 1:
+        return f"sequence {ids[0]}: {tokens:,} tokens"
+    named = ", ".join(map(str, ids[:_NAMED].tolist()))
+    rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+    return f"{len(ids)} sequences: {named}{rest}: {tokens:,} tokens"

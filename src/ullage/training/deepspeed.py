@@ -1,0 +1,275 @@
+"""Resuming from a universal checkpoint, where DeepSpeed and the Hugging Face Trainer fall short.
+
+A universal checkpoint holds each logical tensor once, so any number of ranks and any ZeRO stage can take its own part
+of it. DeepSpeed's loader does that, and gets some of it wrong (read and run on DeepSpeed 0.19.8):
+
+===============================================  ==================================================================
+what DeepSpeed does                               what :func:`load_universal` does about it
+===============================================  ==================================================================
+frozen parameters and buffers stay as they were   copies them from the model states in the checkpoint
+stage 3: ONE step tensor in the state of every    gives each state its own, so that a step counts once
+sub-group, so each optimizer step counts once a
+sub-group
+stage 3: hyperparameters of group 0 for all       gives each group its own
+stage 3: only exp_avg and exp_avg_sq are loaded   loads whatever state the checkpoint has (momentum, or none)
+stages 1, 2, BF16_Optimizer: IndexError on a      lets that rank take an empty fragment
+rank whose partition of a group is all padding
+a parameter that is missing or of another shape   every rank checks everything first and all raise together
+raises on its owner, and the other ranks hang
+===============================================  ==================================================================
+
+The way is DeepSpeed's own: ``engine.load_checkpoint`` runs, with ``checkpoint.load_universal`` asked for, and what is
+wrong in it is mended around it and after it. Source: ``deepspeed/runtime/engine.py``, ``runtime/base_optimizer.py``,
+``runtime/zero/stage3.py``, ``checkpoint/universal_checkpoint.py``.
+
+DeepSpeed unpickles the files, which can run code: load only checkpoints whose origin you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ullage.errors import CheckpointError, InputError
+from ullage.training.universal import (
+    groups_name,
+    is_stage3,
+    locate,
+    model_files,
+    model_states,
+    prefers_universal,
+    problems_of,
+    read_file,
+    saved_groups,
+    untrained,
+    value_of,
+)
+
+
+def load_universal(
+    engine: Any,
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    strict: bool = True,
+    load_lr_scheduler_states: bool = True,
+) -> tuple[str, dict[str, Any]]:
+    """Loads a universal checkpoint into a DeepSpeed engine, whole: weights, optimizer, frozen parameters, buffers.
+
+    ``engine``: what ``deepspeed.initialize`` returned, at ZeRO stage 1, 2 or 3 or with BF16_Optimizer; its config need
+    not ask for a universal checkpoint. ``folder``: as for ``engine.load_checkpoint``, the parent of the tag, with the
+    tag in ``latest_universal`` unless ``tag`` is given; the tag's own folder will do too. ``strict``: every frozen
+    parameter and every buffer that a state dict holds must be in the checkpoint; without it those that are not keep
+    their values (adapters over a frozen base that was not saved).
+
+    Returns what ``engine.load_checkpoint`` returns: the path read and the client state. Collective: every rank calls
+    it, and all raise if one does. Waits for the device. Raises ``CheckpointError`` for a checkpoint that is
+    incomplete or does not fit the model, ``InputError`` for an engine without ZeRO.
+    """
+    zero = engine.optimizer
+    if not hasattr(zero, "load_hp_checkpoint_state_from_checkpoint_dir") or not groups_name(zero):
+        raise InputError("the engine has no ZeRO optimizer", expected="stage 1, 2 or 3", found=type(zero).__name__)
+    parent, name, problems = Path(folder), "", []
+    try:
+        parent, name = locate(folder, tag)
+        problems = problems_of(engine, parent / name, strict)
+    except Exception as error:  # told to every rank, so that none waits for this one
+        problems = [str(error)]
+    _agree(problems, folder)
+    path, client_state = _load_together(engine, parent, name, load_lr_scheduler_states)
+    if is_stage3(zero):
+        _mend_stage3(zero, parent / name / "zero")
+    _place_steps(zero)
+    _load_untrained(engine, parent / name)
+    return path, client_state
+
+
+@contextlib.contextmanager
+def resume_from_universal() -> Iterator[None]:
+    """Within it the Hugging Face ``Trainer`` resumes from a universal checkpoint by :func:`load_universal`.
+
+    >>> with resume_from_universal():                                           # doctest: +SKIP
+    ...     trainer.train(resume_from_checkpoint="out/checkpoint-400")
+
+    The Trainer cannot ask for one by itself (transformers#33157). Convert the ``global_step*`` folder inside the
+    Trainer's ``checkpoint-*`` folder, to a folder beside it; a checkpoint that has ``latest_universal`` and no newer
+    checkpoint of DeepSpeed's own is then loaded from it, at any number of ranks and any stage, and any other as ever.
+    Everything else the Trainer keeps (its state, random states, scheduler) it reads from the same folder as before.
+    """
+    from importlib import import_module
+
+    module: Any = import_module("transformers.trainer")
+    original = module.deepspeed_load_checkpoint
+
+    def load(engine: Any, checkpoint_path: str, load_module_strict: bool = True) -> None:
+        if prefers_universal(checkpoint_path):
+            load_universal(engine, checkpoint_path, strict=load_module_strict)
+        else:
+            original(engine, checkpoint_path, load_module_strict=load_module_strict)
+
+    module.deepspeed_load_checkpoint = load
+    try:
+        yield
+    finally:
+        module.deepspeed_load_checkpoint = original
+
+
+def _agree(problems: list[str], where: str | Path) -> None:
+    """Raises the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problems)
+    found = list(dict.fromkeys(problem for one in everyone for problem in one))
+    if found:
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise CheckpointError(
+            "the universal checkpoint does not fit this engine", where=str(where), found="; ".join(found[:5]) + more
+        )
+
+
+# DeepSpeed's own loader, and what is mended around it
+
+
+def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tuple[str, dict[str, Any]]:
+    """``engine.load_checkpoint``, except that a rank that fails in it tells the others, which would wait for it."""
+    zero, agreed = engine.optimizer, False
+
+    def load_state_dict(*args: Any, **kwargs: Any) -> None:
+        nonlocal agreed
+        failed: list[str] = []
+        try:
+            type(zero).load_state_dict(zero, *args, **kwargs)
+        except Exception as error:
+            failed = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"]
+        agreed = True
+        _agree(failed, parent / tag)
+
+    with contextlib.ExitStack() as around:
+        around.enter_context(_replaced(engine._config, "load_universal_checkpoint", True))
+        around.enter_context(_replaced(engine, "_get_all_ckpt_names", lambda *_: model_files(engine, parent / tag)))
+        around.enter_context(_replaced(zero, "load_state_dict", load_state_dict))
+        if is_stage3(zero):
+            around.enter_context(_replaced(zero, "load_hp_checkpoint_state", _partition_reader(zero)))
+        else:
+            around.enter_context(_empty_fragments(zero))
+        try:
+            return engine.load_checkpoint(str(parent), tag=tag, load_lr_scheduler_states=schedulers)
+        except Exception as error:
+            if not agreed:
+                _agree([f"rank {dist.get_rank()}: {type(error).__name__}: {error}"], parent / tag)
+            raise
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` within, on this one object; after it the object is as it was."""
+    own = vars(owner).get(name, _replaced)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _replaced:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def _empty_fragments(zero: Any) -> Iterator[None]:
+    """Within it, a group of which this rank holds padding only has an empty fragment of its first parameter.
+
+    The loader takes the step of a group from the first parameter this rank has a fragment of, and fails without one.
+    """
+    from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+
+    lent = []
+    for i, group in enumerate(getattr(zero, groups_name(zero))):
+        if group and all(p._hp_mapping is None for p in group):
+            nothing = torch.empty(0, device=group[0].device)
+            group[0]._hp_mapping = tensor_fragment(
+                lp_fragment=nothing,
+                lp_fragment_address=fragment_address(numel=0, start=0),
+                hp_fragment=nothing,
+                hp_fragment_address=fragment_address(numel=0, start=0),
+                gradient_dict={},
+                offload_gradient_dict={},
+                use_offload=False,
+                param_group_index=i,
+            )
+            lent.append(group[0])
+    try:
+        yield
+    finally:
+        for p in lent:
+            p._hp_mapping = None
+
+
+def _partition_reader(zero: Any) -> Callable[..., torch.Tensor]:
+    """Stage 3: this rank's part of a state; zeros for a state that the checkpoint's optimizer does not have."""
+
+    def read(folder: str, key: str, param: Any = None) -> torch.Tensor:
+        if key != "fp32" and not (Path(folder) / f"{key}.pt").is_file():
+            return torch.zeros(param.ds_tensor.ds_numel)
+        return type(zero).load_hp_checkpoint_state(zero, folder, key, param=param)
+
+    return read
+
+
+def _mend_stage3(zero: Any, tensors: Path) -> None:
+    """Gives each sub-group its own step and states, and each group its own hyperparameters."""
+    for i, group in enumerate(zero.fp16_groups):
+        flat = zero.fp32_partitioned_groups_flat[i]
+        state, first = zero.optimizer.state[flat], tensors / zero.param_names[group[0]]
+        keys = {path.stem for path in first.glob("*.pt")} - {"fp32"}
+        if "step" in keys:
+            state["step"] = read_file(first / "step.pt")
+        elif torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+        elif state.get("step") is None:
+            state.pop("step", None)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in keys:
+                state.pop(key, None)
+        for key in keys - {"step", "exp_avg", "exp_avg_sq"}:
+            state[key] = torch.zeros_like(flat)
+            start = 0
+            for p in group:
+                part = zero.load_hp_checkpoint_state(str(tensors / zero.param_names[p]), key, param=p)
+                state[key].narrow(0, start, part.numel()).copy_(part)
+                start += part.numel()
+    saved = saved_groups(zero, read_file(tensors / "optimizer_state.pt"))
+    assert saved is not None  # checked before
+    for group, values in zip(zero.optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _place_steps(zero: Any) -> None:
+    """Fused and capturable torch optimizers count steps on the device, as ``Optimizer.load_state_dict`` knows."""
+    if any(group.get("fused") or group.get("capturable") for group in zero.optimizer.param_groups):
+        for flat, state in zero.optimizer.state.items():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].to(device=flat.device, dtype=torch.float32)
+
+
+# Frozen parameters and buffers
+
+
+def _load_untrained(engine: Any, checkpoint: Path) -> None:
+    """Copies frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
+    import deepspeed
+
+    states = model_states(engine, checkpoint, read_file)
+    for name, target in untrained(engine):
+        value = value_of(states, name, target, checkpoint, read_file)
+        if value is None:
+            continue
+        if not hasattr(target, "ds_id"):
+            target.data.copy_(value.view(target.shape))
+            continue
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+            if dist.get_rank() == 0:
+                target.data.copy_(value.view(target.shape))

@@ -1,0 +1,91 @@
+"""Which samples of an evaluation dataset a rank reads, so that each counts exactly once.
+
+The dataset is cut into batches in its own order; batch *b* belongs to rank ``b mod world``. A rank that would have one
+batch less than another repeats a batch whose results are thrown away, so that every rank runs the model equally often
+(sharded models need that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+
+class _Share:
+    """This rank's batches of a stream of batches: ``num_real`` of them, after which come repetitions."""
+
+    num_real: int
+
+    def __init__(self, batch_size: int, rank: int, world: int) -> None:
+        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.num_real = 0
+
+
+class _ShareOfIndices(_Share, Sampler[list[int]]):
+    """Lists of indices, for a dataset of known size."""
+
+    def __init__(self, size: int, batch_size: int, rank: int, world: int) -> None:
+        super().__init__(batch_size, rank, world)
+        self.size = size
+        self.batches = -(-size // batch_size)
+        self.num_real = len(range(rank, self.batches, world))
+
+    def __len__(self) -> int:
+        return -(-self.batches // self.world)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for k in range(len(self)):
+            batch = self.rank + k * self.world if k < self.num_real else 0
+            start = batch * self.batch_size
+            yield list(range(start, min(start + self.batch_size, self.size)))
+
+
+class _ShareOfStream(_Share, IterableDataset):
+    """Samples, for a dataset that can only be read through: each rank reads all of it and keeps its batches."""
+
+    def __init__(self, dataset: Any, batch_size: int, rank: int, world: int) -> None:
+        super().__init__(batch_size, rank, world)
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[Any] = []
+        count = 0
+        for count, sample in enumerate(self.dataset, start=1):
+            batch = (count - 1) // self.batch_size
+            if batch == 0:
+                first.append(sample)
+            if batch % self.world == self.rank:
+                yield sample
+        batches = -(-count // self.batch_size)
+        self.num_real = len(range(self.rank, batches, self.world))
+        if self.num_real < -(-batches // self.world):
+            yield from first
+
+
+class EvaluationLoader(DataLoader):
+    """A dataloader over this rank's share of an evaluation dataset, in the order of the dataset."""
+
+    share: _Share
+
+    @classmethod
+    def over(
+        cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any
+    ) -> EvaluationLoader:
+        """Batches of ``batch_size`` samples for one rank.
+
+        A dataset without indices is read in this process: worker processes would each read all of it.
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"):
+                options.pop(name, None)
+            share = _ShareOfStream(dataset, batch_size, rank, world)
+            loader = cls(share, batch_size=batch_size, **options)
+        else:
+            share = _ShareOfIndices(len(dataset), batch_size, rank, world)  # pyright: ignore[reportArgumentType]
+            if num_workers == 0:
+                options.pop("persistent_workers", None)
+            loader = cls(dataset, batch_sampler=share, num_workers=num_workers, **options)
+        loader.share = share
+        return loader

@@ -1,0 +1,486 @@
+"""Checkpoints written by real DeepSpeed code, with a known value in every element and a sentinel in the padding.
+
+One process is each rank in turn: torch's ``fake`` process group lets DeepSpeed believe that it is rank *r* of *n*,
+so that its own code flattens, partitions and saves. The state is then overwritten before it is saved: every element
+of every parameter gets a value that depends on its name, its key and its position only (:func:`values`), and the
+whole rest of each partition, which is padding, gets :data:`SENTINEL`. Where a parameter lies is read from the memory
+of DeepSpeed's own flat buffer (the address of the parameter in it), not from any mapping on disk.
+
+    truth = real_zero.write(folder, Recipe(stage=1, dp=64, groups=[{"w": (300,)}]))
+    truth.tag_folder                       # folder/global_step7
+    truth.tensor("w", "exp_avg")           # what a converted checkpoint must hold, bit for bit
+
+The writer runs in a child process (DeepSpeed is imported once, each rank is a fork), so no state leaks into the test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Fills everything that is not an element of a parameter. No value of :func:`values` comes near it.
+SENTINEL = -7.25e7
+STEP = 7
+
+
+#: in the writer's process: values drawn before the forks
+_known: dict[tuple[str, str], np.ndarray] = {}
+
+
+def values(name: str, key: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """The truth: float32 of ``shape``, determined by its arguments alone. ``exp_avg_sq`` is not negative."""
+    if (name, key) in _known:
+        return _known[name, key]
+    random = np.random.default_rng(zlib.crc32(f"{seed}/{key}/{name}".encode()))
+    array = random.standard_normal(shape, dtype=np.float32)
+    return np.abs(array) if key in ("exp_avg_sq", "variance") else array
+
+
+@dataclass
+class Recipe:
+    """What to write. ``groups``: one ``{name: shape}`` a parameter group; dotted names make nested modules."""
+
+    stage: int = 1
+    dp: int = 2
+    groups: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    #: ``fp32``, ``bf16``, ``fp16``, or ``bf16_optimizer`` (bf16 with ZeRO 1 through BF16_Optimizer).
+    dtype: str = "fp32"
+    #: ``adamw``, ``sgd`` (no state), ``momentum``, ``lion`` (exp_avg only), ``adafactor`` (variance and step).
+    optimizer: str = "adamw"
+    frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: alias -> owner: both names are one parameter
+    tied: dict[str, str] = field(default_factory=dict)
+    #: one a group; 0.0 where missing
+    weight_decay: list[float] = field(default_factory=list)
+    round_robin: bool = False
+    #: align each parameter to 16 bytes in the flat buffer (``zero_optimization.parameter_alignment``)
+    alignment: bool = False
+    elastic: bool = False
+    #: stage 3 only: elements a sub-group holds at most
+    sub_group_size: int | None = None
+    #: ``universal_checkpoint_info``; None writes none
+    info: dict[str, Any] | None = None
+    #: tensor- and pipeline-parallel sizes. ``groups`` then holds the shapes of ONE rank, unless ``per_rank`` is given.
+    tp: int = 1
+    pp: int = 1
+    #: [pp * tp] lists like ``groups``, when the model ranks differ; index ``pp_rank * tp + tp_rank``
+    per_rank: list[list[dict[str, tuple[int, ...]]]] | None = None
+    tag: str = f"global_step{STEP}"
+    seed: int = 0
+
+    def groups_of(self, model_rank: int) -> list[dict[str, tuple[int, ...]]]:
+        return self.per_rank[model_rank] if self.per_rank is not None else self.groups
+
+
+#: Tensor-valued, sliceable state of each optimizer.
+STATE_KEYS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "adafactor": ("variance",),
+}
+
+
+@dataclass
+class Truth:
+    """What was written: where, and what every tensor must be."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def tag_folder(self) -> Path:
+        return self.folder / self.recipe.tag
+
+    def shapes(self, model_rank: int = 0) -> dict[str, tuple[int, ...]]:
+        """Trained parameters of one model rank, in the order of the recipe."""
+        return {name: tuple(s) for group in self.recipe.groups_of(model_rank) for name, s in group.items()}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return ("fp32", *STATE_KEYS[self.recipe.optimizer])
+
+    def tensor(self, name: str, key: str = "fp32", model_rank: int = 0) -> np.ndarray:
+        """The truth of one tensor of one model rank. With tp or pp, replicas differ by rank: ``name@rank``."""
+        return values(self.seeded(name, model_rank), key, self.shapes(model_rank)[name], self.recipe.seed)
+
+    def seeded(self, name: str, model_rank: int) -> str:
+        return (
+            name if self.recipe.tp * self.recipe.pp == 1 or _replicated(self.recipe, name) else f"{name}@{model_rank}"
+        )
+
+    def frozen(self, name: str) -> np.ndarray:
+        """A frozen parameter, in float32, before its cast to the model's dtype."""
+        return values(name, "frozen", tuple(self.recipe.frozen[name]), self.recipe.seed)
+
+    def buffer(self, name: str) -> np.ndarray:
+        return values(name, "buffer", tuple(self.recipe.buffers[name]), self.recipe.seed)
+
+
+def _replicated(recipe: Recipe, name: str) -> bool:
+    import re
+
+    info = recipe.info or {}
+    lists = ("tp_replicated_parameter_patterns", "pipeline_replicated_parameter_patterns")
+    return any(re.match(pattern, name) for which in lists for pattern in info.get(which, []))
+
+
+_server: subprocess.Popen[str] | None = None
+
+
+def write(folder: Path | str, recipe: Recipe) -> Truth:
+    """Writes ``folder/<tag>`` and ``folder/latest`` and says what is in them. Raises what the writer raised."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+        _server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        atexit.register(_stop, _server)
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _server.stdin.write(json.dumps({"folder": str(folder), "recipe": asdict(recipe)}) + "\n")
+    _server.stdin.flush()
+    reply = json.loads(_server.stdout.readline() or '{"error": "the writer died"}')
+    if reply["error"]:
+        raise RuntimeError(f"DeepSpeed did not write the checkpoint:\n{reply['error']}")
+    return Truth(Path(folder), recipe)
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    for pipe in (server.stdin, server.stdout):
+        if pipe is not None:
+            pipe.close()
+    server.kill()
+    server.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The writer, in its own process.
+
+
+def _serve() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed prints: keep it off the replies
+    import logging
+    import warnings
+
+    import torch
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    import deepspeed.module_inject.auto_ep_config
+    import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler: seconds that each fork would spend again
+    import deepspeed.runtime.zero.stage3
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()  # asks a compiler what the machine can do, and remembers
+    torch.set_num_threads(1)
+    for recipe in (
+        Recipe(optimizer=o, groups=[{"w": (2, 2)}]) for o in STATE_KEYS
+    ):  # import here what a fork would need
+        weight = torch.zeros(4, requires_grad=True)
+        weight.grad = torch.zeros(4)
+        _optimizer(recipe, [{"params": [weight]}]).step()
+    for line in sys.stdin:
+        request = json.loads(line)
+        error = _write_all_ranks(request["folder"], Recipe(**request["recipe"]))
+        replies.write(json.dumps({"error": error}) + "\n")
+        replies.flush()
+
+
+def _write_all_ranks(folder: str, recipe: Recipe, parallel: int = 2) -> str:
+    """Forks once a rank, ``parallel`` at a time. Returns the first traceback, or nothing."""
+    world = recipe.dp * recipe.tp * recipe.pp
+    truth = Truth(Path(folder), recipe)
+    _known.clear()
+    numel = sum(int(np.prod(s)) for m in range(recipe.tp * recipe.pp) for s in truth.shapes(m).values())
+    if numel * len(truth.keys) < 20_000_000:  # drawn once, inherited by every fork
+        for model_rank in range(recipe.tp * recipe.pp):
+            for name in truth.shapes(model_rank):
+                for key in truth.keys:
+                    _known[truth.seeded(name, model_rank), key] = truth.tensor(name, key, model_rank)
+    running: dict[int, int] = {}
+    errors = []
+    for rank in range(world + parallel):
+        while len(running) >= (parallel if rank < world else 1) and running:
+            pid, status = os.wait()
+            done = running.pop(pid)
+            if status:
+                report = Path(folder) / f".error{done}"
+                errors.append(report.read_text() if report.exists() else f"rank {done} died with status {status}")
+        if rank < world and not errors:
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(folder, recipe, rank, world)
+            running[pid] = rank
+    return errors[0] if errors else ""
+
+
+def _be_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
+    try:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _write_rank(folder, recipe, rank, world)
+    except BaseException:
+        import traceback
+
+        (Path(folder) / f".error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+class _Mpu:
+    """Megatron's order of ranks: tensor fastest, then data, then pipeline."""
+
+    def __init__(self, rank: int, tp: int, dp: int, pp: int) -> None:
+        import torch.distributed as dist
+
+        self.tp, self.dp, self.pp = tp, dp, pp
+        self.tp_rank, self.dp_rank, self.pp_rank = rank % tp, rank // tp % dp, rank // (tp * dp)
+        base = self.pp_rank * tp * dp
+        self.dp_group = dist.new_group([base + d * tp + self.tp_rank for d in range(dp)])
+        self.tp_group = dist.new_group([base + self.dp_rank * tp + t for t in range(tp)])
+        self.mp_group = dist.new_group([p * tp * dp + self.dp_rank * tp + t for p in range(pp) for t in range(tp)])
+
+    def get_data_parallel_group(self):
+        return self.dp_group
+
+    def get_data_parallel_rank(self):
+        return self.dp_rank
+
+    def get_data_parallel_world_size(self):
+        return self.dp
+
+    def get_model_parallel_group(self):
+        return self.mp_group
+
+    def get_model_parallel_rank(self):
+        return self.pp_rank * self.tp + self.tp_rank
+
+    def get_model_parallel_world_size(self):
+        return self.tp * self.pp
+
+    def get_tensor_model_parallel_group(self):
+        return self.tp_group
+
+    def get_tensor_model_parallel_rank(self):
+        return self.tp_rank
+
+    def get_tensor_model_parallel_world_size(self):
+        return self.tp
+
+    def get_pipeline_model_parallel_world_size(self):
+        return self.pp
+
+    def get_pipeline_model_parallel_rank(self):
+        return self.pp_rank
+
+
+def _build(recipe: Recipe, model_rank: int):
+    """A module with the parameters and buffers of the recipe, and its parameter groups."""
+    import torch
+
+    root = torch.nn.Module()
+
+    def holder(name: str):
+        module, *rest = root, *name.split(".")
+        for part in rest[:-1]:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        return module, rest[-1]
+
+    parameters: dict[str, Any] = {}
+    for group in [*recipe.groups_of(model_rank), recipe.frozen]:
+        for name, shape in group.items():
+            module, leaf = holder(name)
+            parameters[name] = torch.nn.Parameter(torch.zeros(tuple(shape)), requires_grad=name not in recipe.frozen)
+            module.register_parameter(leaf, parameters[name])
+    for name in recipe.frozen:
+        parameters[name].data.copy_(torch.from_numpy(values(name, "frozen", tuple(recipe.frozen[name]), recipe.seed)))
+    for alias, owner in recipe.tied.items():
+        module, leaf = holder(alias)
+        module.register_parameter(leaf, parameters[owner])
+    for name, shape in recipe.buffers.items():
+        module, leaf = holder(name)
+        module.register_buffer(leaf, torch.from_numpy(values(name, "buffer", tuple(shape), recipe.seed)))
+    decays = [*recipe.weight_decay, *[0.0] * len(recipe.groups_of(model_rank))]
+    groups = [
+        {"params": [parameters[name] for name in group], "weight_decay": decay}
+        for group, decay in zip(recipe.groups_of(model_rank), decays)
+    ]
+    groups[0]["params"] += [parameters[name] for name in recipe.frozen]
+    return root, groups
+
+
+def _optimizer(recipe: Recipe, groups: list[dict[str, Any]]):
+    import torch
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+
+    made = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(groups, lr=1e-3),
+        "momentum": lambda: torch.optim.SGD(groups, lr=1e-3, momentum=0.9),
+        "lion": lambda: Lion(groups, lr=1e-3),
+        "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-3),
+    }
+    return made[recipe.optimizer]()
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": recipe.stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    if recipe.round_robin:
+        zero["round_robin_gradients"] = True
+    if recipe.alignment:
+        zero["parameter_alignment"] = True
+    if recipe.elastic:
+        zero["elastic_checkpoint"] = True
+    if recipe.sub_group_size is not None:
+        zero["sub_group_size"] = recipe.sub_group_size
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    if recipe.dtype in ("bf16", "bf16_optimizer"):
+        config["bf16"] = {"enabled": True}
+    if recipe.dtype == "bf16_optimizer":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif recipe.dtype == "bf16" and recipe.stage == 1:
+        config["data_types"] = {"grad_accum_dtype": "bf16"}
+    if recipe.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    return config
+
+
+def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="fake")
+    mpu = _Mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
+    model_rank = mpu.get_model_parallel_rank() if mpu else 0
+    dp_rank = mpu.get_data_parallel_rank() if mpu else rank
+    model, groups = _build(recipe, model_rank)
+    if recipe.info is not None:
+        model.universal_checkpoint_info = lambda: recipe.info  # read by the engine where it is a method
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(recipe, groups), config=_config(recipe), mpu=mpu
+    )
+    zero = engine.optimizer
+    _fill(Truth(Path(folder), recipe), recipe, zero, model_rank, dp_rank)
+    engine.global_steps = STEP
+    client_state = {"iteration": STEP}
+    if recipe.info is not None:
+        client_state["universal_checkpoint_info"] = recipe.info
+    del torch
+    engine._checkpoint_tag_validation = lambda tag: None  # compares over ranks that do not exist
+    engine.save_checkpoint(folder, tag=recipe.tag, client_state=client_state)
+
+
+def _fill(truth: Truth, recipe: Recipe, zero: Any, model_rank: int, dp_rank: int) -> None:
+    """Overwrites masters, moments and model weights with the truth, and everything else with the sentinel."""
+    import torch
+
+    names = zero.param_names
+    inner = zero.optimizer
+    partitions = _partitions(zero, recipe, dp_rank)
+    for group, (flat, _) in zip(inner.param_groups, partitions if recipe.stage < 3 else []):
+        assert group["params"][0] is flat
+    for flat, _ in partitions:
+        flat.grad = torch.zeros_like(flat)
+    if recipe.stage == 3:
+        for i in range(len(partitions)):
+            inner.param_groups[zero.sub_group_to_group_id[i]]["params"] = [partitions[i][0]]
+            inner.step()
+            inner.param_groups[zero.sub_group_to_group_id[i]]["params"] = []
+    else:
+        inner.step()
+    for flat, fragments in partitions:
+        state = inner.state[flat]
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = torch.tensor(float(STEP))
+        tensors = {
+            k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.numel() == flat.numel() and v.dim()
+        }
+        tensors["fp32"] = flat.data
+        for key, tensor in tensors.items():
+            if key == "step":
+                continue
+            tensor.fill_(SENTINEL)
+            for param, at, start, length in fragments:
+                array = truth.tensor(names[param], key, model_rank).reshape(-1)[start : start + length]
+                tensor[at : at + length] = torch.from_numpy(array.copy()).to(tensor.dtype)
+        flat.grad = None
+    if recipe.stage < 3:
+        for group in zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups:
+            for param in group:
+                param.data.copy_(torch.from_numpy(truth.tensor(names[param], "fp32", model_rank)))
+
+
+def _partitions(zero: Any, recipe: Recipe, dp_rank: int):
+    """[(flat fp32 partition of this rank, [(param, position in it, first element, length)])], read from memory."""
+    found = []
+    if recipe.stage == 3:
+        for flat, part, group in zip(
+            zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, zero.fp16_groups
+        ):
+            fragments = []
+            for param in group:
+                at = (param.ds_tensor.data_ptr() - part.data_ptr()) // part.element_size()
+                share = param.ds_tensor.ds_numel
+                start = share * dp_rank
+                fragments.append((param, at, start, max(0, min(share, param.ds_numel - start))))
+            found.append((flat, [f for f in fragments if f[3]]))
+        return found
+    bf16 = hasattr(zero, "bf16_groups")
+    flats = zero.bf16_groups_flat if bf16 else zero.bit16_groups_flat
+    masters = zero.fp32_groups_flat_partition if bf16 else zero.single_partition_of_fp32_groups
+    for flat, master, group in zip(flats, masters, zero.bf16_groups if bf16 else zero.bit16_groups):
+        low, fragments = dp_rank * master.numel(), []
+        high = low + master.numel()
+        for param in group:
+            at = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+            begin, end = max(at, low), min(at + param.numel(), high)
+            if begin < end:
+                fragments.append((param, begin - low, begin - at, end - begin))
+        found.append((master, fragments))
+    return found
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,172 @@
+"""``ullage pack`` on files: every token is counted, nothing half-written stays, and mistakes are said in a line."""
+
+import json
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import ByT5Tokenizer
+
+from ullage.cli import main
+from ullage.datasets.packing import pack_file
+from ullage.errors import InputError
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ullage", "pack", *map(str, arguments)])
+        status = 0
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code or 0
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sequences(path):
+    """Every sequence of a packed file, as (tokens, labels), in the file's order."""
+    found = []
+    for row in pq.read_table(path).to_pylist():
+        cuts = np.cumsum([0, *row["seq_lengths"]])
+        assert cuts[-1] == len(row["input_ids"]) == len(row["labels"]) == len(row["position_ids"])
+        for a, b in pairwise(cuts):
+            assert row["position_ids"][a:b] == list(range(b - a))
+            assert row["labels"][a] == -100
+            found.append((row["input_ids"][a:b], row["labels"][a:b]))
+    return found
+
+
+def test_counts_are_conserved_over_batches_and_row_groups(tmp_path, run):
+    generator = np.random.default_rng(1)
+    rows = [{"input_ids": generator.integers(0, 300, n).tolist()} for n in generator.integers(0, 90, 2500)]
+    source = write(tmp_path / "in.jsonl", rows)
+    status, out, err = run(source, tmp_path / "out.parquet", "-c", 70, "--oversize", "truncate", "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    assert report["tokens_in"] == lengths.sum()
+    assert report["num_tokens"] == np.minimum(lengths, 70).sum()
+    assert report["tokens_in"] == report["num_tokens"] + report["truncated_tokens"] + report["dropped_tokens"]
+    assert report["capacity_tokens"] == report["num_tokens"] + report["padding_tokens"] == 70 * report["num_rows"]
+    assert report["num_empty"] == (lengths == 0).sum() > 0
+    assert report["num_truncated"] == (lengths > 70).sum() > 0
+    assert report["lower_bound"] <= report["num_rows"] <= report["lower_bound"] * 1.02 + 1
+    expected = [row["input_ids"][:70] for row in rows if row["input_ids"]]
+    found = sequences(tmp_path / "out.parquet")
+    assert sorted(ids for ids, _ in found) == sorted(expected)
+    assert all(labels == [-100, *ids[1:]] for ids, labels in found)
+    assert pq.read_metadata(tmp_path / "out.parquet").num_rows == report["num_rows"]
+
+
+def test_the_same_from_every_format(tmp_path):
+    ids = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    pq.write_table(pa.table({"input_ids": ids, "id": ["a", "b", "c"]}), tmp_path / "in.parquet")
+    write(tmp_path / "in.jsonl", [{"input_ids": one} for one in ids])
+    reports = [pack_file(tmp_path / f"in.{kind}", tmp_path / f"{kind}.parquet", 6) for kind in ("parquet", "jsonl")]
+    assert reports[0] == reports[1]
+    assert sequences(tmp_path / "parquet.parquet") == sequences(tmp_path / "jsonl.parquet")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".txt", ".parquet"])
+def test_text_becomes_byt5_tokens(tmp_path, ending):
+    texts = ["hello", "Grüße", "a much longer sentence"]
+    path = tmp_path / f"in{ending}"
+    if ending == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    elif ending == ".jsonl":
+        write(path, [{"text": text, "id": 1} for text in texts])
+    else:
+        path.write_text("\n".join([*(["text"] if ending == ".csv" else []), *texts]) + "\n")
+    pack_file(path, tmp_path / "out.parquet", 32)
+    expected = ByT5Tokenizer()(texts)["input_ids"]
+    assert sorted(ids for ids, _ in sequences(tmp_path / "out.parquet")) == sorted(expected)
+
+
+def test_rows_are_shuffled_by_the_seed(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"input_ids": [i] * 5} for i in range(200)])
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        pack_file(source, tmp_path / f"{name}.parquet", 5, seed=seed)
+    a, b, c = (sequences(tmp_path / f"{name}.parquet") for name in "abc")
+    assert a == b
+    assert a != c
+    assert sorted(a) == sorted(c)
+    assert a != sorted(a)
+
+
+def test_a_mistake_leaves_what_stood_there(tmp_path, run):
+    target = tmp_path / "out.parquet"
+    target.write_text("older")
+    source = write(tmp_path / "in.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}])
+    status, out, err = run(source, target, "-c", 3)
+    assert (status, out) == (1, "")
+    assert "a sequence is longer than the capacity (sequence 1): expected at most 3 tokens, found 4" in err
+    assert err.count("\n") == 1
+    assert target.read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet"]
+    status, out, _ = run(source, target, "-c", 3, "--oversize", "drop")
+    assert status == 0
+    assert "1 sequence dropped, with 4 tokens" in out
+    assert [ids for ids, _ in sequences(target)] == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.jsonl", '{"other": [1], "more": 2}\n', "expected input_ids or text, found other, more"),
+        ("in.jsonl", '{"input_ids": 5}\n', "neither token ids nor text"),
+        ("in.jsonl", '{"input_ids": [1.5]}\n', "neither token ids nor text"),
+        ("in.jsonl", '{"input_ids": [1, null]}\n', "a token is missing"),
+        ("in.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', "a value is missing"),
+        ("in.jsonl", '{"input_ids": [5000000000]}\n', "out of range"),
+        ("in.jsonl", '{"input_ids": [-1]}\n', "out of range"),
+        ("in.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "row 0): expected 2 labels, found 1"),
+        ("in.jsonl", '{"input_ids": [1, 2], "labels": "x"}\n', "labels must be a list of integers"),
+        ("in.jsonl", '{"input_ids": [1]}\n{broken\n', "not what its ending says"),
+        ("in.jsonl", '{"input_ids": []}\n', "no sequence is left"),
+        ("in.jsonl", "", "it is empty"),
+        ("in.parquet", "not parquet", "not what its ending says"),
+        ("in.xyz", "?", "ending is unknown"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError) as caught:
+        pack_file(tmp_path / name, tmp_path / "out.parquet", 8)
+    assert message.lower() in str(caught.value).lower()
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_names_are_taken_literally(tmp_path):
+    for name in ("we[i]rd*.jsonl", "größe ?.jsonl", "a#b%20.jsonl"):
+        source = write(tmp_path / name, [{"input_ids": [1, 2]}])
+        assert pack_file(source, tmp_path / "out.parquet", 8).num_tokens == 2
+
+
+def test_bad_arguments(tmp_path, run):
+    source = write(tmp_path / "in.jsonl", [{"input_ids": [1]}])
+    for arguments, status, message in (
+        ((tmp_path / "nope.jsonl", tmp_path / "o.parquet", "-c", 8), 1, "no such file"),
+        ((source, tmp_path / "o.json", "-c", 8), 1, "a name ending in .parquet"),
+        ((source, tmp_path / "no" / "o.parquet", "-c", 8), 1, "cannot be written"),
+        ((source, tmp_path / "o.parquet", "-c", 8, "--column", "nope"), 1, "a column is missing"),
+        ((source, tmp_path / "o.parquet", "-c", 0), 2, "--capacity"),
+        ((source, tmp_path / "o.parquet"), 2, "--capacity"),
+        ((source, tmp_path / "o.parquet", "-c", 8, "--oversize", "maybe"), 2, "--oversize"),
+    ):
+        found, out, err = run(*arguments)
+        assert (found, out) == (status, ""), err
+        assert message in err
+        assert "Traceback" not in err

@@ -1,0 +1,358 @@
+"""``ullage.plan``: every option of the contract on small cases, and the text of every refusal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ullage
+from ullage.planning import Assignment, Problem, RecurrentCost, names, register, strategies
+
+MIXED = [5, 3, 4, 4, 7, 1, 2, 6, 0, 8]
+
+
+def _placed(plan: ullage.Plan) -> list[list[list[int]]]:
+    return [[plan.members(m, r).tolist() for r in range(plan.ranks)] for m in range(plan.num_microbatches)]
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "next_fit"])
+@pytest.mark.parametrize("sync", ["microbatch", "step"])
+def test_every_sequence_has_one_place_within_the_capacity(strategy: str, sync: str) -> None:
+    plan = ullage.plan(MIXED, ranks=2, capacity=10, strategy=strategy, sync=sync)
+    assert plan.check() == []
+    ids = [i for row in _placed(plan) for part in row for i in part]
+    assert sorted(ids) == list(range(len(MIXED)))
+    assert plan.order[plan.inverse].tolist() == list(range(len(MIXED)))
+    outputs = np.array(MIXED)[np.concatenate([np.array(part, int) for row in _placed(plan) for part in row])]
+    assert outputs[plan.inverse].tolist() == MIXED
+
+
+def test_next_fit_keeps_arrival_order() -> None:
+    plan = ullage.plan([5, 3, 4, 4, 7, 1], ranks=2, capacity=8, strategy="next_fit")
+    assert _placed(plan) == [[[0, 1], [2, 3]], [[4, 5], []]]
+
+
+def test_balance_is_by_cost_and_not_by_tokens() -> None:
+    lengths = [8] + [1] * 8  # eight tokens each way, but one side's attention is eight times as dear
+    plan = ullage.plan(lengths, ranks=2, capacity=16, cost=ullage.TransformerCost(linear=0, quadratic=1))
+    assert sorted(map(len, _placed(plan)[0])) == [1, 8]
+    linear = ullage.plan([8, 4, 4], ranks=2, capacity=16, cost=lambda length: length)
+    assert linear.statistics().critical_path == 1.0
+
+
+def test_statistics_conserve_tokens() -> None:
+    plan = ullage.plan([9, 20, 3, 12], ranks=2, capacity=10, align=4, oversize="truncate")
+    found = plan.statistics()
+    assert plan.lengths.tolist() == [8, 8, 3, 8]  # 8 is the longest slot of 4 within 10
+    assert (found.tokens_in, found.num_tokens, found.truncated_tokens, found.dropped_tokens) == (44, 27, 17, 0)
+    assert (found.num_truncated, found.num_dropped, found.padded_tokens) == (3, 0, 28)
+    assert found.capacity_tokens == found.num_tokens + found.padding_tokens == plan.num_microbatches * 20
+    assert found.sum_squared_lengths == 3 * 64 + 9
+    assert found.ullage == 1 - 27 / found.capacity_tokens
+
+
+def test_dropped_sequences_are_counted_and_nowhere() -> None:
+    plan = ullage.plan([9, 20, 3, 12], ranks=2, capacity=10, oversize="drop")
+    found = plan.statistics()
+    assert plan.check() == []
+    assert plan.inverse.tolist()[1] == plan.inverse.tolist()[3] == plan.bins.tolist()[1] == -1
+    assert (found.tokens_in, found.num_tokens, found.dropped_tokens, found.num_dropped) == (44, 12, 32, 2)
+    assert found.tokens_in == found.num_tokens + found.truncated_tokens + found.dropped_tokens
+
+
+def test_fewer_sequences_than_ranks_leave_microbatches_empty() -> None:
+    plan = ullage.plan([4, 4], ranks=5, capacity=8)
+    assert plan.num_microbatches == 1
+    assert plan.statistics().num_empty == 3
+    assert sorted(map(len, _placed(plan)[0])) == [0, 0, 0, 1, 1]
+    nothing = ullage.plan([], ranks=3, capacity=8)
+    assert (nothing.num_microbatches, nothing.check(), nothing.statistics().critical_path) == (0, [], 1.0)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["balanced", "next_fit"])
+def test_microbatches_are_a_multiple(multiple: int, strategy: str) -> None:
+    plan = ullage.plan([6] * 9, ranks=2, capacity=8, microbatch_multiple=multiple, strategy=strategy)
+    assert plan.num_microbatches == plan.statistics().lower_bound == -(-5 // multiple) * multiple
+    assert plan.check() == []
+
+
+def test_slots_are_aligned_before_they_meet_the_capacity() -> None:
+    plan = ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, align=4)
+    assert plan.num_microbatches == 4
+    assert plan.layout(0, 0).slots.tolist() == [8]
+    assert ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, align=1).num_microbatches == 2
+
+
+def test_max_sequences_bounds_every_microbatch() -> None:
+    plan = ullage.plan([1] * 20, ranks=2, capacity=100, max_sequences=3)
+    assert plan.num_microbatches == plan.statistics().lower_bound == 4
+    assert max(len(part) for row in _placed(plan) for part in row) == 3
+
+
+@pytest.mark.parametrize("groups", [[0, -1, 0, 1, -5, 1, 1], [[0, 2], [3, 5, 6]]])
+@pytest.mark.parametrize("sync", ["microbatch", "step"])
+def test_groups_stay_together(groups: list, sync: str) -> None:
+    plan = ullage.plan([4, 3, 4, 2, 5, 2, 2], ranks=2, capacity=8, keep_together=groups, sync=sync)
+    assert plan.check() == []
+    assert plan.bins[0] == plan.bins[2]
+    assert plan.bins[3] == plan.bins[5] == plan.bins[6]
+
+
+@pytest.mark.parametrize("form", [[[[4, 0], [1]], [[], [3, 2]]], [[4, 0], [1], [], [3, 2]]])
+@pytest.mark.parametrize("strategy", ["preassigned", "empty"])
+def test_a_given_assignment_is_kept_in_its_order(form: list, strategy: str) -> None:
+    plan = ullage.plan([2, 3, 4, 1, 5], ranks=2, capacity=8, strategy=strategy, assignment=form)
+    assert _placed(plan) == [[[4, 0], [1]], [[], [3, 2]]]
+    assert plan.strategy == "preassigned"
+
+
+def test_a_fixed_degree_shares_every_microbatch() -> None:
+    plan = ullage.plan([15, 9, 3, 3], ranks=4, capacity=8, context_parallel=2)
+    assert plan.check() == []
+    assert plan.degrees.tolist() == [[2, 2, 2, 2]] * plan.num_microbatches
+    assert plan.multiple_of(0, 1) == 4
+    for rank in (0, 2):
+        assert plan.members(0, rank).tolist() == plan.members(0, rank + 1).tolist()
+
+
+def test_a_giant_gets_the_least_ranks_that_hold_it() -> None:
+    plan = ullage.plan([60] + [4] * 40, ranks=8, capacity=16, context_parallel="auto")
+    assert plan.check() == []
+    microbatch, rank = divmod(int(plan.bins[0]), 8)
+    assert plan.degree(microbatch, rank) in (4, 8)
+    assert plan.statistics().num_shared >= 1
+    assert plan.statistics().mixed_critical_path <= plan.statistics().critical_path
+    small = ullage.plan([4] * 64, ranks=8, capacity=16, context_parallel="auto")
+    assert small.degrees.max() == 1
+
+
+def test_upstream_names_are_aliases() -> None:
+    for alias, name in strategies.ALIASES.items():
+        assignment = [[0], [1]] if name == "preassigned" else None
+        plan = ullage.plan([3, 4], ranks=2, capacity=8, strategy=alias, assignment=assignment)
+        assert plan.strategy == name
+    assert ullage.plan([30] + [1] * 9, ranks=4, capacity=8, strategy="default_dynamic_cp").degrees.max() == 4
+    assert set(strategies.ALIASES) <= set(names())
+
+
+def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_each(problem: Problem) -> Assignment:
+        count = problem.num_items
+        return Assignment(np.arange(count) * problem.ranks, count)
+
+    def all_in_one(problem: Problem) -> Assignment:
+        return Assignment(np.zeros(problem.num_items, np.int64), 1)
+
+    monkeypatch.setattr(strategies, "_REGISTERED", dict(strategies._REGISTERED))
+    register("one_each", one_each)
+    register("all_in_one", all_in_one)
+    register("astray", lambda problem: Assignment(np.full(problem.num_items, 7), 1))
+    assert ullage.plan([3, 4], ranks=2, capacity=8, strategy="one_each").num_microbatches == 2
+    with pytest.raises(
+        ullage.InputError, match=r"'all_in_one' gave an unsound plan: over capacity: microbatch 0, rank 0"
+    ):
+        ullage.plan([5, 4], ranks=2, capacity=8, strategy="all_in_one")
+    with pytest.raises(ullage.InputError, match="a strategy must give each item a bin: expected 2 numbers from 0 to 1"):
+        ullage.plan([5, 4], ranks=2, capacity=8, strategy="astray")
+    with pytest.raises(ullage.InputError, match="taken: found 'dp_balanced'"):
+        register("dp_balanced", one_each)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [3, -1]}, r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
+        ({"lengths": [3.5]}, r"lengths must be integers \(item 0\): found 3.5"),
+        ({"lengths": [3.0, float("nan")]}, r"lengths must be integers \(item 1\): found nan"),
+        ({"lengths": [[3]]}, r"lengths must have one dimension"),
+        ({"lengths": ["a"]}, r"lengths must be integers"),
+        ({"ranks": 0}, r"ranks must be an integer: expected >= 1, found 0"),
+        ({"ranks": 2.0}, r"ranks must be an integer: expected >= 1, found 2.0"),
+        ({"ranks": "2"}, r"ranks must be an integer: expected >= 1, found '2'"),
+        ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
+        ({"capacity": 0}, r"capacity must be an integer: expected >= 1, found 0"),
+        ({"capacity": -8}, r"capacity must be an integer: expected >= 1, found -8"),
+        ({"align": 0}, r"align must be an integer: expected >= 1, found 0"),
+        ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),
+        ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),
+        ({"lengths": [3, 9, 8, 10]}, r"does not fit into a microbatch \(sequence 1 and 1 more\): expected at most the "
+         r"capacity of 8 tokens, found 9\. Raise the capacity"),
+        ({"lengths": [7], "align": 5}, r"at most the capacity of 5 tokens at align 5, found 7"),
+        ({"lengths": [1], "align": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at align 9, found 1"),
+        ({"oversize": "cut"}, r"no such oversize: expected 'error' or 'truncate' or 'drop', found 'cut'"),
+        ({"sync": "never"}, r"no such sync: expected 'microbatch' or 'step', found 'never'"),
+        ({"strategy": "best"}, r"no such strategy: expected .*'balanced'.*, found 'best'"),
+        ({"strategy": None}, r"no such strategy: expected .*, found None"),
+        ({"context_parallel": 3}, r"context_parallel must divide the ranks: expected a divisor of 2, found 3"),
+        ({"context_parallel": "all"}, r"no such context_parallel: expected 'auto' or a degree, found 'all'"),
+        ({"context_parallel": "auto", "strategy": "next_fit"}, r"'next_fit' gives every sequence one degree"),
+        ({"cost": lambda length: length * -1.0}, r"a cost must be a finite number \(sequence 0 of length 3\): expected "
+         r">= 0, found -3.0"),
+        ({"cost": lambda length: length * np.nan}, r"a cost must be a finite number \(sequence 0 of length 3\)"),
+        ({"cost": lambda length: 1.0}, r"must return one number a sequence: expected shape \[2\], found shape \[\]"),
+        ({"cost": lambda length: length.astype(str)}, r"the cost model must return numbers: found dtype"),
+        ({"keep_together": [0]}, r"keep_together must be one integer a sequence, or lists of ids: expected 2 integers"),
+        ({"keep_together": [0, 0]}, r"a group to keep together does not fit into a microbatch \(sequences 0, 1\): "
+         r"expected at most 8 slots, found 10"),
+        ({"keep_together": [[0, 0]]}, r"keep_together names a sequence twice \(group 0\): found 0"),
+        ({"keep_together": [[2]]}, r"keep_together names a sequence that is not there \(group 0\): found 2"),
+        ({"strategy": "preassigned"}, r'strategy "preassigned" needs an assignment'),
+        ({"assignment": [[0], [1]]}, r"given to a strategy that makes its own: .*found 'balanced'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
+    good = {"lengths": [3, 7], "ranks": 2, "capacity": 8}
+    with pytest.raises(ullage.InputError, match=message):
+        ullage.plan(**(good | arguments))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "multiple", "message"),
+    [
+        ([[0, 1], [1, 2]], 1, r"the assignment names sequences twice: found 1"),
+        ([[0], [2]], 1, r"the assignment misses sequences: found 1"),
+        ([[0, 1], [2, 3]], 1, r"names a sequence that is not there: expected ids below 3, found 3"),
+        ([[0], [1], [2]], 1, r"bins are not a multiple of the ranks: expected a multiple of 2, found 3"),
+        ([[[0, 1, 2]]], 1, r"must give every rank its ids \(microbatch 0\): expected 2 lists, found 1"),
+        ([[0, 1], [2]], 2, r"not a multiple of microbatch_multiple: expected a multiple of 2, found 1"),
+        (
+            [[0, 1, 2], []],
+            1,
+            r"unsound plan: over capacity: microbatch 0, rank 0 holds 9 slots of 8: sequences 0, 1, 2",
+        ),
+        ([[0, -1], [1, 2]], 1, r"assignment must not be negative"),
+    ],
+)
+def test_bad_assignments_are_refused(assignment: list, multiple: int, message: str) -> None:
+    with pytest.raises(ullage.InputError, match=message):
+        ullage.plan([3, 3, 3], ranks=2, capacity=8, strategy="preassigned", assignment=assignment,
+                    microbatch_multiple=multiple)  # fmt: skip
+
+
+def _tampered(plan: ullage.Plan, **changes: object) -> ullage.Plan:
+    record = json.loads(plan.to_json()) | changes
+    return ullage.Plan.from_json(json.dumps(record))
+
+
+def test_check_names_every_violation() -> None:
+    plan = ullage.plan([3, 4, 5, 6], ranks=2, capacity=8, strategy="next_fit")
+    assert plan.check() == []
+    twice = _tampered(plan, order=[0, 1, 1, 3])
+    assert "duplicate: sequences 1 are placed more than once" in twice.check()
+    assert "missing: sequences 2 are placed nowhere" in twice.check()
+    full = _tampered(plan, capacity=6)
+    assert "over capacity: microbatch 0, rank 0 holds 7 slots of 6: sequences 0, 1" in full.check()
+    crowded = _tampered(plan, max_sequences=1)
+    assert crowded.check() == ["crowded: microbatch 0, rank 0 holds 2 sequences of at most 1: 0, 1"]
+    assert any(line.startswith("multiple: 2 microbatches") for line in _tampered(plan, microbatch_multiple=3).check())
+    assert (
+        "mixed: microbatch 0, rank 0 starts a group of degrees [2, 1]"
+        in _tampered(plan, degrees=[[2, 1], [1, 1]]).check()
+    )
+    lost = _tampered(plan, degrees=[[2, 2], [1, 1]], capacity=20).check()
+    assert lost == ["mixed: sequences 2 stand behind the first rank of microbatch 0, rank 0"]
+    assert any("misaligned" in line for line in _tampered(plan, degrees=[[1, 2], [1, 1]]).check())
+    assert any("longer" in line for line in _tampered(plan, lengths=[3, 4, 5, 7]).check())
+    assert any("dropped" in line for line in _tampered(plan, lengths=[3, 4, 5, 0]).check())
+
+
+def test_json_round_trip_equality_and_digest() -> None:
+    plan = ullage.plan(MIXED, ranks=2, capacity=10, align=2, cost=ullage.TransformerCost(1, 1, 5, 2))
+    again = ullage.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert (again.digest, hash(again)) == (plan.digest, hash(plan))
+    assert again.statistics() == plan.statistics()
+    other = ullage.plan(MIXED, ranks=2, capacity=11, align=2)
+    assert other != plan
+    assert other.digest != plan.digest
+    assert plan != "plan"
+    with pytest.raises(ValueError, match="read-only"):
+        plan.order[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a plan must be JSON"),
+        ("[]", "this JSON is not a plan: expected format 'ullage plan 1', found list"),
+        ('{"format": "x"}', "not a plan: expected format 'ullage plan 1', found x"),
+        ('{"format": "ullage plan 1"}', r"a plan lacks a field \(order\)"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ullage.InputError, match=message):
+        ullage.Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 0}, "a plan's ranks must be an integer: expected >= 1, found 0"),
+        ({"offsets": [0, 2, 4]}, "offsets do not cut its order"),
+        ({"offsets": [0, 3, 2, 3, 4]}, "offsets fall"),
+        ({"order": [0, 1, 2, 9]}, "names a sequence that is not there"),
+        ({"degrees": [[1], [1]]}, "degrees must be one a rank"),
+        ({"costs": [1]}, "lengths and costs disagree: expected 4 each"),
+    ],
+)
+def test_a_plan_that_does_not_hold_together_is_refused(changes: dict, message: str) -> None:
+    plan = ullage.plan([3, 4, 5, 6], ranks=2, capacity=8, strategy="next_fit")
+    with pytest.raises(ullage.InputError, match=message):
+        _tampered(plan, **changes)
+
+
+def test_members_of_what_is_not_there_are_refused() -> None:
+    plan = ullage.plan([3], ranks=2, capacity=8)
+    with pytest.raises(ullage.InputError, match="no such microbatch: expected 0 to 0, found 1"):
+        plan.members(1, 0)
+    with pytest.raises(ullage.InputError, match="no such rank: expected 0 to 1, found -1"):
+        plan.degree(0, -1)
+
+
+def test_costs_in_any_unit_make_the_same_plan() -> None:
+    lengths = np.random.default_rng(3).integers(1, 100, 60)
+    plain = ullage.plan(lengths, ranks=4, capacity=256)
+    for factor in (2.0**-40, 2.0**30):
+        scaled = ullage.plan(lengths, ranks=4, capacity=256, cost=lambda x, f=factor: f * (24576.0 * x + x * x))
+        assert np.array_equal(scaled.order, plain.order)
+        assert scaled.statistics().critical_path == pytest.approx(plain.statistics().critical_path)
+    free = ullage.plan(lengths, ranks=4, capacity=256, cost=lambda x: 0 * x)
+    assert free.check() == []
+    assert free.statistics().critical_path == 1.0
+
+
+def test_recurrent_cost() -> None:
+    cost = RecurrentCost(step=10, row=2, rows=5)
+    assert cost.batch([3, 7, 7]) == 10 * 7 + 2 * 17
+    assert cost(np.array([3, 7])).tolist() == [12, 28]
+    assert ullage.plan([3, 7, 7, 3], ranks=2, capacity=20, cost=cost).statistics().critical_path == 1.0
+    with pytest.raises(ullage.InputError, match="a cost's row must be a finite number: expected >= 0, found -1"):
+        RecurrentCost(row=-1)
+    with pytest.raises(ullage.InputError, match="a cost's linear must be a finite number: expected >= 0, found nan"):
+        ullage.TransformerCost(linear=float("nan"))
+
+
+def test_planning_imports_no_torch_and_compiles_nothing_until_asked() -> None:
+    code = (
+        "import sys, ullage.planning; assert 'torch' not in sys.modules and 'numba' not in sys.modules;"
+        "ullage.planning.plan([3], ranks=1, capacity=4); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pack_dataset() -> None:
+    ids, cu_ids = ullage.pack_dataset([5, 3, 4, 4, 8, 0], 8)
+    assert np.diff(cu_ids).min() > 0
+    assert len(cu_ids) == 4
+    assert sorted(ids.tolist()) == list(range(6))
+    empty = ullage.pack_dataset([], 8)
+    assert (empty.ids.tolist(), empty.cu_ids.tolist(), empty.num_bins) == ([], [0], 0)
+    with pytest.raises(ullage.InputError, match=r"\(sequence 1\): expected at most the capacity of 8 tokens, found 9"):
+        ullage.pack_dataset([1, 9], 8)
+    with pytest.raises(ullage.InputError, match="capacity must be an integer"):
+        ullage.pack_dataset([1, 9], 0)

@@ -1,0 +1,245 @@
+"""The Trainer: what it refuses and how it says so, and what it counts."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import TrainingArguments
+from transformers.modeling_outputs import ModelOutput
+
+from tests import story
+from ullage import InputError, RaggedBatch, TrainingError
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def language_model(**options):
+    torch.manual_seed(0)
+    return RecurrentForCausalLM(RecurrentConfig(vocab_size=story.VOCAB, hidden_size=8, **SPECIAL, **options))
+
+
+def arguments(folder, **options):
+    defaults = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return TrainingArguments(str(folder), **{**defaults, **options})
+
+
+def trainer(folder, model, samples, evaluation=None, collator=None, **options):
+    return Trainer(
+        model,
+        arguments(folder, **options),
+        data_collator=collator or RaggedCollator(labels_from="input_ids"),
+        train_dataset=samples,
+        eval_dataset=evaluation if evaluation is not None else samples,
+    )
+
+
+class Tiny(nn.Module):
+    """A model of a user's own; its forward is set by each test."""
+
+    def __init__(self, forward=None):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.config = None
+
+    def get_loss(self, x, y):
+        return nn.functional.mse_loss(self.layer(x), y)
+
+
+class TargetNamed(Tiny):
+    def forward(self, x, target=None):
+        return {"loss": self.get_loss(x, target), "out": self.layer(x)}
+
+
+class SwallowsAll(Tiny):
+    def forward(self, x, **kw):
+        return {"loss": self.get_loss(x, kw["y"]), "out": self.layer(x)}
+
+
+class AuxLabels(Tiny):
+    def forward(self, x, labels=None, aux_labels=None):
+        return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+
+
+class LabelSmoothing(Tiny):
+    def forward(self, x, labels=None, label_smoothing=0.0):
+        return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "message"),
+    [
+        (TargetNamed(), "target", r"no parameter of forward is recognised as labels \(forward\(x, target\)\).*label_names=\['target'\]"),
+        (SwallowsAll(), "y", r"no parameter of forward is recognised as labels \(forward\(x, kw\)\).*label_names=\['y'\]"),
+        (AuxLabels(), "labels", r"taken for labels and is not in the batch \(aux_labels\).*Set label_names=\['labels'\]"),
+        (LabelSmoothing(), "labels", r"taken for labels and is not in the batch \(label_smoothing\).*label_names=\['labels'\]"),
+        (torch.compile(TargetNamed()), "target", r"forward\(x, target\).*Set label_names=\['target'\]"),
+    ],
+)  # fmt: skip
+def test_evaluate_names_the_parameter_at_fault(tmp_path, model, field, message):
+    samples = [{"x": np.float32([[i]])[0], field: np.float32([[i]])[0]} for i in range(4)]
+    mine = trainer(tmp_path, model, samples, collator=stack, remove_unused_columns=False)
+    with pytest.raises(InputError, match=message):
+        mine.evaluate()
+    mended = trainer(tmp_path, model, samples, collator=stack, remove_unused_columns=False, label_names=[field])
+    assert mended.evaluate()["eval_loss"] >= 0
+
+
+def stack(samples):
+    return {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
+
+
+def test_a_compiled_model_evaluates_without_being_told(tmp_path):
+    class Labelled(Tiny):
+        def forward(self, x, labels=None):
+            return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+
+    samples = [{"x": np.float32([i]), "labels": np.float32([i])} for i in range(4)]
+    compiled = torch.compile(Labelled(), backend="eager")
+    assert trainer(tmp_path, compiled, samples, collator=stack).evaluate()["eval_loss"] >= 0
+
+
+def test_empty_datasets_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"the training dataset is empty \(train_dataset\)"):
+        trainer(tmp_path, language_model(), [], evaluation=[{"input_ids": [3]}]).train()
+    with pytest.raises(InputError, match=r"the dataset is empty \(evaluation\): expected at least one sample"):
+        trainer(tmp_path, language_model(), [{"input_ids": [3, 4]}], evaluation=[]).evaluate()
+
+
+def test_an_empty_sequence_is_named(tmp_path):
+    samples = [{"input_ids": [3, 4]}, {"input_ids": []}]
+    with pytest.raises(InputError, match=r"a sequence is empty \(sample \d\): expected at least one token, found 0"):
+        trainer(tmp_path, language_model(), samples).train()
+
+
+@pytest.mark.parametrize("collator", [RaggedCollator(labels_from="input_ids"), PackedSequenceCollator("input_ids")])
+def test_an_id_outside_the_vocabulary_is_named(tmp_path, collator):
+    samples = [{"input_ids": [3, 4]}, {"input_ids": [3, 4, 23, 5]}]
+    message = r"a token id is outside the vocabulary \(sample 1 of the batch, input_ids at position 2\): expected 0 to 22, found 23"
+    mine = trainer(tmp_path, language_model(), samples, collator=collator, train_sampling_strategy="sequential")
+    with pytest.raises(InputError, match=message):
+        mine.train()
+    with pytest.raises(InputError, match=message):
+        mine.evaluate()
+
+
+def test_a_loss_that_is_no_number_stops_training_before_the_step(tmp_path):
+    class Explodes(story.LengthsTagger):
+        def forward(self, input_ids=None, input_lengths=None, labels=None):
+            output = super().forward(input_ids, input_lengths, labels)
+            return ModelOutput(loss=output.loss * float("nan"), logits=output.logits)
+
+    model = Explodes(story.StoryConfig())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mine = trainer(tmp_path, model, story.make_samples(8), collator=RaggedCollator())
+    with pytest.raises(TrainingError, match=r"the loss or its gradient is not a number \(step 1\): .* found nan"):
+        mine.train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_step_without_labels_is_named(tmp_path):
+    samples = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 4
+    with pytest.raises(TrainingError, match=r"no label counts in this step \(step 0, field 'labels'\)"):
+        trainer(tmp_path, language_model(), samples).train()
+
+
+def test_dispatching_and_batched_metrics_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"dispatch_batches would cut packed batches apart .* found True"):
+        trainer(tmp_path, language_model(), [], accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InputError, match="batch_eval_metrics is not supported"):
+        Trainer(
+            language_model(),
+            arguments(tmp_path, batch_eval_metrics=True, eval_strategy="no"),
+            compute_metrics=lambda p, compute_result: {},
+        )
+
+
+def test_a_model_that_cannot_tell_sequences_apart_is_refused(tmp_path):
+    class Blind(story.StoryBase):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            raise AssertionError("never called")
+
+    mine = trainer(tmp_path, Blind(story.StoryConfig()), story.make_samples(4), collator=RaggedCollator())
+    with pytest.raises(InputError, match=r"cannot tell the sequences of a RaggedBatch apart \(Blind.forward\)"):
+        mine.train()
+
+
+def test_metrics_see_sequences_of_true_length_in_order(tmp_path):
+    seen = {}
+
+    def compute_metrics(p):
+        seen["predictions"], seen["labels"] = p.predictions, p.label_ids
+        return {"accuracy": np.mean([np.mean(a.argmax(-1) == b) for a, b in zip(p.predictions, p.label_ids)])}
+
+    samples = story.make_samples(13, 3)
+    mine = Trainer(
+        story.LengthsTagger(story.StoryConfig()),
+        arguments(tmp_path, per_device_eval_batch_size=4),
+        data_collator=RaggedCollator(),
+        eval_dataset=samples,
+        compute_metrics=compute_metrics,
+    )
+    assert 0 <= mine.evaluate()["eval_accuracy"] <= 1
+    assert [labels.tolist() for labels in seen["labels"]] == [s["labels"] for s in samples]
+    assert [p.shape for p in seen["predictions"]] == [(len(s["input_ids"]), story.VOCAB) for s in samples]
+
+
+def test_logs_tell_real_tokens_per_second_and_ullage(tmp_path):
+    samples = [{"input_ids": [3] * 9}, {"input_ids": [4]}]
+    mine = trainer(tmp_path, language_model(), samples, per_device_train_batch_size=2, logging_steps=1)
+    mine.train()
+    entries = [entry for entry in mine.state.log_history if "loss" in entry]
+    assert [entry["ullage"] for entry in entries] == [pytest.approx(1 - 10 / 18, abs=1e-4)] * 2
+    assert all(entry["tokens_per_second"] > 0 for entry in entries)
+
+
+def test_a_batch_is_moved_once(tmp_path, monkeypatch):
+    calls = []
+    original = RaggedBatch.map
+    monkeypatch.setattr(RaggedBatch, "map", lambda self, f: calls.append(1) or original(self, f))
+    trainer(tmp_path, language_model(), story.make_samples(8), max_steps=3).train()
+    assert len(calls) == 3
+
+
+def test_a_causal_loss_not_named_so_is_not_scaled(tmp_path):
+    """transformers counts unshifted labels for a model that is not called ...ForCausalLM, and scales its loss by that."""
+
+    class Ours(RecurrentForCausalLM):
+        pass
+
+    Ours.__module__ = "a_users_script"
+    torch.manual_seed(0)
+    samples = [{"input_ids": s["input_ids"] * 2} for s in story.make_samples(4)]
+    losses = {}
+    for kind in (RecurrentForCausalLM, Ours):
+        torch.manual_seed(0)
+        model = kind(RecurrentConfig(vocab_size=story.VOCAB, hidden_size=8, **SPECIAL))
+        mine = trainer(tmp_path, model, samples, per_device_train_batch_size=4, max_steps=1, logging_steps=1)
+        mine.train()
+        losses[kind] = story.losses(mine)
+    assert losses[Ours] == pytest.approx(losses[RecurrentForCausalLM], abs=1e-6)
+
+
+def test_the_collator_uses_the_attention_mask_up():
+    collate = RaggedCollator(labels_from="input_ids")
+    batch = collate([
+        {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0], "label": 1},
+        {"input_ids": [0, 7, 8, 9], "attention_mask": [0, 1, 1, 1], "label": 0},
+    ])  # fmt: skip
+    assert batch["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert batch.layout.lengths.tolist() == [2, 3]
+    assert batch["labels"].tolist() == [1, 0]
+    assert "attention_mask" not in batch
+    with pytest.raises(InputError, match=r"attention_mask has holes \(sample 0\)"):
+        collate([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
+    with pytest.raises(InputError, match=r"samples lack the field that labels are copied from: expected input_ids"):
+        collate([{"x": [1]}])
+
+
+def test_the_flattened_collator_is_a_plain_dict_for_any_trainer():
+    row = RaggedCollator(flattened=True, labels_from="input_ids")([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    assert type(row) is dict
+    assert row["input_ids"].tolist() == [[5, 6, 7]]
+    assert row["labels"].tolist() == [[-100, 6, -100]]
+    assert row["cu_seq_lens_q"].tolist() == [0, 2, 3]
