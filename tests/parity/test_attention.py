@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from ullage import InputError, RaggedBatch
 from ullage.attention import check_model, packed_attention, supports_packing
 from ullage.attention.segments import arrange
-from ullage.attention.varlen import flex_attention, host_lengths
+from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, varlen_attention
 
 SIZES = {
     "vocab_size": 97,
@@ -34,6 +34,21 @@ GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "attn_pdrop
 WINDOWED = {"sliding_window": 8}
 GEMMA3 = {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 MODELS = {
     "llama": {},
     "qwen3": {},
@@ -58,11 +73,7 @@ MORE_MODELS = {
     "gpt_neox": {},
     "cohere2": {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]},
     "starcoder2": WINDOWED,
-    "deepseek_v3": {
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16},
-        **{"q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "head_dim": 8},
-        **{"num_key_value_heads": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-    },
+    "deepseek_v3": LATENT,
 }
 LENGTHS = (1, 7, 33, 2, 20, 7, 7, 150, 1)
 
@@ -301,6 +312,8 @@ def test_a_model_that_cannot_be_packed_is_refused_before_and_in_forward(name):
         ("jamba", {"num_experts": 2, "use_mamba_kernels": False}, "state"),
         ("bamba", {"mamba_n_heads": 8, "mamba_d_head": "auto"}, "state"),
         ("rwkv", {"attention_hidden_size": 64}, "state"),
+        ("nemotron", {}, "hand cu_seq_lens"),
+        ("doge", {}, "changes the mask"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'conv'"),
         ("bloom", {"n_head": 4}, "interface"),
         ("mpt", {"n_heads": 4, "d_model": 64, "n_layers": 2}, "interface"),
@@ -332,7 +345,7 @@ def test_position_bias_is_refused():
 
 def test_another_implementation_is_refused():
     model = build("llama", implementation="sdpa")
-    with pytest.raises(InputError, match="attn_implementation='sdpa', which does not read cu_seq_lens.*Load it with"):
+    with pytest.raises(InputError, match=r"attn_implementation='sdpa', which does not read cu_seq_lens.*Load it with"):
         check_model(model)
 
 
@@ -345,7 +358,7 @@ def test_a_mask_or_a_cache_beside_the_lengths_is_refused():
     with pytest.raises(InputError, match="attention_mask was given together with cu_seq_lens"):
         model(**keywords, attention_mask=torch.ones(1, 1, 10, 10, dtype=torch.bool))
     filled = model(input_ids=batch["input_ids"][None]).past_key_values
-    with pytest.raises(InputError, match="cannot continue a cache.*20 keys, 10 queries"):
+    with pytest.raises(InputError, match=r"cannot continue a cache.*20 keys, 10 queries"):
         model(**keywords, past_key_values=filled)
 
 
@@ -431,17 +444,25 @@ def test_flex_attention_sees_the_same(window):
     from torch.nn.attention import flex_attention as flex
 
     with torch.no_grad():
-        block_mask = ullage_block_mask(cu_seqlens, window)
+        block_mask = _block_mask(cu_seqlens, sum(lengths), window)
         rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
         found = flex.flex_attention(*rows, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
     expected = oracle(query, key, value, lengths, window, None)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def ullage_block_mask(cu_seqlens, window):
-    from ullage.attention.varlen import _block_mask
-
-    return _block_mask(cu_seqlens, int(cu_seqlens[-1]), window)
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_varlen_kernel_accepts_the_call(window):
+    """Shapes and arguments only, on meta tensors: the kernel itself runs on CUDA alone."""
+    query, key, value = (
+        torch.randn(20, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    cu_seqlens = torch.zeros(4, dtype=torch.int32, device="meta")
+    mixed = varlen_attention(query, key, value, cu_seqlens, 9, window=window, scale=0.3)
+    mixed.sum().backward()
+    assert mixed.shape == query.shape
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
 
 
 @pytest.mark.slow

@@ -21,6 +21,11 @@ NAME = "ullage"
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 #: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+#: Models that declare the interface and yet do not let the lengths decide. Any other one is refused by its first call.
+_EXCEPTIONS = {
+    "doge": "changes the mask inside its attention",
+    "nemotron": "does not hand cu_seq_lens from its layers to their attention",
+}
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
 
@@ -85,6 +90,8 @@ def _implementation(model: nn.Module, name: str) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not hand cu_seq_lens through transformers' attention interface"
     for holder, config in _configs(model):
+        if config.model_type in _EXCEPTIONS:
+            return f"{holder} {_EXCEPTIONS[config.model_type]}"
         used = config._attn_implementation
         if used != NAME and used not in _FLASH:
             return f"{holder} has attn_implementation={used!r}, which does not read cu_seq_lens"
