@@ -1,6 +1,7 @@
 """The steps of the exchange, each alone, on real processes."""
 
 import pytest
+
 from tests.distributed import exchange_cases as cases
 from tests.distributed.processes import run, values
 

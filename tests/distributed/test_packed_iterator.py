@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from tests.distributed import exchange_cases as cases
 from tests.distributed.processes import run, values
 
