@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+
 from tests import real_zero
 from tests.parity.test_zero_conversion import assert_is_the_truth
 from tests.real_zero import Recipe
-
 from ullage import checkpoint
 
 #: files beyond the size of small ones (1 MiB), so that each is a unit of its own, with small files beside them

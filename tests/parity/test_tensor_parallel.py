@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+
 from tests import real_zero
 from tests.real_zero import Recipe
-
 from ullage import checkpoint
 
 INFO = {

@@ -6,9 +6,9 @@ The padding of every shard holds a sentinel (see ``real_zero``); it must not tur
 import numpy as np
 import pytest
 import torch
+
 from tests import real_zero
 from tests.real_zero import SENTINEL, Recipe
-
 from ullage import checkpoint
 
 MODEL = [

@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 import torch
+
 from tests import real_zero
 from tests.real_zero import Recipe
-
 from ullage import checkpoint
 from ullage.errors import CheckpointError, InputError
 

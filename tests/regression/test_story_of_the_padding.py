@@ -11,10 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+
 from tests import real_zero
 from tests.parity.test_zero_conversion import assert_is_the_truth
 from tests.real_zero import Recipe
-
 from ullage import checkpoint
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
+
 from tests import real_zero
 from tests.real_zero import Recipe
-
 from ullage import checkpoint
 from ullage.errors import InputError
 

@@ -63,6 +63,8 @@ def read_zero(path: Path) -> Inventory:
         _read_model_rank(folder, model_rank, world, tp, patterns, slices)
     tensors = _joined(folder, slices, patterns, tp)
     tensors += modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in slices})
+    if patterns.info.get("affine_map"):
+        folder.notes.append("affine_map is not read: slices join as the lists of patterns say, which are beside it")
     if unused := patterns.unused():
         folder.notes.append(f"patterns that match no parameter: {unused}")
     steps = _steps(folder)
