@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.zero_worker import Job, launch
 
 import ullage.checkpoint
+from tests.distributed.zero_worker import Job, launch
 
 SAVED = 3
 

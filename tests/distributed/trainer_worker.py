@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.distributed.zero_worker import FEATURES, GLOBAL_BATCH, Job, build, config
 from torch.utils.data import Dataset
+
+from tests.distributed.zero_worker import FEATURES, GLOBAL_BATCH, Job, build, config
 
 
 class Rows(Dataset):
