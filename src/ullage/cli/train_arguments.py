@@ -78,6 +78,8 @@ _MOST_USED = (
     "save_steps",
     "save_total_limit",
     "dataloader_num_workers",
+    "packing",
+    "capacity",
     "report_to",
     "use_cpu",
 )

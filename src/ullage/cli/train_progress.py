@@ -12,12 +12,14 @@ import time
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ullage.batch import RaggedBatch
+from ullage.training.packing import PackedBatch
 
 
 class Meter(TrainerCallback):
@@ -48,10 +50,12 @@ class Meter(TrainerCallback):
 
     def count(self, inputs: Any) -> None:
         """Adds a batch that is about to be trained on."""
-        if isinstance(inputs, RaggedBatch):
-            layout = inputs.layout
-            self._local[0] += layout.num_tokens
-            self._local[1] += layout.num_items * layout.max_length
+        batches = inputs.microbatches if isinstance(inputs, PackedBatch) else (inputs,)
+        lengths = [batch.layout.lengths for batch in batches if isinstance(batch, RaggedBatch) and len(batch)]
+        if lengths:
+            whole = np.concatenate(lengths)
+            self._local[0] += int(whole.sum())
+            self._local[1] += len(whole) * int(whole.max())
 
     def reduce(self, device: torch.device) -> None:
         """Sums the counts over ranks. Every rank calls it; waits for the device."""
@@ -108,7 +112,10 @@ class Meter(TrainerCallback):
         self.reduce(args.device)
         if self._bar is not None:
             speed = f"{self.tokens_per_second:,.0f} tokens/s"
-            self._bar.set_postfix_str(f"loss {logs['loss']:.4g}, {speed}, ullage avoided {self.ullage_avoided:.0%}")
+            shown = f"loss {logs['loss']:.4g}, {speed}, ullage avoided {self.ullage_avoided:.0%}"
+            if "imbalance" in logs:
+                shown += f", imbalance {logs['imbalance']:.3f}, {logs['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+            self._bar.set_postfix_str(shown)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
