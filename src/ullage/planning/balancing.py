@@ -22,6 +22,8 @@ from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, 
 _ROUNDS = 60
 #: Above this many items packing is all that is tried.
 _MANY = 32768
+#: Above this many it is done in one pass.
+_VERY_MANY = 262144
 
 
 @kernel(BINS(ITEMS, ROOM, int64))
@@ -30,7 +32,8 @@ def _packed(items, room, count):
     n = len(items.slots)
     order = falling_order(items.slots)
     home = np.empty(n, np.int64)
-    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, count, home)
+    target = count if n <= _VERY_MANY else n  # a microbatch in a thousand is not worth a second try
+    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, target, home)
     bins = no_bins(n, max(used, count))
     for at in range(n):
         put(items, bins, order[at], home[at])

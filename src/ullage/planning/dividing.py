@@ -179,7 +179,7 @@ def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
     spent = 0
     for tries in range(_EXCHANGES):
         surplus = bins.load[a] - wish
-        spent += 4 * size
+        spent += 10 * size
         if surplus > 0:
             found = _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, surplus)
             p, q = found // (size_b + 1), found % (size_b + 1)

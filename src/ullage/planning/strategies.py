@@ -28,8 +28,8 @@ ALIASES = {
     "dp_balanced": "next_fit",
     "empty": PREASSIGNED,
 }
-#: Operations of improvement an item may cost, and all items together.
-_BUDGET_EACH, _BUDGET = 100, 400_000
+#: Operations of improvement: for any plan, for each item, and for plans of more than so many items.
+_BUDGET, _BUDGET_EACH, _BUDGET_MANY, _MANY = 60_000, 85, 400_000, 32768
 
 
 def next_fit(problem: Problem) -> Assignment:
@@ -60,9 +60,13 @@ def balanced(problem: Problem) -> Assignment:
             problem.ranks,
             least,
             problem.microbatch_multiple,
-            min(_BUDGET_EACH * problem.num_items, _BUDGET),
+            _budget(problem),
         )
     )
+
+
+def _budget(problem: Problem) -> int:
+    return _BUDGET_MANY if problem.num_items > _MANY else _BUDGET + _BUDGET_EACH * problem.num_items
 
 
 def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignment:
@@ -77,7 +81,7 @@ def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignm
         problem.ranks,
         least,
         problem.microbatch_multiple,
-        min(_BUDGET_EACH * problem.num_items, _BUDGET),
+        _budget(problem),
     )
     first = np.flatnonzero(exponents >= 0)
     degrees = np.ones(len(exponents), np.int64)
