@@ -27,10 +27,10 @@ quickstart: install  ## train a small model on real text, on CPU, in a few minut
 	$(BIN)/ullage train --output_dir runs/quickstart
 
 test: install  ## the tests, under ten minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(PYTEST_ARGS)
 
 test-slow: install  ## the rest of the tests
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ Time is the process's CPU time for one thread (so a busy machine matters less), 
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import statistics
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +35,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 
 import ullage
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.models.cells import Cell
 
 VOCABULARY = 256
 BUCKETS = 8
@@ -113,9 +114,10 @@ class Rivals:
         return loss
 
 
-def _rnn(model: RecurrentForCausalLM) -> nn.Module:
-    cell: Cell = model.model.layers[0].cells[0]  # pyright: ignore
-    return cell.rnn  # pyright: ignore
+def _rnn(model: RecurrentForCausalLM) -> Callable[[Any], Any]:
+    """Torch's own layer on the model's weights."""
+    cell: Any = model.model.layers[0].cells[0]  # pyright: ignore
+    return functools.partial(cell.kernel.forward, cell)
 
 
 def seconds(work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:

@@ -32,8 +32,14 @@ SENTINEL = -7.25e7
 STEP = 7
 
 
+#: in the writer's process: values drawn before the forks
+_known: dict[tuple[str, str], np.ndarray] = {}
+
+
 def values(name: str, key: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """The truth: float32 of ``shape``, determined by its arguments alone. ``exp_avg_sq`` is not negative."""
+    if (name, key) in _known:
+        return _known[name, key]
     random = np.random.default_rng(zlib.crc32(f"{seed}/{key}/{name}".encode()))
     array = random.standard_normal(shape, dtype=np.float32)
     return np.abs(array) if key in ("exp_avg_sq", "variance") else array
@@ -145,7 +151,7 @@ def write(folder: Path | str, recipe: Recipe) -> Truth:
             text=True,
             env=environment,
         )
-        atexit.register(_server.kill)
+        atexit.register(_stop, _server)
     assert _server.stdin is not None
     assert _server.stdout is not None
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -155,6 +161,14 @@ def write(folder: Path | str, recipe: Recipe) -> Truth:
     if reply["error"]:
         raise RuntimeError(f"DeepSpeed did not write the checkpoint:\n{reply['error']}")
     return Truth(Path(folder), recipe)
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    for pipe in (server.stdin, server.stdout):
+        if pipe is not None:
+            pipe.close()
+    server.kill()
+    server.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,6 +188,12 @@ def _serve() -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("ERROR")
+    import deepspeed.module_inject.auto_ep_config
+    import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler: seconds that each fork would spend again
+    import deepspeed.runtime.zero.stage3
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()  # asks a compiler what the machine can do, and remembers
     torch.set_num_threads(1)
     for recipe in (
         Recipe(optimizer=o, groups=[{"w": (2, 2)}]) for o in STATE_KEYS
@@ -191,6 +211,14 @@ def _serve() -> None:
 def _write_all_ranks(folder: str, recipe: Recipe, parallel: int = 2) -> str:
     """Forks once a rank, ``parallel`` at a time. Returns the first traceback, or nothing."""
     world = recipe.dp * recipe.tp * recipe.pp
+    truth = Truth(Path(folder), recipe)
+    _known.clear()
+    numel = sum(int(np.prod(s)) for m in range(recipe.tp * recipe.pp) for s in truth.shapes(m).values())
+    if numel * len(truth.keys) < 20_000_000:  # drawn once, inherited by every fork
+        for model_rank in range(recipe.tp * recipe.pp):
+            for name in truth.shapes(model_rank):
+                for key in truth.keys:
+                    _known[truth.seeded(name, model_rank), key] = truth.tensor(name, key, model_rank)
     running: dict[int, int] = {}
     errors = []
     for rank in range(world + parallel):

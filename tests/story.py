@@ -168,7 +168,7 @@ def make_trainer(case, output_dir, *, train=32, evaluation=13, iterable=False, *
     model = model_class(StoryConfig())
     arguments = {
         "max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
+        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "disable_tqdm": True,
         "save_strategy": "no", **arguments,
     }  # fmt: skip
     kind = Stream if iterable else Samples

@@ -13,6 +13,7 @@ import os
 import socket
 import traceback
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class Job:
     optimizer: str = "adamw"
     width: int = 23
     config: dict[str, Any] = field(default_factory=dict)
+    #: what a rank runs: ``function(job, rank)`` of ``module``
+    module: str = __name__
+    function: str = "run"
 
 
 class Net(nn.Module):
@@ -68,7 +72,7 @@ def build(job: Job) -> nn.Module:
         for _ in range(3):
             model.norm(model.enter(torch.randn(64, FEATURES) * (1 + job.seed)))
     model.norm.eval()
-    return model
+    return model.bfloat16() if job.precision == "bf16" else model
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -217,7 +221,7 @@ def rank_main(job: Job, rank: int, port: int) -> None:
     )
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     try:
-        result = run(job, rank)
+        result = import_module(job.module).__dict__[job.function](job, rank)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     torch.save(result, job.results / f"{rank}.pt")

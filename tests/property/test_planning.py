@@ -118,7 +118,7 @@ def test_another_process_makes_the_same_plans() -> None:
 def test_pack_dataset_fills_bins_that_hold_everything_once(lengths: list[int], capacity: int) -> None:
     ids, cu_ids = ullage.pack_dataset(lengths, capacity)
     assert sorted(ids.tolist()) == list(range(len(lengths)))
-    held = [sum(lengths[i] for i in ids[a:b]) for a, b in zip(cu_ids[:-1], cu_ids[1:])]
+    held = [sum(lengths[i] for i in ids[a:b]) for a, b in itertools.pairwise(cu_ids)]
     assert max(held, default=0) <= capacity
     assert len(held) >= bin_bound(np.array(lengths, np.int64), capacity)
     # Best fit never leaves two bins that would fit into one.

@@ -13,17 +13,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from ullage.checkpoint.convert import Report, convert, plan
-from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Problem, Slice, Tensor, Topology, check
+from ullage.checkpoint.inventory import (
+    File,
+    Fragments,
+    Group,
+    Inventory,
+    Merge,
+    Problem,
+    Slice,
+    Tensor,
+    Topology,
+    check,
+)
 from ullage.checkpoint.locate import locate
+from ullage.checkpoint.paper import on_paper
 from ullage.checkpoint.verify import verify
+from ullage.errors import CheckpointError
 
 
 def read(folder: str | Path) -> Inventory:
     """What a checkpoint holds: logical tensors and their fragments, topology, paddings. Reads no tensor data.
 
     ``folder``: the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. Problems are collected, not raised: see :func:`check`. Raises
-    ``CheckpointError`` for a folder that is no checkpoint, for expert files, and for a file that asks to run code.
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. Problems are collected, not
+    raised: see :func:`check`. Raises ``CheckpointError`` for a folder that is no checkpoint, for expert files, and for
+    a file that asks to run code.
     """
     path, found = locate(folder)
     if found == "zero":
@@ -44,6 +58,7 @@ def read(folder: str | Path) -> Inventory:
 
 
 __all__ = [
+    "CheckpointError",
     "File",
     "Fragments",
     "Group",
@@ -56,6 +71,7 @@ __all__ = [
     "Topology",
     "check",
     "convert",
+    "on_paper",
     "plan",
     "read",
     "verify",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage.checkpoint.inventory import Tensor
-from ullage.checkpoint.torchfile import STORAGE_OF, Inert, Named, Size, TensorRef
+from ullage.checkpoint.torchfile import ITEM_BYTES, STORAGE_OF, Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -61,13 +61,22 @@ class Stream:
     dtype: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instance:
     """An object of a class that is not imported, made by ``cls.__new__(cls)`` and given ``state``."""
 
     module: str
     name: str
-    state: dict[str, Any]
+    state: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """A value that a function of another package makes when it is loaded."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
 
 
 class _Pickler:
@@ -115,6 +124,8 @@ class _Pickler:
             self._name("__builtin__", value.__name__)
         elif isinstance(value, Named):
             self._name(value.module, value.name)
+        elif isinstance(value, Call):
+            self._call(value.module, value.name, value.args)
         elif isinstance(value, complex):
             self._call("__builtin__", "complex", (value.real, value.imag))
         elif isinstance(value, Inert):
@@ -205,6 +216,11 @@ class _Pickler:
         self.records.append(value)
 
 
+def dumps(value: Any) -> bytes:
+    """The pickle of a value without tensors."""
+    return _Pickler(None).dump(value)
+
+
 def archive(
     name: str,
     root: Any,
@@ -214,8 +230,6 @@ def archive(
 ) -> Target:
     """The target file of ``torch.save(root)``; tensors in ``root`` are :class:`Constant`, :class:`Stream`, or
     ``TensorRef``, which ``stored`` turns into a stream. ``base`` shifts all offsets: an archive within a file."""
-    from ullage.checkpoint.torchfile import ITEM_BYTES
-
     pickler = _Pickler(stored)
     program = pickler.dump(root)
     fixed: list[tuple[str, bytes]] = [("data.pkl", program), ("byteorder", b"little"), ("version", b"3\n")]

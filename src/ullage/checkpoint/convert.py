@@ -15,11 +15,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import copying
+from ullage.checkpoint import checksums, copying
 from ullage.checkpoint.archive import Target
 from ullage.checkpoint.copying import Unit
 from ullage.checkpoint.inventory import Inventory, Problem, check
@@ -59,22 +60,26 @@ class Report:
         return asdict(self)
 
 
-def plan(inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
+def plan(
+    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
+) -> list[Target]:
     """The files that a conversion would write, without the tensors' bytes. Writes nothing. Raises ``InputError``."""
     if format == "universal":
         from ullage.checkpoint.universal import plan as make
 
+        if optimizer is False:
+            raise InputError("a universal checkpoint always has the optimizer's state", hint="leave optimizer out")
         if dtype is not None:
             raise InputError("a universal checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
         return make(inventory)
     if format == "safetensors":
         from ullage.checkpoint.safetensors import plan as make_safetensors
 
-        return make_safetensors(inventory, dtype=dtype, optimizer=optimizer)
+        return make_safetensors(inventory, dtype=dtype, optimizer=bool(optimizer))
     if format == "dcp":
         from ullage.checkpoint.dcp import plan as make_dcp
 
-        return make_dcp(inventory, dtype=dtype, optimizer=optimizer)
+        return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
     raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
 
 
@@ -85,7 +90,7 @@ def convert(
     workers: int | None = None,
     *,
     dtype: str | None = None,
-    optimizer: bool = True,
+    optimizer: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -95,11 +100,11 @@ def convert(
 
     ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
     parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
-    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or ``float32``
-    (safetensors and dcp). ``optimizer``: with the optimizer's state (not for universal, which always has it).
-    ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and ``world_size``
-    share the work among processes; by default they are torchrun's, else one process does all. ``dry_run``: proves and
-    plans, writes nothing.
+    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or
+    ``float32`` (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always
+    in universal. ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and
+    ``world_size`` share the work among processes; by default they are torchrun's, else one process does all.
+    ``dry_run``: proves and plans, writes nothing.
 
     Raises ``CheckpointError`` for a source that is not whole (the attribute ``problems`` of the error has all), that is
     damaged, or whose replicas differ, and ``InputError`` for a target that cannot be. NaN and Inf are reported.
@@ -118,6 +123,8 @@ def convert(
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()
+    if inventory.on_paper and not dry_run:
+        raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
@@ -135,7 +142,9 @@ def convert(
 
 
 def default_workers() -> int:
-    return max(1, min(8, 2 * len(os.sched_getaffinity(0))))
+    return max(
+        1, min(8, 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    )
 
 
 def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -155,7 +164,11 @@ def refuse_problems(inventory: Inventory, problems: list[Problem]) -> None:
     more = f" (and {len(problems) - 1} more; `ullage inspect` lists them)" if len(problems) > 1 else ""
     where = first.where or str(inventory.folder)
     error = CheckpointError(
-        first.what + more, where=f"{inventory.folder.name}: {where}", expected=first.expected, found=first.found, hint=first.hint
+        first.what + more,
+        where=f"{inventory.folder.name}: {where}",
+        expected=first.expected,
+        found=first.found,
+        hint=first.hint,
     )
     error.problems = problems  # pyright: ignore[reportAttributeAccessIssue]
     raise error
@@ -184,7 +197,11 @@ def _refuse_target(inventory: Inventory, target: Path, partial: Path, num_bytes:
     free = shutil.disk_usage(above).free + held
     if free < num_bytes:
         raise InputError(
-            "the disk is full", where=str(above), expected=f"{num_bytes} bytes free", found=f"{free}", hint="free some space"
+            "the disk is full",
+            where=str(above),
+            expected=f"{num_bytes} bytes free",
+            found=f"{free}",
+            hint="free some space",
         )
 
 
@@ -208,6 +225,8 @@ class _Job:
     share: tuple[int, int]
     report: Report
     progress: Callable[[int, int], None] | None
+    #: folders above the target that this conversion made, innermost first
+    made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
         rank, world_size = self.share
@@ -254,6 +273,7 @@ class _Job:
                     self.report.notes.append("a partial of another source or other options was removed")
                 else:
                     self._wait(lambda: read_journals(self.partial, self.mark) is not None, "process 0 to start over")
+            self.made = [p for p in self.partial.parents if not p.exists()]
             (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _disk_error(error, self.partial) from error
@@ -274,15 +294,19 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Checksums, the closing report, sync, rename."""
-        self.report.records_checked = copying.check_sources(self.inventory, lines)
-        copying.fill_checksums(self.targets, self.partial, units, lines)
+        self.report.records_checked = checksums.check_sources(self.inventory, lines)
+        checksums.fill_checksums(self.targets, self.partial, units, lines)
         for line in lines.values():
             for index, number, count in line.get("not_finite", ()):
                 tensor = self.targets[index].payloads[number].tensor
                 self.report.not_finite.append((tensor.name, tensor.key, count))
         self.report.not_finite = _summed(self.report.not_finite)
         summary = {"mark": self.mark, "source": str(self.inventory.folder), "format": self.report.format}
-        summary |= {"num_bytes": self.report.num_bytes, "not_finite": self.report.not_finite, "notes": self.report.notes}
+        summary |= {
+            "num_bytes": self.report.num_bytes,
+            "not_finite": self.report.not_finite,
+            "notes": self.report.notes,
+        }
         (self.partial / "ullage.json").write_text(json.dumps(summary, indent=1) + "\n")
         sync_files(self.partial)
         shutil.rmtree(self.partial / FOLDER)
@@ -329,11 +353,12 @@ class _Job:
     def _fail(self, error: Exception, *, remove: bool) -> None:
         if remove:
             shutil.rmtree(self.partial, ignore_errors=True)
+            for folder in self.made:
+                with suppress(OSError):  # someone else has put something there
+                    folder.rmdir()
         elif self.share[1] > 1:
-            try:
+            with suppress(OSError):
                 (self.partial / FOLDER / f"failed-{self.share[0]}{_run_name()}").write_text(str(error))
-            except OSError:
-                pass
 
 
 def _run_name() -> str:

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.archive import Payload, Target
+from ullage.checkpoint.archive import Target
 from ullage.checkpoint.crc import combine
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.journal import Journal
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, rows_of, stream
 from ullage.checkpoint.torchfile import ITEM_BYTES
-from ullage.errors import CheckpointError
 
 #: Targets up to this size are composed in memory and written at once.
 SMALL_BYTES = 1 << 20
@@ -35,7 +34,11 @@ UNIT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of the work: small targets ``[first, last)`` whole, or a range of one payload or copy of target ``first``."""
+    """Part of the work: small targets ``[first, last)`` whole, or a range of target ``first``.
+
+    ``payload`` is None for small targets, -1 for a plain copy (the range is in bytes), else the number of the payload
+    (the range is in elements).
+    """
 
     number: int
     first: int
@@ -120,12 +123,12 @@ def prepare(partial: Path, targets: list[Target]) -> None:
             if os.fstat(fd).st_size != target.num_bytes:
                 os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
-                _write(fd, memoryview(text), offset)
+                write_at(fd, memoryview(text), offset)
         finally:
             os.close(fd)
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
     while len(data):
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
@@ -162,7 +165,7 @@ class _Worker:
     def _small(self, index: int, tally: Tally) -> list[tuple[int, int, int]]:
         target = self.targets[index]
         whole = np.zeros(target.num_bytes, np.uint8)
-        view = memoryview(whole)
+        view = whole.data
         for offset, text in target.texts:
             view[offset : offset + len(text)] = text
         found = []
@@ -179,7 +182,7 @@ class _Worker:
             if tally.not_finite:
                 found.append((index, number, tally.not_finite))
         with open(self.partial / target.name, "wb", buffering=0) as file:
-            _write(file.fileno(), view, 0)
+            write_at(file.fileno(), view, 0)
         return found
 
     def _range(self, unit: Unit, tally: Tally) -> int:
@@ -192,11 +195,16 @@ class _Worker:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
                 data = cast(chunk, payload.tensor.dtype, payload.dtype)
                 runs = tally.runs[before:]
-                if whole and len(runs) == 1 and crc == 0 and len(data) == (unit.stop - unit.start) * payload.tensor.item_bytes:
+                if (
+                    whole
+                    and len(runs) == 1
+                    and crc == 0
+                    and len(data) == (unit.stop - unit.start) * payload.tensor.item_bytes
+                ):
                     crc = runs[0][3]
                 elif not whole:
-                    crc = zlib.crc32(memoryview(data), crc)
-                _write(fd, memoryview(data), at)
+                    crc = zlib.crc32(data.data, crc)
+                write_at(fd, data.data, at)
                 at += len(data)
         finally:
             os.close(fd)
@@ -212,9 +220,9 @@ class _Worker:
         fd = os.open(self.partial / target.name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for start in range(unit.start, unit.stop, CHUNK_BYTES):
-                view = memoryview(self.buffer[: min(CHUNK_BYTES, unit.stop - start)])
+                view = self.buffer[: min(CHUNK_BYTES, unit.stop - start)].data
                 self.sources.read(target.copy_of, start, view)
-                _write(fd, view, start)
+                write_at(fd, view, start)
         finally:
             os.close(fd)
 
@@ -244,6 +252,8 @@ def run_units(
                 made.append(worker)
         line = worker.run(unit)
         journal.add(line, unit.num_bytes)
+        if "runs" in line:  # 32 bytes a run, not 300
+            line["runs"] = np.array(line["runs"], np.int64)
         if progress is not None:
             with lock:
                 progress(unit.num_bytes)
@@ -262,117 +272,3 @@ def run_units(
         pool.shutdown(wait=True, cancel_futures=True)
         for worker in made:
             worker.sources.close()
-
-
-def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-    """Writes the CRC-32 of each large payload into its archive, combined from the sums of its units."""
-    places: list[tuple[str, Payload]] = []
-    crcs, sizes, owners = [], [], []
-    last: tuple[int, int] | None = None
-    for unit in units:
-        if unit.payload is None or unit.payload < 0:
-            continue
-        payload = targets[unit.first].payloads[unit.payload]
-        if not payload.crc_at:
-            continue
-        if last != (unit.first, unit.payload):
-            places.append((targets[unit.first].name, payload))
-            last = (unit.first, unit.payload)
-        crcs.append(lines[unit.number]["crc"])
-        sizes.append(unit.num_bytes)
-        owners.append(len(places) - 1)
-    if not places:
-        return
-    totals = combine(np.array(crcs, np.int64), np.array(sizes, np.int64), np.array(owners, np.int64))
-    for (name, payload), crc in zip(places, totals.tolist()):
-        fd = os.open(partial / name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for place in payload.crc_at:
-                _write(fd, memoryview(crc.to_bytes(4, "little")), place)
-        finally:
-            os.close(fd)
-
-
-def check_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
-    """Compares the checksum of every source record that was read with the one its archive holds.
-
-    The bytes between the runs (padding) are read for it, unless they are most of the record. Returns how many records
-    were compared. Raises ``CheckpointError`` naming the file, its rank and the parameters in the damaged record.
-    """
-    rows = {tuple(run[:3]): run[3] for line in lines.values() for run in line.get("runs", ())}
-    by_file: dict[int, list[tuple[int, int, int]]] = {}
-    for (file, offset, size), crc in rows.items():
-        by_file.setdefault(file, []).append((offset, size, crc))
-    sources = Sources(inventory)
-    parts: list[tuple[int, int]] = []
-    owners: list[tuple[int, int, int]] = []
-    owner_of: list[int] = []
-    try:
-        for file, runs in sorted(by_file.items()):
-            records = inventory.records.get(file)
-            if records is None or not len(records):
-                continue
-            for low, size, crc, inside in _by_record(records, sorted(runs)):
-                filled = _with_gaps(sources, file, low, size, inside)
-                if filled is None:
-                    continue
-                owner_of += [len(owners)] * len(filled)
-                parts += filled
-                owners.append((file, low, crc))
-    finally:
-        sources.close()
-    if not owners:
-        return 0
-    table = np.array(parts, np.int64)
-    totals = combine(table[:, 1], table[:, 0], np.array(owner_of, np.int64))
-    for (file, low, crc), total in zip(owners, totals.tolist()):
-        if total != crc:
-            raise _damaged(inventory, file, low)
-    return len(owners)
-
-
-def _by_record(records: Any, runs: list[tuple[int, int, int]]):
-    """(offset, bytes, crc, the runs in it) of each record that was read."""
-    starts = np.array([r[0] for r in runs], np.int64)
-    for offset, size, crc in records.tolist():
-        low, high = np.searchsorted(starts, [offset, offset + size])
-        if low < high:
-            yield offset, size, crc, runs[low:high]
-
-
-def _with_gaps(
-    sources: Sources, file: int, low: int, size: int, runs: list[tuple[int, int, int]]
-) -> list[tuple[int, int]] | None:
-    """(bytes, crc) of the runs and what lies between them; None when that would be most of it or runs overlap."""
-    held = sum(r[1] for r in runs)
-    if size - held > max(1 << 20, held // 8):
-        return None
-    found, at = [], low
-    for offset, length, crc in [*runs, (low + size, 0, 0)]:
-        if offset < at:
-            return None
-        if offset > at:
-            gap = bytearray(offset - at)
-            sources.read(file, at, memoryview(gap))
-            found.append((len(gap), zlib.crc32(gap)))
-        if length:
-            found.append((length, crc))
-        at = offset + length
-    return found
-
-
-def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
-    _, size, _ = next(r for r in inventory.records[file].tolist() if r[0] == low)
-    names = []
-    for tensor in inventory.tensors:
-        for part in tensor.slices:
-            inside = (part.fragments.file == file) & (part.fragments.offset >= low) & (part.fragments.offset < low + size)
-            if inside.any():
-                names.append(f"{tensor.name} ({tensor.key})")
-    who = inventory.files[file]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return CheckpointError(
-        "corrupted: the data fails its checksum",
-        where=f"{inventory.folder / who.name}, rank {who.dp_rank}, parameter {listed}",
-        hint="copy the file again from where it was saved",
-    )

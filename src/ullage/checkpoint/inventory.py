@@ -10,6 +10,7 @@ A tensor that tensor parallelism has cut is made of *slices*, one a model rank; 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -240,6 +241,8 @@ class Inventory:
     problems: tuple[Problem, ...] = ()
     records: dict[int, Int64] = field(default_factory=dict, repr=False)
     details: Any = field(default=None, repr=False)
+    #: no file exists: see ``ullage.checkpoint.on_paper``
+    on_paper: bool = False
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], Tensor]:
@@ -286,7 +289,7 @@ def check(inventory: Inventory) -> list[Problem]:
     """
     problems = list(inventory.problems)
     sizes = np.array([f.num_bytes for f in inventory.files], np.int64)
-    for file in inventory.files:
+    for file in () if inventory.on_paper else inventory.files:
         path = inventory.folder / file.name
         size = os.path.getsize(path) if path.exists() else -1
         if size != file.num_bytes:
@@ -326,5 +329,5 @@ def _check_tensor(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterato
     if tensor.merge.kind == "columns":
         covered = sorted((b.at, b.at + b.width) for b in tensor.merge.boxes if b.width)
         whole = covered and covered[0][0] == 0 and covered[-1][1] == tensor.merge.size
-        if not whole or any(a[1] != b[0] for a, b in zip(covered, covered[1:])):
+        if not whole or any(a[1] != b[0] for a, b in itertools.pairwise(covered)):
             yield Problem("the slices of the model ranks do not make the whole", parameter=tensor.name)

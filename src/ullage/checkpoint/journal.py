@@ -10,6 +10,7 @@ not been restarted, for what was written to files outlives the process; after a 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 from ullage.checkpoint.archive import Target
 from ullage.checkpoint.inventory import Inventory
+from ullage.errors import InputError
 
 FOLDER = ".journal"
 _SYNC_EVERY_BYTES = 8 << 30
@@ -33,7 +35,9 @@ def fingerprint(inventory: Inventory, targets: list[Target], options: dict[str, 
     for file in inventory.files:
         status = os.stat(inventory.folder / file.name)
         files.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
-    names = [(t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets]
+    names = [
+        (t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets
+    ]
     text = json.dumps([_VERSION, options, str(inventory.folder), files, names], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -68,6 +72,13 @@ class Journal:
         path = folder / f"{process}.jsonl"
         fresh = not path.exists()
         self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._stream.close()
+            raise InputError("another conversion is writing this target", where=str(partial)) from None
+        except OSError:
+            pass  # a file system without locks
         # a line that a killed process left half written must not swallow the next
         self._stream.write(json.dumps({"mark": mark}) + "\n" if fresh else "\n")
         self._stream.write(json.dumps({"boot": _boot()}) + "\n")

@@ -31,7 +31,9 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         for name in candidates:
             if name and (folder / name).is_dir() and _format(folder / name):
                 return folder / name, _format(folder / name) or ""
-        raise CheckpointError(f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag or "nothing")
+        raise CheckpointError(
+            f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag or "nothing"
+        )
     names = sorted(p.name for p in folder.iterdir())[:4]
     raise CheckpointError(
         "the folder is no checkpoint",
@@ -43,7 +45,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 
 def _format(folder: Path) -> str | None:
     names = [p.name for p in folder.iterdir()]
-    if any(n.endswith("_optim_states.pt") or n.endswith("_model_states.pt") for n in names) and "zero" not in names:
+    if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():
         return "universal"

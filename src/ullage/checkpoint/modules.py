@@ -7,25 +7,23 @@ saves its layers in files of their own, under the names that its parameters have
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ullage.checkpoint import shards
+from ullage.checkpoint.folder import Folder
 from ullage.checkpoint.inventory import Fragments, Problem, Slice, Tensor
 from ullage.checkpoint.parallel import Patterns, join
 from ullage.checkpoint.torchfile import ITEM_BYTES, TensorRef, TorchFile, read_torch_file
 from ullage.errors import CheckpointError
 from ullage.layout import Layout
 
-if TYPE_CHECKING:
-    from ullage.checkpoint.zero import _Reading
 
-
-def aliases(reading: _Reading) -> dict[str, str]:
+def aliases(folder: Folder) -> dict[str, str]:
     """Tied names -> the name that is stored."""
     found: dict[str, str] = {}
-    for model in reading.models.values():
+    for model in folder.models.values():
         shared = model.root.get("shared_params")
         if isinstance(shared, dict):
             found.update({str(a): str(b) for a, b in shared.items()})
@@ -34,22 +32,20 @@ def aliases(reading: _Reading) -> dict[str, str]:
     return found
 
 
-def frozen_and_buffers(
-    reading: _Reading, world: int, tp: int, patterns: Patterns, trained: set[str]
-) -> list[Tensor]:
+def frozen_and_buffers(folder: Folder, world: int, tp: int, patterns: Patterns, trained: set[str]) -> list[Tensor]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first."""
-    tied = aliases(reading)
+    tied = aliases(folder)
     parts: dict[tuple[str, str], dict[int, tuple[Slice, str]]] = {}
-    for (model_rank, dp_rank), model in sorted(reading.models.items()):
+    for (model_rank, dp_rank), model in sorted(folder.models.items()):
         if dp_rank:
             continue
-        stage3 = any(s.stage == 3 for s in reading.shards.values())
-        found = _of_module(reading, model, trained, tied)
+        stage3 = any(s.stage == 3 for s in folder.shards.values())
+        found = _of_module(folder, model, trained, tied)
         if stage3:
-            found = {k: v for k, v in found.items() if k[1] == "buffer"} | _frozen3(reading, model_rank, world)
+            found = {k: v for k, v in found.items() if k[1] == "buffer"} | _frozen3(folder, model_rank, world)
         for key, value in found.items():
             parts.setdefault(key, {}).setdefault(model_rank % tp, value)
-    for key, value in _of_layers(reading, trained).items():
+    for key, value in _of_layers(folder, trained).items():
         parts.setdefault(key, {}).setdefault(0, value)
     tensors = []
     for (name, kind), by_rank in parts.items():
@@ -60,9 +56,11 @@ def frozen_and_buffers(
         try:
             whole = join(name, [by_rank[t][0] for t in range(tp)], patterns, ITEM_BYTES[dtype])
         except CheckpointError as error:
-            reading.problems.append(Problem(error.what, parameter=name, found=str(error.found)))
+            folder.problems.append(Problem(error.what, parameter=name, found=str(error.found)))
             continue
-        tensors.append(Tensor(name, "frozen", whole.shape, dtype, "frozen", whole.slices, whole.merge, None, whole.extra))
+        tensors.append(
+            Tensor(name, "frozen", whole.shape, dtype, "frozen", whole.slices, whole.merge, None, whole.extra)
+        )
     return tensors
 
 
@@ -81,7 +79,7 @@ def _slice(source: TorchFile, file: int, model_rank: int, ref: TensorRef, shape:
 
 
 def _of_module(
-    reading: _Reading, model: shards.Model, trained: set[str], tied: dict[str, str]
+    folder: Folder, model: shards.Model, trained: set[str], tied: dict[str, str]
 ) -> dict[tuple[str, str], tuple[Slice, str]]:
     module = model.root.get("module")
     if not isinstance(module, dict):
@@ -95,15 +93,15 @@ def _of_module(
         try:
             part = _slice(model.source, model.file, model.model_rank, ref, ref.shape)
         except CheckpointError as error:
-            reading.problems.append(Problem(error.what, model.name, model.dp_rank, parameter=name, hint=error.hint))
+            folder.problems.append(Problem(error.what, model.name, model.dp_rank, parameter=name, hint=error.hint))
             continue
         found[name, kind] = (part, ref.dtype)
     return found
 
 
-def _frozen3(reading: _Reading, model_rank: int, world: int) -> dict[tuple[str, str], tuple[Slice, str]]:
+def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[tuple[str, str], tuple[Slice, str]]:
     """Frozen parameters of stage 3, from the fragments in the model states of every rank."""
-    lead = reading.models[model_rank, 0]
+    lead = folder.models[model_rank, 0]
     shapes = lead.root.get("frozen_param_shapes") or {}
     found = {}
     for name, shape in shapes.items():
@@ -112,10 +110,10 @@ def _frozen3(reading: _Reading, model_rank: int, world: int) -> dict[tuple[str, 
         pieces = Layout([numel]).pieces(np.arange(world + 1) * -(-numel // world))
         rows, dtype = [], "float32"
         for rank, start, length in zip(pieces.shard.tolist(), pieces.item_start.tolist(), pieces.length.tolist()):
-            model = reading.models.get((model_rank, rank))
+            model = folder.models.get((model_rank, rank))
             ref = (model.root.get("frozen_param_fragments") or {}).get(name) if model else None
             if not isinstance(ref, TensorRef) or model is None or ref.numel < length:
-                reading.problems.append(
+                folder.problems.append(
                     Problem(
                         "a fragment of a frozen parameter is missing or too short",
                         model.name if model else f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_model_states.pt",
@@ -131,27 +129,31 @@ def _frozen3(reading: _Reading, model_rank: int, world: int) -> dict[tuple[str, 
     return found
 
 
-def _of_layers(reading: _Reading, trained: set[str]) -> dict[tuple[str, str], tuple[Slice, str]]:
+def _of_layers(folder: Folder, trained: set[str]) -> dict[tuple[str, str], tuple[Slice, str]]:
     """Frozen parameters and buffers of a pipeline module: what its layer files hold and no group trains."""
     buffers: set[str] = set()
-    for model in reading.models.values():
+    for model in folder.models.values():
         buffers |= set(model.root.get("buffer_names") or ())
     found: dict[tuple[str, str], tuple[Slice, str]] = {}
-    for index, file in enumerate(reading.files):
+    for index, file in enumerate(folder.files):
         match = shards.LAYER.fullmatch(file.name)
         if match is None or int(match[2]):
             continue
         try:
-            source = read_torch_file(reading.folder / file.name)
+            source = read_torch_file(folder.path / file.name)
         except CheckpointError as error:
             if "refused" in error.what:
                 raise
-            reading.problems.append(Problem(error.what, file.name, found=str(error.found), hint=error.hint))
+            folder.problems.append(Problem(error.what, file.name, found=str(error.found), hint=error.hint))
             continue
         root: Any = source.root
         for local, ref in root.items() if isinstance(root, dict) else ():
             name = f"{int(match[1])}.{local}"
-            known = name in trained or local in trained or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
+            known = (
+                name in trained
+                or local in trained
+                or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
+            )
             if isinstance(ref, TensorRef) and not known:
                 kind = "buffer" if name in buffers else "frozen"
                 found[name, kind] = (_slice(source, index, 0, ref, ref.shape), ref.dtype)

@@ -69,7 +69,10 @@ class Patterns:
         return None
 
     def unused(self) -> list[str]:
-        lists = [v for k, v in self.info.items() if k.endswith("_patterns") or k.endswith("_cat_dim_0")]
+        # what pipeline stages repeat is looked up only where there are several
+        lists = [
+            v for k, v in self.info.items() if not k.startswith("pipeline") and k.endswith(("_patterns", "_cat_dim_0"))
+        ]
         every = {p for found in lists if isinstance(found, (list, tuple)) for p in found if isinstance(p, str)}
         return sorted(every - self.used)
 

@@ -100,7 +100,7 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
 def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
     """Elements ``[low, high)`` of a slice, in order, one read a fragment."""
     found = part.fragments.window(low, high, item)
-    view, at = memoryview(into), 0
+    view, at = into.data, 0
     for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
         end = at + length * item
         sources.read(file, offset, view[at:end])
@@ -133,9 +133,10 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
         for part, other in zip(tensor.slices[1:], slices[1:]):
             if not np.array_equal(slices[0], other):
                 at = low + int(np.flatnonzero(slices[0] != other)[0]) // item
+                who = f"model ranks {tensor.slices[0].model_rank} and {part.model_rank}"
                 raise CheckpointError(
                     f"replicas of {tensor.key} differ",
-                    where=f"parameter {tensor.name}, element {at}, model ranks {tensor.slices[0].model_rank} and {part.model_rank}",
+                    where=f"parameter {tensor.name}, element {at}, {who}",
                     hint="tensor-parallel ranks have drifted apart; convert from a checkpoint where they agree",
                 )
         return slices[0]

@@ -59,6 +59,8 @@ class Shard:
     #: by group: {parameter: (elements, start in this shard)} as the file books it
     mappings: list[dict[str, tuple[int, int]]]
     round_robin: bool | None
+    #: how many updates the loss scale has seen, where it counts them
+    scaled: int | None
     #: the group that each flat tensor belongs to (stage 3 cuts a group into sub-groups)
     group_of: list[int]
     #: everything else of the file, kept for rank 0 only
@@ -77,9 +79,9 @@ class Model:
     root: dict[str, Any]
 
 
-def sort_files(folder: Path) -> tuple[list[File], list[str]]:
-    """The files of a ZeRO folder by kind, and the names of others. Raises ``CheckpointError`` for expert files."""
-    files, others = [], []
+def sort_files(folder: Path) -> list[File]:
+    """The files of a ZeRO folder that we know, by kind. Raises ``CheckpointError`` for expert files."""
+    files = []
     experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
     if experts:
         raise CheckpointError(
@@ -87,7 +89,9 @@ def sort_files(folder: Path) -> tuple[list[File], list[str]]:
             where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
             hint="convert it with DeepSpeed's own converter",
         )
-    for path in sorted(folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]):
+    for path in sorted(
+        folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
+    ):
         name = path.name
         if not path.is_file():
             continue
@@ -100,9 +104,7 @@ def sort_files(folder: Path) -> tuple[list[File], list[str]]:
             files.append(File(name, size, "model", int(match[1]), int(match[2])))
         elif match := LAYER.fullmatch(name):
             files.append(File(name, size, "layer", 0, int(match[2])))
-        else:
-            others.append(name)
-    return files, others
+    return files
 
 
 def read_model(folder: Path, index: int, file: File) -> tuple[Model, TorchFile]:
@@ -138,7 +140,9 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
     flats, scalars, dtypes = [], [], []
     for i, (master, state) in enumerate(zip(masters, states)):
         if not isinstance(master, TensorRef):
-            raise CheckpointError("the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}")
+            raise CheckpointError(
+                "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
+            )
         flat, scalar = _split(source, master, state)
         flats.append(flat)
         scalars.append(scalar)
@@ -160,6 +164,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
         alignments=[[int(p) for p in group] for group in optimizer.get("param_alignment_paddings") or []],
         mappings=[_mapping(group) for group in optimizer.get("param_slice_mappings") or []],
         round_robin=_round_robin(source.root.get("ds_config")),
+        scaled=_scaled(optimizer.get("loss_scaler")),
         group_of=groups,
         root=source.root if file.dp_rank == 0 else {},
     )
@@ -219,6 +224,11 @@ def _mapping(group: Any) -> dict[str, tuple[int, int]]:
     if not isinstance(group, dict):
         return {}
     return {name: (at.get("numel", -1), at.get("start", -1)) for name, at in group.items() if isinstance(at, Inert)}
+
+
+def _scaled(scaler: Any) -> int | None:
+    count = scaler.get("cur_iter") if isinstance(scaler, Inert) else None
+    return count if isinstance(count, int) else None
 
 
 def _round_robin(config: Any) -> bool | None:

@@ -19,6 +19,8 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +79,7 @@ class _InertType(type):
     """Tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), which a writer must repeat as it was."""
 
     def __call__(cls, *args: Any) -> Any:
-        made = cls.__new__(cls, *args)
+        made: Any = cls.__new__(cls, *args)  # pyright: ignore[reportCallIssue, reportArgumentType]
         made.called = True
         return made
 
@@ -192,9 +194,11 @@ _INERT = {
     ("numpy.core.multiarray", "_reconstruct"), ("numpy.core.multiarray", "scalar"),
     ("numpy._core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "scalar"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
-    ("types", "SimpleNamespace"), ("datetime", "datetime"), ("datetime", "timedelta"), ("enum", "Enum"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("types", "SimpleNamespace"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), ("enum", "Enum"),
+    ("datetime", "datetime"), ("datetime", "timedelta"),
 }  # fmt: skip
-_CLASSES_OF = ("deepspeed", "megatron", "transformers", "accelerate")
+_CLASSES_OF = ("deepspeed", "megatron", "transformers", "accelerate", "torch.distributed.checkpoint.metadata")
 
 _stand_ins: dict[tuple[str, str], type] = {}
 
@@ -208,7 +212,11 @@ def _resolve(module: str, name: str) -> Any:
         return Named("torch", name)
     if module == "torch" and (name in ITEM_BYTES or name in ("strided", "per_tensor_affine")):
         return Named(module, name)
-    known_class = module.partition(".")[0] in _CLASSES_OF and name.isidentifier() and name[:1].isupper()
+    known_class = (
+        (module in _CLASSES_OF or module.partition(".")[0] in _CLASSES_OF)
+        and name.isidentifier()
+        and name[:1].isupper()
+    )
     if (module, name) not in _INERT and not known_class:
         raise _Refused(f"{module}.{name}")
     stand_in = _stand_ins.get((module, name))
@@ -246,7 +254,9 @@ class TorchFile:
             return 0
         first = tensor.start * ITEM_BYTES[tensor.dtype]
         if record is None or first + tensor.num_bytes > record.num_bytes or not tensor.contiguous:
-            what = "a tensor is not contiguous" if record and not tensor.contiguous else "a tensor lies outside its file"
+            what = (
+                "a tensor is not contiguous" if record and not tensor.contiguous else "a tensor lies outside its file"
+            )
             raise CheckpointError(
                 what,
                 where=f"{self.path}, storage {tensor.storage}",
@@ -256,16 +266,56 @@ class TorchFile:
         return record.offset + first
 
 
-def read_torch_file(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads the description in a ``.pt`` file, no tensor data.
+class _Part(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, fd: int, base: int, size: int) -> None:
+        self._fd, self._base, self._size, self._at = fd, base, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if self._at < 0:
+            raise OSError(22, "negative seek position")
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        done = os.preadv(self._fd, [view], self._base + self._at) if len(view) else 0
+        self._at += done
+        return done
+
+
+def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int | None = None) -> TorchFile:
+    """Reads the description in a ``.pt`` file, no tensor data. ``base`` and ``num_bytes``: an archive within a file.
 
     Raises ``CheckpointError`` for a file that is missing, truncated, corrupted, not of ``torch.save`` (1.6 or newer),
     or that asks for a name outside the list, which is how a pickle runs code.
     """
     path = os.fspath(path)
+    with _as_checkpoint_error(path), open(path, "rb", buffering=0) as raw:
+        size = os.fstat(raw.fileno()).st_size
+        part = _Part(raw.fileno(), base, size - base if num_bytes is None else num_bytes)
+        with zipfile.ZipFile(io.BufferedReader(part, 1 << 16)) as archive:
+            return _read_archive(path, raw, archive, base)
+
+
+def read_pickle(path: str | os.PathLike[str]) -> Any:
+    """A plain pickle without tensors, under the same rules. Raises ``CheckpointError``."""
+    path = os.fspath(path)
+    with _as_checkpoint_error(path), open(path, "rb") as stream:
+        return _Unpickler(stream).load()
+
+
+@contextmanager
+def _as_checkpoint_error(path: str) -> Iterator[None]:
     try:
-        with open(path, "rb", buffering=0) as raw, zipfile.ZipFile(io.BufferedReader(raw, 1 << 16)) as archive:
-            return _read_archive(path, raw, archive)
+        yield
     except _Refused as refused:
         raise CheckpointError(
             f"refused: the file wants to call {refused}, and a checkpoint has no need of it",
@@ -279,21 +329,20 @@ def read_torch_file(path: str | os.PathLike[str]) -> TorchFile:
     except OSError as error:
         raise CheckpointError(f"cannot read: {error.strerror or error}", where=path) from error
     except Exception as error:
-        size = os.path.getsize(path)
         raise CheckpointError(
             "truncated, corrupted, or not a file of torch.save",
             where=path,
-            found=f"{size} bytes; {type(error).__name__}: {error}",
+            found=f"{os.path.getsize(path)} bytes; {type(error).__name__}: {error}",
             hint="copy the file again from where it was saved",
         ) from error
 
 
-def _read_archive(path: str, raw: io.FileIO, archive: zipfile.ZipFile) -> TorchFile:
+def _read_archive(path: str, raw: io.FileIO, archive: zipfile.ZipFile, base: int) -> TorchFile:
     infos = {info.filename.partition("/")[2] or info.filename: info for info in archive.infolist()}
     if "data.pkl" not in infos:
         raise CheckpointError("not a file of torch.save: it has no data.pkl", where=path)
     fd, size = raw.fileno(), os.fstat(raw.fileno()).st_size
-    records = {name: _record(path, fd, size, info) for name, info in infos.items() if not name.startswith(".data/")}
+    records = {n: _record(path, fd, size, info, base) for n, info in infos.items() if not n.startswith(".data/")}
     version = records.get("version")
     has_crcs = version is None or zlib.crc32(os.pread(fd, version.num_bytes, version.offset)) == version.crc
     if "byteorder" in records and os.pread(fd, 6, records["byteorder"].offset) != b"little":
@@ -305,11 +354,11 @@ def _read_archive(path: str, raw: io.FileIO, archive: zipfile.ZipFile) -> TorchF
     return TorchFile(path, size, _Unpickler(io.BytesIO(program)).load(), storages, has_crcs)
 
 
-def _record(path: str, fd: int, size: int, info: zipfile.ZipInfo) -> Record:
-    header = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, info.header_offset))
+def _record(path: str, fd: int, size: int, info: zipfile.ZipInfo, base: int) -> Record:
+    header = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, base + info.header_offset))
     if header[0] != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError("a record of the file is damaged or compressed", where=f"{path}, {info.filename}")
-    offset = info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+    offset = base + info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
     if offset + info.file_size > size:
         raise CheckpointError(
             "truncated",

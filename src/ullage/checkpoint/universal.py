@@ -22,11 +22,12 @@ from typing import Any
 
 from ullage.checkpoint import shards
 from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive
+from ullage.checkpoint.folder import record_table
 from ullage.checkpoint.inventory import File, Inventory, Problem, Slice, Tensor, Topology
 from ullage.checkpoint.modules import one_fragment
 from ullage.checkpoint.parallel import SubParameters
 from ullage.checkpoint.torchfile import TensorRef, as_number, read_torch_file
-from ullage.checkpoint.zero import Details, record_table
+from ullage.checkpoint.zero import Details
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -88,15 +89,12 @@ def _optimizer_file(inventory: Inventory, details: Details) -> Target:
     shard = details.shards[min(details.shards)]
     saved = shard.root["optimizer_state_dict"]
     content = {key: value for key, value in saved.items() if key not in _SHARDED}
-    base = saved.get("optimizer_state_dict" if shard.stage == 3 else "base_optimizer_state")
-    groups = list(base.get("param_groups", [])) if isinstance(base, dict) else []
-    if not groups:  # an elastic file holds none: one a group, so that the loader meets every group
-        step = saved.get("base_optimizer_state_step")
-        groups = [{"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))]
+    groups = details.param_groups  # never empty: the loader walks them, and with none it would load nothing
     state: dict[int, Any] = {}
     for i, scalars in enumerate(shard.scalars):
         dtype = shard.step_dtypes[i]
-        state[i] = {k: number(v, dtype) if k == "step" else v for k, v in scalars.items()}
+        state[i] = {"step": None} | {k: number(v, dtype) if k == "step" else v for k, v in scalars.items()}
+    content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
     return archive(
@@ -164,7 +162,10 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
     stage3 = inventory.topology.stage == 3
     held = OrderedDict((t.name, Stream(t, t.dtype)) for t in inventory.tensors if t.kind != "parameter")
     for model_rank, model in details.models.items():
-        whole, slim = f"mp_rank_{model_rank:02d}_model_states.pt", f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt"
+        whole, slim = (
+            f"mp_rank_{model_rank:02d}_model_states.pt",
+            f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt",
+        )
         if not stage3:
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         content = {k: v for k, v in model.root.items() if k != "frozen_param_fragments"}
@@ -174,8 +175,8 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         def stored(ref: TensorRef, file: int = model.file, source: Any = model.source) -> Stream:
             return Stream(one_fragment("", "carried", ref, file, source.place(ref)), ref.dtype)
 
-        for name in [whole, slim] if stage3 else [slim]:
-            targets.append(archive(name, content, stored, stem=name.removesuffix(".pt")))
+        names = [whole, slim] if stage3 else [slim]
+        targets += [archive(name, content, stored, stem=name.removesuffix(".pt")) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))

@@ -51,11 +51,18 @@ def verify(
             problems.append(Problem(f"{tensor.key} is missing in the target", parameter=tensor.name))
         elif other.shape != tensor.shape:
             problems.append(
-                Problem(f"{tensor.key} has another shape", parameter=tensor.name, expected=str(list(tensor.shape)), found=str(list(other.shape)))
+                Problem(
+                    f"{tensor.key} has another shape",
+                    parameter=tensor.name,
+                    expected=str(list(tensor.shape)),
+                    found=str(list(other.shape)),
+                )
             )
         elif other.dtype != tensor.dtype and not {other.dtype, tensor.dtype} <= set(_FLOATS):
             problems.append(
-                Problem(f"{tensor.key} has another dtype", parameter=tensor.name, expected=tensor.dtype, found=other.dtype)
+                Problem(
+                    f"{tensor.key} has another dtype", parameter=tensor.name, expected=tensor.dtype, found=other.dtype
+                )
             )
         else:
             pairs.append((tensor, other))
@@ -79,7 +86,9 @@ def _steps(ours: Inventory, theirs: Inventory) -> list[Problem]:
         step = ours.steps.get(group) if group is not None else None
         if isinstance(step, (int, float)) and name in theirs.details and theirs.details[name] != step:
             found.append(
-                Problem("another step", group=group, parameter=name, expected=str(step), found=str(theirs.details[name]))
+                Problem(
+                    "another step", group=group, parameter=name, expected=str(step), found=str(theirs.details[name])
+                )
             )
     return found
 
@@ -131,7 +140,9 @@ def _compare_all(
     for number, (first, count) in sorted(differ.items()):
         tensor = pairs[number][0]
         problems.append(
-            Problem(f"{tensor.key} differs in {count} of {tensor.numel} elements, first in {first}", parameter=tensor.name)
+            Problem(
+                f"{tensor.key} differs in {count} of {tensor.numel} elements, first in {first}", parameter=tensor.name
+            )
         )
     return problems
 

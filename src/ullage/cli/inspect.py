@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 _SHOWN = 20
 
@@ -178,9 +178,10 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
     from ullage.report.page import size
 
     table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
-    for name, side in (("name", "left"), ("shape", "left"), ("dtype", "left"), ("states", "left"), ("bytes", "right")):
-        table.add_column(name, justify=side, overflow="fold")
-    table.add_column("fragments", justify="right")
+    for name in ("name", "shape", "dtype", "states"):
+        table.add_column(name, overflow="fold")
+    for name in ("bytes", "fragments"):
+        table.add_column(name, justify="right")
     names = by_name(inventory)
     for name, tensors in list(names.items())[:limit]:
         first = tensors[0]

@@ -1,20 +1,53 @@
-"""Where lengths and text come from: Megatron's mock distributions and samples, the benchmarks' workloads, files."""
+"""Where lengths and text come from: mock distributions, the workloads of the benchmarks, files, the docstring corpus.
+
+Names load when they are touched: lengths need only numpy, samples torch, text torch and the ``hf`` extra.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_lengths
-
 if TYPE_CHECKING:
+    from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_lengths
     from ullage.datasets.samples import MockSamples
+    from ullage.datasets.text import TokenDataset, byte_tokenizer, docstrings, load_text, split_held_out, tokenize
 
-__all__ = ["CAPACITIES", "WORKLOADS", "MockSamples", "mock_lengths"]
+_HOME = {
+    "CAPACITIES": "lengths",
+    "MockSamples": "samples",
+    "TokenDataset": "text",
+    "WORKLOADS": "lengths",
+    "byte_tokenizer": "text",
+    "docstrings": "text",
+    "load_text": "text",
+    "mock_lengths": "lengths",
+    "split_held_out": "text",
+    "tokenize": "text",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MockSamples":  # needs torch, which lengths do not
-        from ullage.datasets.samples import MockSamples
+    if name not in _HOME:
+        raise AttributeError(f"module 'ullage.datasets' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ullage.datasets.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return MockSamples
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+__all__ = [
+    "CAPACITIES",
+    "WORKLOADS",
+    "MockSamples",
+    "TokenDataset",
+    "byte_tokenizer",
+    "docstrings",
+    "load_text",
+    "mock_lengths",
+    "split_held_out",
+    "tokenize",
+]

@@ -20,49 +20,64 @@ from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, 
 
 #: Rounds of improvement.
 _ROUNDS = 60
-#: Above this many items the first placement that succeeds is all that is tried.
+#: Above this many items packing is all that is tried.
 _MANY = 32768
+#: Above this many it is done in one pass.
+_VERY_MANY = 262144
+
+
+@kernel(BINS(ITEMS, ROOM, int64))
+def _packed(items, room, count):
+    """All items packed as full as they go, into as many bins as that takes, but at least ``count``."""
+    n = len(items.slots)
+    order = falling_order(items.slots)
+    home = np.empty(n, np.int64)
+    target = count if n <= _VERY_MANY else n  # a microbatch in a thousand is not worth a second try
+    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, target, home)
+    bins = no_bins(n, max(used, count))
+    for at in range(n):
+        put(items, bins, order[at], home[at])
+    return bins
 
 
 @kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64))
-def _start(items, bins, room, ranks, most, margin):
-    """Places all items, or returns false: at most ``most`` microbatches filled in turn and the rest heaviest first, or
-    all items packed as full as they go if ``most`` is negative."""
-    n, count = len(items.slots), len(bins.load)
-    patience = 16 * (n + count)
-    if most >= 0:
-        filled = fill_steps(items, bins, room, ranks, most, margin)
-        if heaviest_first(items, bins, room, filled * ranks, patience):
-            return True
-        return filled > 0 and heaviest_first(items, bins, room, 0, patience)
-    order = falling_order(items.slots)
-    home = np.empty(n, np.int64)
-    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, count, home)
-    if used > count:
-        return False
-    for at in range(n):
-        put(items, bins, order[at], home[at])
-    return True
+def _fill(items, bins, room, ranks, most, margin):
+    """Places all items, or returns false: at most ``most`` microbatches filled in turn, the rest heaviest first."""
+    patience = 16 * (len(items.slots) + len(bins.load))
+    filled = fill_steps(items, bins, room, ranks, most, margin)
+    if heaviest_first(items, bins, room, filled * ranks, patience):
+        return True
+    return filled > 0 and heaviest_first(items, bins, room, 0, patience)
 
 
 @kernel(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64))
-def _best_starts(items, room, ranks, microbatches, bound):
+def _fill_and_compare(items, room, ranks, microbatches, bound):
     """The two best of several first placements, and the critical path of the best; infinite if none was found."""
     n, count = len(items.slots), microbatches * ranks
     first, second = no_bins(n, count), no_bins(n, count)
     best, next_best = np.inf, np.inf
     last = microbatches - 1
-    few = n > _MANY
-    # How many microbatches are filled in turn (-1: all items packed), and the margin.
-    starts = ((last, -1), (last, 80), (last // 2, 0), (last // 2, 80), (last * 3 // 4, 0), (last, 40), (0, -1), (-1, 0))
-    for most, margin in starts:
-        if few and (best < np.inf or (margin > -1 and most >= 0)):
+    # How many microbatches are filled in turn, and the margin; packed at the end.
+    for most, margin in (
+        (last, -1),
+        (last, 80),
+        (last // 2, 0),
+        (last // 2, 80),
+        (last * 3 // 4, 0),
+        (last, 40),
+        (0, -1),
+        (-1, 0),
+    ):
+        if most >= 0:
+            bins = no_bins(n, count)
+            if not _fill(items, bins, room, ranks, most, margin):
+                continue
+        elif best < bound * 1.005:
             continue
-        if most < 0 and best < bound * 1.005:
-            continue
-        bins = no_bins(n, count)
-        if not _start(items, bins, room, ranks, most, margin):
-            continue
+        else:
+            bins = _packed(items, room, count)
+            if len(bins.load) > count:
+                continue
         path = path_of(bins.load, falling_order(bins.load), ranks)
         if path < best:
             first, second = bins, first
@@ -72,6 +87,26 @@ def _best_starts(items, room, ranks, microbatches, bound):
         if best <= bound * GOOD:
             break
     return first, second, best
+
+
+@kernel(types.Tuple((BINS, BINS, int64))(ITEMS, ROOM, int64, int64, int64, float64))
+def first_placements(items, room, ranks, microbatches, multiple, bound):
+    """Two first placements, the better one first, and the number of microbatches: the one given if a placement was
+    found for it, else more. The second may be empty: then no item has a home."""
+    n = len(items.slots)
+    if n > _MANY:
+        bins = _packed(items, room, microbatches * ranks)
+        unit = ranks * multiple
+        count = -(-len(bins.load) // unit) * unit
+        first = no_bins(n, count)
+        for i in range(n):
+            put(items, first, i, bins.home[i])
+        return first, no_bins(n, 0), count // ranks
+    first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
+    while path == np.inf:
+        microbatches += multiple
+        first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
+    return first, second, microbatches
 
 
 @kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
@@ -86,10 +121,8 @@ def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, mult
     if n == 0:
         return homes, microbatches
     bound = least_path(items.slots, items.costs, capacity, ranks)
-    first, second, path = _best_starts(items, room, ranks, microbatches, bound)
-    while path == np.inf:
-        microbatches += multiple
-        first, second, path = _best_starts(items, room, ranks, microbatches, bound)
+    first, second, microbatches = first_placements(items, room, ranks, microbatches, multiple, bound)
+    path = path_of(first.load, falling_order(first.load), ranks)
     if path > bound * GOOD:
         half = budget // 2
         budget = improve(items, first, room, ranks, bound, _ROUNDS, half) + half

@@ -6,7 +6,7 @@ another, or for none, found in one pass over both sorted bins, again and again.
 
 from __future__ import annotations
 
-from numba import boolean, int64
+from numba import boolean, int64, void
 
 from ullage.planning.compiled import kernel
 from ullage.planning.ordering import ARRAY
@@ -16,6 +16,16 @@ from ullage.planning.placing import BINS, ITEMS, ROOM
 EXHAUSTIVE = 9
 #: Exchanges tried on one pair.
 _EXCHANGES = 6
+
+
+@kernel(void(ITEMS, BINS, ARRAY, ARRAY))
+def link(items, bins, head, following):
+    """Lists the items of each bin by falling cost."""
+    head[:] = -1
+    for i in range(len(bins.home) - 1, -1, -1):
+        k = bins.home[i]
+        following[i] = head[k]
+        head[k] = i
 
 
 @kernel(int64(ARRAY, ARRAY, int64, ARRAY))
@@ -169,7 +179,7 @@ def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
     spent = 0
     for tries in range(_EXCHANGES):
         surplus = bins.load[a] - wish
-        spent += 4 * size
+        spent += 10 * size
         if surplus > 0:
             found = _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, surplus)
             p, q = found // (size_b + 1), found % (size_b + 1)

@@ -17,7 +17,7 @@ from numba import boolean, float64, int64, void
 
 from ullage.planning.compiled import kernel
 from ullage.planning.critical import path_of
-from ullage.planning.dividing import divide
+from ullage.planning.dividing import divide, link
 from ullage.planning.ordering import ARRAY, falling_order
 from ullage.planning.placing import BINS, ITEMS, ROOM
 
@@ -25,16 +25,6 @@ from ullage.planning.placing import BINS, ITEMS, ROOM
 GOOD = 1.0002
 #: Rounds without any improvement before it stops.
 _IDLE = 8
-
-
-@kernel(void(ITEMS, BINS, ARRAY, ARRAY))
-def _link(items, bins, head, following):
-    """Lists the items of each bin by falling cost."""
-    head[:] = -1
-    for i in range(len(bins.home) - 1, -1, -1):
-        k = bins.home[i]
-        following[i] = head[k]
-        head[k] = i
 
 
 @kernel(void(ITEMS, BINS, ARRAY, ARRAY, int64, float64, boolean, ARRAY))
@@ -91,7 +81,7 @@ def improve(items, bins, room, ranks, bound, rounds, budget):
     head, following = np.empty(count, np.int64), np.empty(n, np.int64)
     ours, theirs = np.empty(n, np.int64), np.empty(n, np.int64)
     goals, deviation = np.empty(count, np.int64), np.empty(count, np.int64)
-    _link(items, bins, head, following)
+    link(items, bins, head, following)
     best_home = bins.home.copy()
     best = np.inf
     idle = 0

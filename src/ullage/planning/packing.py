@@ -179,10 +179,6 @@ def complete(slots, capacity, limit, width, budget, enough, bins):
     first = np.zeros(capacity + 1, np.int64)
     left = n
     for i in range(n - 1, -1, -1):
-        if slots[i] == 0:  # takes no room: joins the first bin
-            bins[i] = 0
-            left -= 1
-            continue
         if available[slots[i]] == 0:
             add(sizes, slots[i])
         available[slots[i]] += 1
@@ -224,7 +220,7 @@ def pack(slots, counts, capacity, limit, target, bins):
     used = best_fit(slots, counts, capacity, limit, bins)
     single = True
     for i in range(n):
-        single = single and counts[i] == 1 and (slots[i] > 0 or limit > n)
+        single = single and counts[i] == 1 and slots[i] > 0
     if used <= target or not single:
         return used
     other = np.empty(n, np.int64)

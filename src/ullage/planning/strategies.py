@@ -28,8 +28,8 @@ ALIASES = {
     "dp_balanced": "next_fit",
     "empty": PREASSIGNED,
 }
-#: Operations of improvement an item may cost, and all items together.
-_BUDGET_EACH, _BUDGET = 250, 1_200_000
+#: Operations of improvement: for any plan, for each item, and for plans of more than so many items.
+_BUDGET, _BUDGET_EACH, _BUDGET_MANY, _MANY = 60_000, 85, 400_000, 32768
 
 
 def next_fit(problem: Problem) -> Assignment:
@@ -49,18 +49,24 @@ def balanced(problem: Problem) -> Assignment:
     least = problem.least_microbatches()
     if problem.shared_slots is not None and problem.shared_costs is not None and least:
         return _shared(problem, problem.shared_slots, problem.shared_costs, least)
-    items = (problem.slots, problem.costs, problem.counts, problem.capacity, problem.max_sequences, problem.ranks)
-    budget = min(_BUDGET_EACH * problem.num_items, _BUDGET)
-    if problem.sync == "step" and least:
-        bins, microbatches = balance_totals(*items, least, budget)
-        if microbatches:
-            return Assignment(bins, microbatches)
-    bins, microbatches = balance(*items, least, problem.microbatch_multiple, budget)
-    if problem.sync == "step" and microbatches > least:
-        totals = balance_totals(*items, microbatches, budget)
-        if totals[1]:
-            return Assignment(*totals)
-    return Assignment(bins, microbatches)
+    place = balance_totals if problem.sync == "step" else balance
+    return Assignment(
+        *place(
+            problem.slots,
+            problem.costs,
+            problem.counts,
+            problem.capacity,
+            problem.max_sequences,
+            problem.ranks,
+            least,
+            problem.microbatch_multiple,
+            _budget(problem),
+        )
+    )
+
+
+def _budget(problem: Problem) -> int:
+    return _BUDGET_MANY if problem.num_items > _MANY else _BUDGET + _BUDGET_EACH * problem.num_items
 
 
 def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignment:
@@ -75,7 +81,7 @@ def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignm
         problem.ranks,
         least,
         problem.microbatch_multiple,
-        min(_BUDGET_EACH * problem.num_items, _BUDGET),
+        _budget(problem),
     )
     first = np.flatnonzero(exponents >= 0)
     degrees = np.ones(len(exponents), np.int64)

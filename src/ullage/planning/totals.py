@@ -1,55 +1,149 @@
-"""Rank totals of equal work, for ranks that meet once a step: the items of a rank first, its microbatches second.
+"""Rank totals of equal work, for ranks that meet once a step.
 
-Each rank is one bin of ``microbatches × capacity`` slots. Those are balanced as microbatches of one group, and then
-every rank's items are packed into its microbatches; a rank whose items do not fit spills into ranks that have a
-microbatch to spare by trying again with less room. Source: balanced partition by differencing and exchange, as for
-microbatches (:mod:`ullage.planning.balancing`).
+First each rank is one bin with the slots of all its microbatches; these are balanced, and then every rank's items are
+packed into its microbatches. A rank that is too full for that is tried again with less room. Where giants take cost but
+no slots, the other ranks may lack the slots for their share of the cost: then one or two microbatches more make the
+ranks level. If nothing does, the bins of a first placement are dealt to the ranks, and the dearest rank and the
+cheapest divide the items of two of their bins anew, so that half the difference moves over, again and again.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, types
+from numba import boolean, int64, types
 
+from ullage.planning.balancing import first_placements
 from ullage.planning.compiled import kernel
+from ullage.planning.critical import deal, least_path
+from ullage.planning.dividing import divide, link
 from ullage.planning.improving import improve
 from ullage.planning.ordering import ARRAY, falling_order, rows
 from ullage.planning.packing import pack
-from ullage.planning.placing import Items, Room, heaviest_first, no_bins
+from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, heaviest_first, no_bins
 
-#: Rooms tried for a rank, in thousandths of its microbatches' capacity.
-_ROOMS = (1000, 998, 994, 986, 970)
+#: Ranks are level when none is farther than this above the mean, in parts of the mean.
+_LEVEL = 10_000
+#: Pairs of bins tried for one pair of ranks, and cheapest ranks tried for the dearest.
+_PAIRS, _PARTNERS = 200, 6
+#: Rooms tried for a rank, in thousandths of its microbatches' capacity, and rounds of balancing each.
+_ROOMS = (1000, 997, 993, 988, 982, 976, 970, 960, 950, 930, 900)
+_ROUNDS = 30
+#: Microbatches tried beyond the least, in multiples.
+_EXTRA = 2
+#: Above this many items ranks are not tried one by one.
+_MANY = 32768
 
 
-@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64))
-def balance_totals(slots, costs, counts, capacity, sequences, ranks, microbatches, budget):
-    """The bin of each item, in the order given, and ``microbatches``; 0 microbatches if no division of the items over
-    the ranks was found that fits."""
-    order = falling_order(costs)
-    items = Items(slots[order], costs[order], counts[order])
-    n = len(order)
+@kernel(int64(ITEMS, BINS, ROOM, int64, ARRAY, int64))
+def _level(items, bins, room, ranks, at, budget):
+    """Levels the totals of ranks; ``at`` [bins]: the bin at each place ``microbatch·ranks + rank``. Returns the budget
+    left."""
+    n, count = len(items.costs), len(bins.load)
+    head, following = np.empty(count, np.int64), np.empty(n, np.int64)
+    ours, theirs = np.empty(n, np.int64), np.empty(n, np.int64)
+    link(items, bins, head, following)
+    total = np.zeros(ranks, np.int64)
+    for place in range(count):
+        total[place % ranks] += bins.load[at[place]]
+    mean = total.sum() // ranks
+    while budget > 0:
+        by_total = falling_order(total)
+        high, moved = by_total[0], False
+        if (total[high] - mean) * _LEVEL <= mean:
+            break
+        for j in range(ranks - 1, max(0, ranks - 1 - _PARTNERS), -1):
+            low = by_total[j]
+            tries = 0
+            for one in range(high, count, ranks):
+                for other in range(low, count, ranks):
+                    gap = total[high] - total[low]
+                    if gap * _LEVEL <= mean or tries >= _PAIRS:
+                        break
+                    tries += 1
+                    a, b = at[one], at[other]
+                    before = bins.load[a]
+                    wish = before - gap // 2
+                    if wish < 0:
+                        continue
+                    spent = divide(items, bins, room, head, following, a, b, wish, ours, theirs)
+                    budget -= abs(spent) + 16
+                    total[high] -= before - bins.load[a]
+                    total[low] += before - bins.load[a]
+                    moved = moved or spent > 0
+            if moved:
+                break
+        if not moved:
+            break
+    return budget
+
+
+@kernel(boolean(ITEMS, ROOM, int64, int64, ARRAY, int64))
+def _rank_by_rank(items, room, ranks, microbatches, homes, budget):
+    """Fills ``homes`` [n] with ``microbatch·ranks + rank`` of each item, or returns false."""
+    n = len(homes)
     total = 0.0
     for i in range(n):
-        total += costs[i]
-    bound = max(total / ranks, float(items.costs[0]) if n else 0.0)
-    homes = np.empty(n, np.int64)
-    most = microbatches * sequences if sequences < (1 << 40) else sequences
+        total += items.costs[i]
+    bound = max(total / ranks, float(items.costs[0]))
+    most = min(room.sequences, (1 << 60) // microbatches) * microbatches
+    held = items.slots.sum()
     for thousandths in _ROOMS:
-        room = Room(max(capacity, microbatches * capacity * thousandths // 1000), most)
+        whole = Room(max(room.capacity, microbatches * room.capacity * thousandths // 1000), most)
+        if whole.capacity * ranks < held:
+            return False
         bins = no_bins(n, ranks)
-        if not heaviest_first(items, bins, room, 0, 1 << 40):
+        if not heaviest_first(items, bins, whole, 0, 1 << 40):
             continue
-        improve(items, bins, room, ranks, bound, 40, budget)
+        improve(items, bins, whole, ranks, bound, _ROUNDS, budget)
+        if (bins.load.max() - bound) * 1000 > bound:
+            continue
         members, starts = rows(bins.home, ranks)
         fits = True
         for rank in range(ranks):
             mine = members[starts[rank] : starts[rank + 1]]
             mine = mine[falling_order(items.slots[mine])]
             at = np.empty(len(mine), np.int64)
-            used = pack(items.slots[mine], items.counts[mine], capacity, sequences, microbatches, at)
+            used = pack(items.slots[mine], items.counts[mine], room.capacity, room.sequences, microbatches, at)
             fits = fits and used <= microbatches
+            if not fits:
+                break
+            load = np.zeros(microbatches, np.int64)
             for j in range(len(mine)):
-                homes[order[mine[j]]] = at[j] * ranks + rank
+                load[at[j]] += items.costs[mine[j]]
+            place = np.empty(microbatches, np.int64)
+            dearest = falling_order(load)  # so that the dearest microbatches of all ranks run together
+            for m in range(microbatches):
+                place[dearest[m]] = m
+            for j in range(len(mine)):
+                homes[mine[j]] = place[at[j]] * ranks + rank
         if fits:
-            return homes, microbatches
-    return homes, 0
+            return True
+    return False
+
+
+@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
+def balance_totals(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
+    """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
+    else the next multiple that is. ``budget``: operations to spend on levelling."""
+    order = falling_order(costs)
+    items = Items(slots[order], costs[order], counts[order])
+    room = Room(capacity, sequences)
+    n = len(order)
+    homes = np.empty(n, np.int64)
+    if n == 0:
+        return homes, microbatches
+    bound = least_path(items.slots, items.costs, capacity, ranks)
+    for extra in range(_EXTRA + 1 if n <= _MANY else 0):
+        if _rank_by_rank(items, room, ranks, microbatches + extra * multiple, homes, budget):
+            found = np.empty(n, np.int64)
+            found[order] = homes
+            return found, microbatches + extra * multiple
+    bins, _, microbatches = first_placements(items, room, ranks, microbatches, multiple, bound)
+    places = deal(bins.load, ranks)
+    at = np.empty(len(places), np.int64)
+    for k in range(len(places)):
+        at[places[k]] = k
+    _level(items, bins, room, ranks, at, budget)
+    for i in range(n):
+        homes[order[i]] = places[bins.home[i]]
+    return homes, microbatches

@@ -1,12 +1,73 @@
-"""The arguments of a training run: transformers' own, with defaults that suit sequences of unequal length."""
+"""The arguments of a training run: transformers' own, and what packing needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import transformers
+
+from ullage.errors import InputError
 
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments``; plain ones work with our Trainer too."""
+    """``transformers.TrainingArguments`` and packing; plain ones work with our Trainer too, without packing.
+
+    ``use_cpu`` is on where there is no accelerator.
+    """
+
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Pack each global batch into microbatches without padding, balanced over ranks."},
+    )
+    capacity: int = field(default=8192, metadata={"help": "Tokens a rank holds in one packed microbatch."})
+    strategy: str = field(
+        default="balanced", metadata={"help": "How sequences are placed: balanced, next_fit, or one registered."}
+    )
+    oversize: str = field(
+        default="error", metadata={"help": "A sequence longer than the capacity: error, truncate or drop."}
+    )
+    coalesce_gradients: bool = field(
+        default=True,
+        metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
+    )
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+
+
+def form_process_group(arguments: Any) -> None:
+    """Joins the processes that torchrun started on a machine without an accelerator.
+
+    Unless told ``use_cpu``, accelerate forms no group there, and each process would train a model of its own into the
+    same folder.
+    """
+    alone = arguments.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if alone and not torch.accelerator.is_available():
+        arguments.use_cpu = True
+        vars(arguments).pop("_setup_devices", None)
+        arguments._setup_devices  # noqa: B018  a cached property that sets the devices up, now with a group
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """What packing needs to know, read from the arguments once."""
+
+    capacity: int
+    strategy: str
+    oversize: str
+    coalesce_gradients: bool
+
+    @classmethod
+    def of(cls, arguments: Any) -> PackingOptions | None:
+        """The options, or None where the arguments do not ask for packing. Raises ``InputError`` for bad ones."""
+        if not getattr(arguments, "packing", False):
+            return None
+        if arguments.capacity <= 0:
+            raise InputError("capacity must be positive", expected="tokens a microbatch", found=arguments.capacity)
+        return cls(arguments.capacity, arguments.strategy, arguments.oversize, arguments.coalesce_gradients)

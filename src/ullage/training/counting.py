@@ -112,24 +112,38 @@ def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
 
 
 class TokenMeter:
-    """Real tokens and what they would be padded, since the last log."""
+    """What went through the model since the last log, on this rank: real tokens, what they take, and FLOPs."""
 
     def __init__(self) -> None:
-        self.real = self.padded = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.real = self.taken = 0
+        self.flops = 0.0
+        self.imbalances: list[float] = []
         self.since = time.perf_counter()
 
-    def add(self, batch: Any, main_input: str) -> None:
-        """Counts a batch."""
-        self.real += num_tokens(batch, main_input)
-        self.padded += num_padded_tokens(batch, main_input)
+    def add(self, real: int, taken: int) -> None:
+        """Counts a batch: its real tokens, and what it takes in memory or would take when padded."""
+        self.real += real
+        self.taken += taken
+
+    def add_plan(self, imbalance: float, flops: float) -> None:
+        """Counts what a plan leaves between ranks, and this rank's FLOPs of it."""
+        self.imbalances.append(imbalance)
+        self.flops += flops
 
     def rates(self, accelerator: Any, device: torch.device) -> dict[str, float]:
-        sums = torch.tensor([self.real, self.padded], device=device)
+        """Per second and over all ranks; empty if nothing was counted. One small reduction; starts anew."""
+        sums = torch.tensor([self.real, self.taken, self.flops], device=device, dtype=torch.float64)
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, "sum")
-        real, padded = sums.tolist()
-        now = time.perf_counter()
-        seconds, self.since, self.real, self.padded = now - self.since, now, 0, 0
+        real, taken, flops = sums.tolist()
+        seconds, imbalances = time.perf_counter() - self.since, self.imbalances
+        self._reset()
         if real == 0:
             return {}
-        return {"tokens_per_second": round(real / seconds, 1), "ullage": round(1 - real / padded, 4)}
+        rates = {"tokens_per_second": round(real / seconds, 1), "ullage": round(1 - real / taken, 4)}
+        if imbalances:
+            rates |= {"imbalance": round(sum(imbalances) / len(imbalances), 4), "flops_per_second": flops / seconds}
+        return rates

@@ -28,8 +28,6 @@ DeepSpeed unpickles the files, which can run code: load only checkpoints whose o
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +35,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ullage.checkpoint.torchfile import read_torch_file
 from ullage.errors import CheckpointError, InputError
-
-_LATEST = "latest_universal"
+from ullage.training.universal import (
+    groups_name,
+    is_stage3,
+    locate,
+    model_files,
+    model_states,
+    prefers_universal,
+    problems_of,
+    read_file,
+    saved_groups,
+    untrained,
+    value_of,
+)
 
 
 def load_universal(
@@ -64,17 +72,17 @@ def load_universal(
     incomplete or does not fit the model, ``InputError`` for an engine without ZeRO.
     """
     zero = engine.optimizer
-    if not hasattr(zero, "load_hp_checkpoint_state_from_checkpoint_dir") or not _groups_name(zero):
+    if not hasattr(zero, "load_hp_checkpoint_state_from_checkpoint_dir") or not groups_name(zero):
         raise InputError("the engine has no ZeRO optimizer", expected="stage 1, 2 or 3", found=type(zero).__name__)
     parent, name, problems = Path(folder), "", []
     try:
         parent, name = locate(folder, tag)
-        problems = _problems(engine, parent / name, strict)
+        problems = problems_of(engine, parent / name, strict)
     except Exception as error:  # told to every rank, so that none waits for this one
         problems = [str(error)]
     _agree(problems, folder)
     path, client_state = _load_together(engine, parent, name, load_lr_scheduler_states)
-    if _is_stage3(zero):
+    if is_stage3(zero):
         _mend_stage3(zero, parent / name / "zero")
     _place_steps(zero)
     _load_untrained(engine, parent / name)
@@ -111,81 +119,6 @@ def resume_from_universal() -> Iterator[None]:
         module.deepspeed_load_checkpoint = original
 
 
-def prefers_universal(folder: str | Path) -> bool:
-    """Whether ``folder`` has a universal checkpoint and none of DeepSpeed's own that is of a later step.
-
-    Steps are the numbers in the tags that ``latest_universal`` and ``latest`` name.
-    """
-    universal, native = Path(folder) / _LATEST, Path(folder) / "latest"
-    if not universal.is_file():
-        return False
-    return not native.is_file() or _step_of(native.read_text()) <= _step_of(universal.read_text())
-
-
-def locate(folder: str | Path, tag: str | None = None) -> tuple[Path, str]:
-    """The parent and the tag of the universal checkpoint at ``folder``. Raises ``CheckpointError`` if there is none."""
-    folder = Path(folder)
-    if tag is None:
-        if (folder / _LATEST).is_file():
-            tag = (folder / _LATEST).read_text().strip()
-        elif (folder / "zero").is_dir():
-            folder, tag = folder.resolve().parent, folder.resolve().name
-        else:
-            raise CheckpointError(
-                "no universal checkpoint",
-                where=str(folder),
-                expected=f"a file {_LATEST} or a folder zero",
-                found="DeepSpeed's own checkpoint" if (folder / "latest").is_file() else "neither",
-                hint="make one with: ullage convert SOURCE TARGET --to universal",
-            )
-    if not (folder / tag / "zero" / "optimizer_state.pt").is_file():
-        raise CheckpointError("the universal checkpoint is incomplete", where=f"{folder / tag}/zero/optimizer_state.pt")
-    return folder, tag
-
-
-# What is checked before anything is touched
-
-
-def _problems(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
-    """Everything in ``checkpoint`` that does not fit ``engine``; the same list on every rank. Reads no tensor data."""
-    zero, problems = engine.optimizer, []
-    saved = _saved_groups(zero, _describe(checkpoint / "zero" / "optimizer_state.pt"))
-    if saved is None:
-        problems.append("zero/optimizer_state.pt is not for this stage; convert the original with ullage convert")
-    elif len(saved) != len(zero.optimizer.param_groups):
-        problems.append(f"{len(saved)} parameter groups in the checkpoint, {len(zero.optimizer.param_groups)} here")
-    trained = _trained(zero)
-    shapes = {name: _shape(p) for name, p in engine.module.named_parameters(remove_duplicate=False)}
-    for name in trained:
-        problems += _tensor_problem(checkpoint / "zero" / name / "fp32.pt", name, shapes[name], engine)
-    if strict:
-        here = {path.name for path in (checkpoint / "zero").iterdir() if path.is_dir()}
-        untrained = dict(_untrained(engine))
-        problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *untrained})]
-        states = _model_states(engine, checkpoint, _describe)
-        for name, target in untrained.items():
-            value = _value(states, name, target, checkpoint, _describe)
-            if value is None:
-                problems.append(f"{name}: not in the checkpoint")
-            elif math.prod(value.shape) != _shape(target).numel():
-                problems.append(f"{name}: {list(value.shape)} in the checkpoint, {list(_shape(target))} here")
-    return problems
-
-
-def _tensor_problem(path: Path, name: str, shape: torch.Size, engine: Any) -> list[str]:
-    if not path.is_file():
-        return [f"{name}: not in the checkpoint"]
-    held = _describe(path)
-    if not isinstance(held, dict):
-        if not _is_stage3(engine.optimizer):
-            return [f"{name}: written for stage 3 only, without its shape; convert the original with ullage convert"]
-        held = {"param": held}
-    whole = engine.mpu is None and not held.get("vocab_tensor") and not held.get("is_expert_param")
-    if whole and math.prod(held["param"].shape) != shape.numel():
-        return [f"{name}: {list(held['param'].shape)} in the checkpoint, {list(shape)} here"]
-    return []
-
-
 def _agree(problems: list[str], where: str | Path) -> None:
     """Raises the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -217,9 +150,9 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
 
     with contextlib.ExitStack() as around:
         around.enter_context(_replaced(engine._config, "load_universal_checkpoint", True))
-        around.enter_context(_replaced(engine, "_get_all_ckpt_names", lambda *_: _model_files(engine, parent / tag)))
+        around.enter_context(_replaced(engine, "_get_all_ckpt_names", lambda *_: model_files(engine, parent / tag)))
         around.enter_context(_replaced(zero, "load_state_dict", load_state_dict))
-        if _is_stage3(zero):
+        if is_stage3(zero):
             around.enter_context(_replaced(zero, "load_hp_checkpoint_state", _partition_reader(zero)))
         else:
             around.enter_context(_empty_fragments(zero))
@@ -254,7 +187,7 @@ def _empty_fragments(zero: Any) -> Iterator[None]:
     from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
     lent = []
-    for i, group in enumerate(getattr(zero, _groups_name(zero))):
+    for i, group in enumerate(getattr(zero, groups_name(zero))):
         if group and all(p._hp_mapping is None for p in group):
             nothing = torch.empty(0, device=group[0].device)
             group[0]._hp_mapping = tensor_fragment(
@@ -293,9 +226,11 @@ def _mend_stage3(zero: Any, tensors: Path) -> None:
         state, first = zero.optimizer.state[flat], tensors / zero.param_names[group[0]]
         keys = {path.stem for path in first.glob("*.pt")} - {"fp32"}
         if "step" in keys:
-            state["step"] = _read(first / "step.pt")
+            state["step"] = read_file(first / "step.pt")
         elif torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
+        elif state.get("step") is None:
+            state.pop("step", None)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in keys:
                 state.pop(key, None)
@@ -306,7 +241,7 @@ def _mend_stage3(zero: Any, tensors: Path) -> None:
                 part = zero.load_hp_checkpoint_state(str(tensors / zero.param_names[p]), key, param=p)
                 state[key].narrow(0, start, part.numel()).copy_(part)
                 start += part.numel()
-    saved = _saved_groups(zero, _read(tensors / "optimizer_state.pt"))
+    saved = saved_groups(zero, read_file(tensors / "optimizer_state.pt"))
     assert saved is not None  # checked before
     for group, values in zip(zero.optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -323,23 +258,13 @@ def _place_steps(zero: Any) -> None:
 # Frozen parameters and buffers
 
 
-def _untrained(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that no optimizer group holds, and the buffers a state dict holds, by name."""
-    trained = set(_trained(engine.optimizer))
-    yield from ((name, p) for name, p in engine.module.named_parameters() if name not in trained)
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
-
-
 def _load_untrained(engine: Any, checkpoint: Path) -> None:
     """Copies frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
     import deepspeed
 
-    states = _model_states(engine, checkpoint, _read)
-    for name, target in _untrained(engine):
-        value = _value(states, name, target, checkpoint, _read)
+    states = model_states(engine, checkpoint, read_file)
+    for name, target in untrained(engine):
+        value = value_of(states, name, target, checkpoint, read_file)
         if value is None:
             continue
         if not hasattr(target, "ds_id"):
@@ -348,76 +273,3 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             if dist.get_rank() == 0:
                 target.data.copy_(value.view(target.shape))
-
-
-def _value(
-    states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path, read: Callable[[Path], Any]
-) -> Any:
-    """The tensor ``name`` of the model states, which stage 3 leaves empty; else of its own folder; else ``None``."""
-    value = states["module"].get(name)
-    if value is not None and math.prod(value.shape) == _shape(target).numel():
-        return value
-    own = checkpoint / "zero" / name / "fp32.pt"
-    if own.is_file():
-        held = read(own)
-        return held["param"] if isinstance(held, dict) else held
-    return value if value is not None and math.prod(value.shape) else None
-
-
-# What DeepSpeed calls things
-
-
-def _is_stage3(zero: Any) -> bool:
-    return hasattr(zero, "fp16_partitioned_groups_flat")
-
-
-def _groups_name(zero: Any) -> str:
-    """Where the trained parameters are, by group: BF16_Optimizer, stages 1 and 2, stage 3 (by sub-group)."""
-    names = ("bf16_groups", "bit16_groups", "fp16_groups")
-    return next((name for name in names if hasattr(zero, name)), "")
-
-
-def _trained(zero: Any) -> list[str]:
-    return [zero.param_names[p] for group in getattr(zero, _groups_name(zero)) for p in group]
-
-
-def _shape(p: torch.Tensor) -> torch.Size:
-    return getattr(p, "ds_shape", p.shape)
-
-
-def _step_of(tag: str) -> int:
-    numbers = re.findall(r"\d+", tag)
-    return int(numbers[-1]) if numbers else -1
-
-
-def _describe(path: Path) -> Any:
-    """What a file holds, with the shapes of its tensors and without their data; runs no code from it."""
-    return read_torch_file(path).root
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _saved_groups(zero: Any, saved: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Hyperparameters by group, from where the loader of this stage looks; ``None`` if it would find nothing."""
-    if not _is_stage3(zero):
-        return saved.get("param_groups")
-    inner = saved.get("optimizer_state_dict") or {}
-    return inner.get("param_groups") if "step" in inner.get("state", {}).get(0, {}) else None
-
-
-def _model_files(engine: Any, checkpoint: Path) -> list[str]:
-    """The model states of data-parallel rank 0 by model-parallel rank, by the name of this stage or of the others."""
-    names = ["mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt"]
-    if _is_stage3(engine.optimizer):
-        names.reverse()
-    return next((found for name in names if (found := sorted(map(str, checkpoint.glob(name))))), [])
-
-
-def _model_states(engine: Any, checkpoint: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """The model states that the loader reads on this rank. Raises ``CheckpointError`` if there are none."""
-    files = _model_files(engine, checkpoint)
-    if not files:
-        raise CheckpointError("the universal checkpoint has no model states", where=str(checkpoint))
-    return read(Path(files[engine.checkpoint_mp_rank * len(files) // engine.mp_world_size]))

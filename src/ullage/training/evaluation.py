@@ -20,12 +20,12 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError
 from ullage.training import counting, forms
-from ullage.training.reading import ReadingMixin
+from ullage.training.packing import PackingMixin
 from ullage.training.records import Record, missing_labels
 from ullage.training.shares import EvaluationLoader
 
 
-class EvaluationMixin(ReadingMixin):
+class EvaluationMixin(PackingMixin):
     """The part of :class:`RaggedTrainerMixin` that evaluates."""
 
     def evaluation_loop(
@@ -49,14 +49,16 @@ class EvaluationMixin(ReadingMixin):
         try:
             self.callback_handler.eval_dataloader = dataloader
             for inputs in dataloader:
-                self._evaluate_batch(model, inputs, record, description, prediction_loss_only, ignore_keys)
+                record.begin()
+                for microbatch in self._within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
+                    self._evaluate_batch(model, microbatch, record, description, prediction_loss_only, ignore_keys)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         except Exception as error:
             problem = error
         finally:
             self._evaluating = False
-        if problem is None:
-            record.cut(dataloader.share.num_real if isinstance(dataloader, EvaluationLoader) else len(record.samples))
+        if problem is None and isinstance(dataloader, EvaluationLoader):
+            record.cut(dataloader.share.num_real)
         totals = self._reduce_or_raise(record, problem)
         return self._output(record, totals, metric_key_prefix)
 
@@ -80,15 +82,12 @@ class EvaluationMixin(ReadingMixin):
     ) -> None:
         self._check_ids(inputs)
         loss, outputs, labels = self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if loss is None and description == "Evaluation" and not record.samples:
+        if loss is None and description == "Evaluation":
             fields = list(inputs) if hasattr(inputs, "__iter__") else [self._main_input]
             raise missing_labels(self.label_names, self._forward_parameters, fields, self._main_input)
         rows = self._rows_of(inputs)
-        record.samples.append(rows.num)
-        if loss is not None:
-            elements = self._label_elements(inputs)
-            count = torch.tensor(rows.num) if elements is None else counting.count_labels(elements)
-            record.losses.append((loss.detach(), count))
+        elements = self._label_elements(inputs)
+        record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:
             return
         if "inputs" in self.args.include_for_metrics and self._main_input in inputs:
@@ -141,7 +140,7 @@ class EvaluationMixin(ReadingMixin):
         """Σ loss · n, Σ n and samples over all ranks, by one reduction; raises on every rank if one has a problem."""
         totals = torch.zeros(4, dtype=torch.float64)
         if problem is None:
-            totals[:3] = record.loss_and_count(torch.device("cpu"))
+            totals[:3] = record.totals()
         totals[3] = float(problem is not None)
         reduced = self.accelerator.reduce(totals.to(self.args.device), "sum") if self.args.world_size > 1 else totals
         assert isinstance(reduced, Tensor)

@@ -20,6 +20,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+import ullage.attention as packed_attention
 from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
@@ -43,7 +44,10 @@ def form_of(model: nn.Module) -> str:
     model = bare(model)
     parameters = inspect.signature(model.forward).parameters
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if "cu_seq_lens_q" in parameters or attention in _PADDING_FREE:
+    if "cu_seq_lens_q" in parameters:
+        return "flattened"
+    if attention in _PADDING_FREE:
+        packed_attention.check_model(model)
         return "flattened"
     for name in _LENGTHS_NAMES:
         if name in parameters:

@@ -23,7 +23,9 @@ from transformers.utils.generic import find_labels
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError, TrainingError, UllageError
 from ullage.training import counting, forms
+from ullage.training.arguments import form_process_group
 from ullage.training.evaluation import EvaluationMixin
+from ullage.training.packing import PackedBatch
 from ullage.training.shares import EvaluationLoader
 
 
@@ -34,6 +36,9 @@ class RaggedTrainerMixin(EvaluationMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is not None:
+            form_process_group(arguments)
         super().__init__(*args, **kwargs)
         model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
         if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
@@ -54,6 +59,7 @@ class RaggedTrainerMixin(EvaluationMixin):
                 found=True,
                 hint="leave it out: each process reads its own batches",
             )
+        self._prepare_packing(collator_given=kwargs.get("data_collator") is not None or len(args) > 2)
 
     # Batches on their way to the model.
 
@@ -111,7 +117,14 @@ class RaggedTrainerMixin(EvaluationMixin):
             batches.extend(itertools.islice(epoch_iterator, num_batches))
         except Exception as error:
             problem = error
-        return batches, self._count_or_raise(batches, device, problem)
+        num_items = self._count_or_raise(batches, device, problem)
+        if self._packing is not None:
+            batches = [self._pack(batch) for batch in batches]
+            for batch in batches:
+                statistics = batch.plan.statistics()
+                self._tokens.add(batch.numel(), batch.plan.num_microbatches * batch.plan.capacity)
+                self._tokens.add_plan(statistics.rank_imbalance, self.floating_point_ops(batch))
+        return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         return None if self._evaluating else self._count_or_raise(batch_samples, device, None)
@@ -156,10 +169,16 @@ class RaggedTrainerMixin(EvaluationMixin):
     def _check(self, batches: list) -> None:
         for batch in batches:
             self._check_ids(batch)
-            self._tokens.add(batch, self._main_input)
+            if self._packing is None:
+                real, padded = (
+                    count(batch, self._main_input) for count in (counting.num_tokens, counting.num_padded_tokens)
+                )
+                self._tokens.add(real, padded)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Six times real tokens times parameters, as transformers estimates it, without padding."""
+        """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
+        if isinstance(inputs, PackedBatch):
+            return self._model_flops(inputs)
         if not hasattr(self.model, "num_parameters"):
             return 0
         parameters = self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
@@ -170,13 +189,17 @@ class RaggedTrainerMixin(EvaluationMixin):
         if kind == "no":
             return
         count = counting.num_padded_tokens if kind == "all" and not _is_ragged(inputs) else counting.num_tokens
-        tokens = torch.tensor(count(inputs, self._main_input), device=self.args.device)
+        number = inputs.numel() if isinstance(inputs, PackedBatch) else count(inputs, self._main_input)
+        tokens = torch.tensor(number, device=self.args.device)
         gathered = self.accelerator.gather(tokens)
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds real tokens per second over all ranks, and the part of a padded batch that would be padding."""
+        """Adds real tokens per second over all ranks, and the ullage: of the plan, or what padding would have been.
+
+        Packed training also tells model FLOP/s over all ranks, and the imbalance that the plan leaves.
+        """
         if "loss" in logs:
             logs.update(self._tokens.rates(self.accelerator, self.args.device))
         super().log(logs, start_time)
@@ -193,7 +216,10 @@ class RaggedTrainerMixin(EvaluationMixin):
         """The model's loss; a mean of its own is weighed by its share of the step's labels."""
         own = self.compute_loss_func is not None or self.label_smoother is not None
         if num_items_in_batch is None or own or self._model_divides(model, inputs, num_items_in_batch):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+            if num_items_in_batch is not None and self._packing is not None:
+                loss = self._weigh_auxiliary(loss, outputs)
+            return (loss, outputs) if return_outputs else loss
         elements = self._label_elements(inputs)
         assert elements is not None
         count = counting.count_labels(elements)
@@ -248,4 +274,4 @@ def _is_ragged(inputs: Any) -> bool:
     """Whether the batch itself says how long its sequences are, other than by a mask."""
     if isinstance(inputs, Mapping):
         return "input_lengths" in inputs or any(isinstance(value, PackedSequence) for value in inputs.values())
-    return isinstance(inputs, (RaggedBatch, PackedSequence))
+    return isinstance(inputs, (RaggedBatch, PackedBatch, PackedSequence))

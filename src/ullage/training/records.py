@@ -18,46 +18,59 @@ from ullage.errors import InputError
 
 
 @dataclass
-class Record:
-    """What this rank has seen: a mean loss with its count, and predictions, labels and inputs by sample."""
-
+class _Batch:
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_samples: int = 0
+    entries: dict[str, list[Any]] = field(default_factory=lambda: {"predictions": [], "labels": [], "inputs": []})
+
+
+@dataclass
+class Record:
+    """What this rank has seen, batch by batch: mean losses with their counts; predictions, labels, inputs by sample."""
+
+    batches: list[_Batch] = field(default_factory=list)
     has_loss: bool = False
-    samples: list[int] = field(default_factory=list)
-    predictions: list[list[Any]] = field(default_factory=list)
-    labels: list[list[Any]] = field(default_factory=list)
-    inputs: list[list[Any]] = field(default_factory=list)
     ragged: set[str] = field(default_factory=set)
 
+    def begin(self) -> None:
+        """Starts a batch of the dataset; what follows belongs to it."""
+        self.batches.append(_Batch())
+
+    def add(self, num_samples: int, loss: Tensor | None, count: Tensor | None) -> None:
+        """Counts samples, and a loss that is a mean over ``count`` label elements."""
+        self.batches[-1].num_samples += num_samples
+        if loss is not None:
+            self.has_loss = True
+            self.batches[-1].losses.append((loss, torch.tensor(num_samples) if count is None else count))
+
     def keep(self, name: str, entries: list[Any], ragged: bool) -> None:
-        """Adds a batch's entries to ``predictions``, ``labels`` or ``inputs``, as arrays on the host."""
-        getattr(self, name).append([_as_array(entry) for entry in entries])
+        """Adds entries to ``predictions``, ``labels`` or ``inputs``, as arrays on the host."""
+        self.batches[-1].entries[name].extend(_as_array(entry) for entry in entries)
         if ragged:
             self.ragged.add(name)
 
     def cut(self, num_real: int) -> None:
-        """Forgets the batches that were repetitions; whether the model gives a loss they have told all the same."""
-        self.has_loss = bool(self.losses)
-        for kept in (self.losses, self.samples, self.predictions, self.labels, self.inputs):
-            del kept[num_real:]
+        """Forgets the batches that were repetitions."""
+        del self.batches[num_real:]
 
-    def loss_and_count(self, device: torch.device) -> Tensor:
-        """Σ loss · n, Σ n and the number of samples, float64 [3] on ``device``; n = 0 counts nothing."""
+    def totals(self) -> Tensor:
+        """Σ loss · n, Σ n and the number of samples, float64 [3] on the host; n = 0 counts nothing. Waits."""
         totals = torch.zeros(3, dtype=torch.float64)
-        for loss, count in self.losses:
-            n = float(count)
-            if n > 0:
-                totals += torch.tensor([float(loss) * n, n, 0.0], dtype=torch.float64)
-        totals[2] = sum(self.samples)
-        return totals.to(device)
+        for batch in self.batches:
+            totals[2] += batch.num_samples
+            for loss, count in batch.losses:
+                n = float(count)
+                if n > 0:
+                    totals[:2] += torch.tensor([float(loss) * n, n], dtype=torch.float64)
+        return totals
 
     def gathered(self, name: str, gather: Callable[[list[Any]], list[Any]], world: int) -> Any:
         """All entries of a kind in the order of the dataset; None if there are none.
 
         One array [N, ...] if every entry is one a sequence and of one shape, else a list of N arrays.
         """
-        by_rank = gather([(getattr(self, name), name in self.ragged)]) if world > 1 else None
-        ranks = by_rank if by_rank is not None else [(getattr(self, name), name in self.ragged)]
+        mine = [([batch.entries[name] for batch in self.batches], name in self.ragged)]
+        ranks = gather(mine) if world > 1 else mine
         entries: list[Any] = []
         for k in range(max(len(batches) for batches, _ in ranks)):
             for batches, _ in ranks:

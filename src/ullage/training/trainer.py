@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
 from ullage.training.mixin import RaggedTrainerMixin
+from ullage.training.saving import WholeCheckpointMixin
 
 
-class Trainer(RaggedTrainerMixin, transformers.Trainer):
+class Trainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Trainer):
     """``transformers.Trainer`` that trains, evaluates and predicts on sequences of unequal length.
 
     Everything that transformers documents holds. What differs is said in :class:`RaggedTrainerMixin`.
     """
 
 
-class Seq2SeqTrainer(RaggedTrainerMixin, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2SeqTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``transformers.Seq2SeqTrainer`` for sequences of unequal length.
 
     With ``predict_with_generate``, generated sequences and labels come back in their true length, without padding.

@@ -1,0 +1,182 @@
+"""Planning: how far each planner is from the ideal and from the lower bounds, and how long it takes.
+
+Every planner gets the same lengths: six workloads, several seeds, two sizes. *critical path* is the sum over
+microbatches of the dearest rank, *rank imbalance* the dearest rank over the step, both over the mean rank; *over bound*
+divides the critical path by the least that any plan of those sequences can have, so a workload whose giants set a floor
+does not hide what the planner does. All ratios are geometric means. Time is one thread's CPU time of a whole call, the
+best of several, and compiled code is loaded before; TRL's includes the moving of its tokens.
+
+    python benchmarks/planning.py                 # a few minutes; writes benchmarks/results/planning-DATE.json
+    python benchmarks/planning.py --seeds 1 --no-large
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numba
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import ullage
+from ullage.datasets.lengths import CAPACITIES, WORKLOADS
+from ullage.planning.bounds import bin_bound
+
+SIZES = ((512, 8), (4096, 32))
+UNTUNED = ((600, 3), (1000, 7), (2048, 16), (8192, 64))
+LARGE = ((65_536, 32), (1_000_000, 32))
+
+
+@dataclass
+class Row:
+    """One plan of one workload by one planner."""
+
+    planner: str
+    workload: str
+    n: int
+    ranks: int
+    seed: int
+    critical_path: float
+    critical_path_bound: float
+    rank_imbalance: float
+    rank_imbalance_bound: float
+    microbatches: int
+    lower_bound: int
+    problems: int
+    milliseconds: float
+
+
+def _trl(lengths: np.ndarray, ranks: int, capacity: int) -> ullage.Plan:
+    """TRL's best-fit-decreasing rows, dealt to the ranks in their order."""
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    tokens = datasets.Dataset.from_dict({"id": [np.full(n, i, np.int32) for i, n in enumerate(lengths)]})
+    packed = trl.pack_dataset(tokens, capacity, "bfd")
+    bins = [list(dict.fromkeys(row)) for row in packed.with_format("numpy")["id"]]
+    bins += [[]] * (-len(bins) % ranks)
+    return ullage.plan(lengths, ranks=ranks, capacity=capacity, strategy="preassigned", assignment=bins)
+
+
+def _ours(**options: object) -> Callable[..., ullage.Plan]:
+    return lambda lengths, ranks, capacity: ullage.plan(lengths, ranks=ranks, capacity=capacity, **options)  # type: ignore[arg-type]
+
+
+PLANNERS: dict[str, Callable[..., ullage.Plan]] = {
+    "ullage": _ours(),
+    "ullage, sync=step": _ours(sync="step"),
+    "ullage, context parallel auto": _ours(context_parallel="auto"),
+    "next fit (arrival order)": _ours(strategy="next_fit"),
+    "TRL bfd": _trl,
+}
+
+
+def measure(planner: str, workload: str, n: int, ranks: int, seed: int, repeats: int) -> Row:
+    """Plans once for the figures and ``repeats`` times for the time."""
+    lengths, capacity = WORKLOADS[workload](n, seed), CAPACITIES[workload]
+    best = math.inf
+    for _ in range(repeats):
+        begin = time.thread_time()
+        plan = PLANNERS[planner](lengths, ranks, capacity)
+        best = min(best, time.thread_time() - begin)
+    found = plan.statistics()
+    return Row(
+        planner, workload, n, ranks, seed, found.critical_path, found.critical_path_bound, found.rank_imbalance,
+        found.rank_imbalance_bound, found.num_microbatches, found.lower_bound, len(plan.check()), best * 1000,
+    )  # fmt: skip
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(float(np.mean([math.log(value) for value in values])))
+
+
+def show(console: Console, title: str, rows: list[Row], by: Callable[[Row], str]) -> None:
+    """One line for each value of ``by``."""
+    table = Table(title=title)
+    for column in ("", "critical path", "over bound", "rank imbalance", "microbatches ÷ bound", "problems", "ms"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in dict.fromkeys(map(by, rows)):
+        mine = [row for row in rows if by(row) == name]
+        table.add_row(
+            name,
+            f"{mean(row.critical_path for row in mine):.4f}",
+            f"{mean(row.critical_path / row.critical_path_bound for row in mine):.4f}",
+            f"{mean(row.rank_imbalance for row in mine):.4f}",
+            f"{mean(row.microbatches / row.lower_bound for row in mine):.4f}",
+            str(sum(row.problems for row in mine)),
+            f"{np.median([row.milliseconds for row in mine]):.2f}",
+        )
+    console.print(table)
+
+
+def show_bins(console: Console, n: int) -> list[dict[str, float]]:
+    """Bins of ``pack_dataset`` above the L2 bound, and its time."""
+    table = Table(title=f"pack_dataset, {n:,} sequences")
+    for column in ("workload", "bins", "L2 bound", "above", "ms"):
+        table.add_column(column, justify="left" if column == "workload" else "right")
+    found = []
+    for workload, make in WORKLOADS.items():
+        lengths, capacity = make(n, 0), CAPACITIES[workload]
+        begin = time.thread_time()
+        bins = ullage.pack_dataset(lengths, capacity).num_bins
+        spent, bound = (time.thread_time() - begin) * 1000, bin_bound(lengths, capacity)
+        table.add_row(workload, f"{bins:,}", f"{bound:,}", f"{bins - bound}", f"{spent:.1f}")
+        found.append({"workload": workload, "n": n, "bins": bins, "bound": bound, "milliseconds": spent})
+    console.print(table)
+    return found
+
+
+def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Path("benchmarks/results")) -> None:
+    """Prints the tables and writes everything measured as JSON."""
+    console = Console(width=130)
+    ullage.plan([1], ranks=1, capacity=1, context_parallel="auto")
+    ullage.plan([1], ranks=1, capacity=1, sync="step")
+    rows: list[Row] = []
+    for n, ranks in SIZES:
+        names = [name for name in PLANNERS if trl or name != "TRL bfd"]
+        size = [
+            measure(name, workload, n, ranks, seed, 1 if name == "TRL bfd" else 5)
+            for name in names
+            for workload in WORKLOADS
+            for seed in range(seeds)
+        ]
+        show(console, f"{n:,} sequences on {ranks} ranks, {seeds} seeds", size, lambda row: row.planner)
+        show(console, "ullage, by workload", [row for row in size if row.planner == "ullage"], lambda row: row.workload)
+        rows += size
+    untuned = [
+        measure("ullage", w, n, r, 1000 + seed, 1) for n, r in UNTUNED for w in WORKLOADS for seed in range(seeds)
+    ]
+    show(console, "ullage, shapes and seeds nobody tuned for", untuned, lambda row: f"{row.n:,} on {row.ranks}")
+    rows += untuned
+    bins = []
+    if large:
+        many = [measure("ullage", w, n, r, 0, 3) for n, r in LARGE for w in WORKLOADS]
+        show(console, "ullage, large", many, lambda row: f"{row.n:,}: {row.workload}")
+        rows += many
+        bins = [found for n, _ in LARGE for found in show_bins(console, n)]
+    record = {
+        "date": date.today().isoformat(),
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
+        "rows": [asdict(row) for row in rows],
+        "bins": bins,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"planning-{record['date']}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

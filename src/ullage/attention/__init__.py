@@ -1,0 +1,19 @@
+"""Packed attention for Hugging Face models: ``import ullage.attention`` registers ``attn_implementation="ullage"``.
+
+``check_model`` tells, before anything is trained, whether a model keeps packed sequences apart; ``packed_attention``
+is the attention itself, for a row of sequences and their lengths.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ullage.attention.interface import attention
+from ullage.attention.masks import packed_mask
+from ullage.attention.segments import packed_attention
+from ullage.attention.support import NAME, check_model, supports_packing
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, packed_mask)
+
+__all__ = ["check_model", "packed_attention", "supports_packing"]

@@ -1,0 +1,203 @@
+"""The attention of ``attn_implementation="ullage"``, as a Hugging Face model calls it in each layer.
+
+With ``cu_seq_lens_q`` the row is packed: each sequence attends to itself alone, by the lengths and nothing else. So
+whatever else could shape the attention is refused with an error that names it: a mask, a filled cache, two
+directions, sinks, soft caps, position biases, and any keyword not known to be harmless. Without it the call is plain,
+padded or cached, and is sdpa's own, mask included; only a row whose positions start anew is refused, since without
+lengths its sequences would see each other. Source: ``transformers.integrations.sdpa_attention`` and the keywords of
+``TransformersKwargs``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ullage.attention.masks import DeferredMask
+from ullage.attention.segments import packed_attention
+from ullage.attention.varlen import flex_attention, host_lengths, serves_varlen, varlen_attention
+from ullage.errors import InputError
+
+#: Keywords that reach a layer and change nothing in it: of the loss, of the outputs, of the cache already applied.
+_HARMLESS = frozenset(
+    (
+        *("position_embeddings", "use_cache", "cache_position", "past_key_value", "past_key_values"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "shift_labels"),
+        *("logits_to_keep", "deterministic", "layer_idx", "target_dtype", "seq_idx"),
+    )
+)
+#: What the ones that change it are called.
+_MEANINGS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap of the attention scores",
+    "position_bias": "a position bias",
+    "alibi": "a position bias",
+    "output_attentions": "attention weights as an output",
+    "cache": "a paged cache",
+}
+_USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention: [batch, tokens, query heads, value dim], and None for its weights.
+
+    ``query`` [batch, query heads, tokens, dim], ``key`` and ``value`` [batch, key heads, tokens, dim]; one row if
+    packed. ``cu_seq_lens_q`` int32 [N + 1] in tokens, ``max_length_q`` a host integer; keys have the same lengths.
+    Does not wait for the device, except on CUDA with dropout, or without ``max_length_q``: once a forward. Raises
+    ``InputError`` for what it does not honour.
+    """
+    _refuse_unknown(module, unknown)
+    if cu_seq_lens_q is None:
+        if cu_seq_lens_k is not None:
+            raise _refusal(module, "cu_seq_lens_k came without cu_seq_lens_q", hint="pass both, as to_flattened does")
+        mask = attention_mask
+        if isinstance(mask, DeferredMask):
+            _refuse_restart(module, position_ids, mask)
+            mask = mask.build()
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    _refuse_unpackable(module, query, key, attention_mask, causal=causal, window=sliding_window)
+    _refuse_other_keys(module, cu_seq_lens_q, cu_seq_lens_k)
+    row = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    mixed = _packed(row, cu_seq_lens_q, max_length_q, dropout, {"window": sliding_window, "scale": scaling}, module)
+    return mixed[None], None
+
+
+def _packed(
+    row: list[Tensor],
+    cu_seqlens: Tensor,
+    longest: int | None,
+    dropout: float,
+    options: dict[str, Any],
+    module: nn.Module,
+) -> Tensor:
+    """The kernel that serves these tensors [T, heads, dim] on their device."""
+    query, key, value = row
+    if query.is_cuda and dropout == 0.0:
+        cu_seqlens = cu_seqlens.to(query.device, torch.int32)
+        if not serves_varlen(query, value, dropout):
+            return flex_attention(query, key, value, cu_seqlens, training=module.training, **options)
+        if longest is None:
+            longest = max(host_lengths(cu_seqlens))
+        return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
+    return _by_lengths(query, key, value, cu_seqlens, dropout, options)
+
+
+@torch.compiler.disable(reason="the lengths of the sequences are data")
+def _by_lengths(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, dropout: float, options: dict[str, Any]
+) -> Tensor:
+    lengths = host_lengths(cu_seqlens)
+    if sum(lengths) != len(query) or min(lengths, default=0) < 0:
+        raise InputError(
+            "cu_seq_lens_q does not tile the row",
+            expected=f"lengths that sum to {len(query)} tokens",
+            found=f"{sum(lengths)} in {len(lengths)} sequences",
+        )
+    return packed_attention(query, key, value, lengths, dropout=dropout, **options)
+
+
+def _refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + ("" if layer is None else f", layer {layer}")
+    return InputError(what, where=where, **facts)
+
+
+def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
+    """Keywords that are not None, not False and not harmless ask for something that is not done here."""
+    for name, asked in unknown.items():
+        if name in _HARMLESS or asked is None or asked is False:
+            continue
+        meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
+        hint = _USE_ANOTHER if name in _MEANINGS else f"drop {name!r} from the batch, or {_USE_ANOTHER}"
+        raise _refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)
+
+
+def _refuse_restart(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
+    """Positions that start anew within an unmasked row say that it is packed, but not how. Looked at once a forward."""
+    if mask.positions_checked or mask.padded or torch.compiler.is_compiling():
+        return
+    mask.positions_checked = True
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2:
+        return
+    if bool((position_ids.diff() <= 0).any()):
+        raise _refusal(
+            module,
+            "position_ids start anew within a row, but no cu_seq_lens_q came to keep its sequences apart",
+            hint="pass what RaggedBatch.to_flattened() gives; a model that drops it on the way cannot be packed",
+        )
+
+
+def _refuse_unpackable(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, *, causal: bool, window: int | None
+) -> None:
+    """Whatever would let packed sequences see each other, or not see what the model means them to see."""
+    if query.shape[0] != 1:
+        raise _refusal(module, "packed sequences lie in one row", expected="batch size 1", found=query.shape[0])
+    if not causal:
+        raise _refusal(
+            module,
+            "an attention in both directions cannot be packed",
+            hint="give this model padded batches, without cu_seq_lens",
+        )
+    if query.shape[2] != key.shape[2]:
+        raise _refusal(
+            module,
+            "a packed row cannot continue a cache",
+            expected="as many keys as queries",
+            found=f"{key.shape[2]} keys, {query.shape[2]} queries",
+            hint="pass no past_key_values with cu_seq_lens",
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, DeferredMask) or mask.padded:
+        raise _refusal(
+            module,
+            "an attention_mask was given together with cu_seq_lens",
+            hint="pass one of them: the lengths say everything about a packed row",
+        )
+    if mask.altered:
+        raise _refusal(module, "the model's own attention pattern cannot be packed", hint=_USE_ANOTHER)
+    if mask.window != window:
+        raise _refusal(
+            module,
+            "the window of the mask is not that of the attention (chunked attention, for example)",
+            expected=mask.window,
+            found=window,
+            hint=_USE_ANOTHER,
+        )
+
+
+def _refuse_other_keys(module: nn.Module, queries: Tensor, keys: Tensor | None) -> None:
+    if queries.ndim != 1 or queries.is_floating_point():
+        raise _refusal(
+            module,
+            "cu_seq_lens_q must hold cumulated lengths",
+            expected="int32 [sequences + 1]",
+            found=f"{str(queries.dtype)[6:]} {list(queries.shape)}",
+        )
+    if keys is None or keys is queries:
+        return
+    same = keys.shape == queries.shape and (keys.is_cuda or torch.compiler.is_compiling() or torch.equal(keys, queries))
+    if not same:
+        raise _refusal(module, "cu_seq_lens_k differs from cu_seq_lens_q: queries and keys must have equal lengths")

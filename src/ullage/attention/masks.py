@@ -1,0 +1,85 @@
+"""The mask beside the attention: described when a model asks for it, built only by the layer that needs it.
+
+transformers asks for a mask before it knows whether the row is packed, and under sdpa would build one of T² elements.
+A packed row needs none: its lengths say everything. So what the model carries to its layers is a description. A
+layer with ``cu_seq_lens`` reads from it that nothing else was asked for; a layer without has the very mask built that
+sdpa would get, once for all layers of a forward. With a filled cache there is no packed row, and the mask is
+sdpa's at once. Source: ``transformers.masking_utils`` (``AttentionMaskInterface``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+
+from ullage.errors import InputError
+
+
+class _NoHook(InputError, AttributeError):
+    """Also an ``AttributeError``, so that ``hasattr`` on a description answers False."""
+
+
+def _no_hook(use: str) -> _NoHook:
+    return _NoHook(
+        "this model changes the attention mask itself, which attn_implementation='ullage' cannot take part in",
+        expected="a model that hands its mask to the attention as it is",
+        found=use,
+        hint="load it with attn_implementation='sdpa' or 'eager', without packing",
+    )
+
+
+class DeferredMask:
+    """What transformers asked for: the arguments of ``sdpa_mask`` for queries and keys of one length, without cache.
+
+    ``padded``: a mask of real tokens was given. ``window``: the tokens that a query sees, if the mask is local.
+    ``altered``: the pattern is neither causal nor a causal window.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.padded = arguments.get("attention_mask") is not None
+        self.window: int | None = arguments.get("local_size")
+        pattern: Callable[..., Any] = arguments["mask_function"]
+        # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
+        self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
+        self.positions_checked = False
+        self._built: tuple[Tensor | None] | None = None
+
+    def build(self) -> Tensor | None:
+        """The mask that sdpa gets: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` says it all."""
+        if self._built is None:
+            self._built = (sdpa_mask(**self.arguments),)
+        return self._built[0]
+
+    def contiguous(self) -> Tensor | None:
+        """The mask itself: ``generate`` lays it out so, beforehand, for the windowed layers of a static cache."""
+        mask = self.build()
+        return None if mask is None else mask.contiguous()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _no_hook(f"a use of its {name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _no_hook("a slice of it")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _no_hook(f"{getattr(function, '__name__', function)} of it")
+
+
+def packed_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **arguments: Any
+) -> DeferredMask | Tensor | None:
+    """The mask function of attn_implementation="ullage"; arguments and waiting for the device as in ``sdpa_mask``."""
+    arguments.update(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
+    )
+    if any(isinstance(offset, torch.Tensor) or offset for offset in (q_offset, kv_offset)) or q_length != kv_length:
+        return sdpa_mask(**arguments)
+    return DeferredMask(arguments)

@@ -1,0 +1,191 @@
+"""Causal attention over sequences that lie end to end in one row, by torch's scaled dot product attention.
+
+Sequences of equal length share one call. A row of T tokens has fewer than √(2T) different lengths, so a thousand
+short sequences cost a few dozen calls. Nothing is padded for it: on a CPU the kernel's work on padding was measured to
+cost more than the calls it would save.
+
+A sliding window of ``w`` tokens over a longer sequence is cut into blocks of ``c`` tokens. A block of queries meets
+its own keys and those of the blocks before it that the window reaches, so the work is about ``length·(w + c)`` pairs
+instead of ``length²``. Blocks of all sequences that reach equally far back share a call and one mask.
+
+A block's padding lies behind its sequence, where no real query of a causal attention looks, and what padding computes
+is never gathered: its gradient is exactly zero. Tokens move once into the order of the calls and once back; the order
+depends on the lengths alone and is remembered for all layers of a forward. Source of the kernels:
+``torch.nn.functional.scaled_dot_product_attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: The least tokens in a block of a sliding window.
+_LEAST_BLOCK = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """The order in which tokens are computed, as rows.
+
+    ``index``: the token in each row; the padding of a block repeats the last token of its own sequence. ``real``: the
+    row of each token. ``pads``: the rows that are padding. ``buckets``: (sequences, length) of each call, in order.
+    ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede it. ``in_order``: rows and
+    tokens are the same.
+    """
+
+    index: Tensor
+    real: Tensor
+    pads: Tensor
+    buckets: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...]
+    in_order: bool
+
+
+@lru_cache(maxsize=32)
+def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Arrangement:
+    """The order for sequences of these lengths in tokens. Touches the device only to copy the order there."""
+    sizes = np.asarray(lengths, np.int64)
+    starts = np.cumsum(sizes) - sizes
+    windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
+    widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
+    calls = np.argsort(first, kind="stable")
+    calls = calls[widths[calls] > 0]
+    buckets = tuple((int(counts[call]), int(widths[call])) for call in calls)
+    items = np.concatenate([*(np.flatnonzero(sizes == widths[call]) for call in calls), windowed]).astype(np.int64)
+    block = block_size(window)
+    slots = sizes[items]
+    if len(windowed):
+        slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
+    offset = np.arange(int(slots.sum())) - np.repeat(np.cumsum(slots) - slots, slots)
+    length, start = np.repeat(sizes[items], slots), np.repeat(starts[items], slots)
+    index = start + np.minimum(offset, length - 1)
+    is_real = offset < length
+    real = np.empty(int(sizes.sum()), np.int64)
+    real[index[is_real]] = np.flatnonzero(is_real)
+    blocks = [place for slot in slots[len(slots) - len(windowed) :] // block for place in range(slot)]
+    return Arrangement(
+        index=torch.from_numpy(index).to(device),
+        real=torch.from_numpy(real).to(device),
+        pads=torch.from_numpy(np.flatnonzero(~is_real)).to(device),
+        buckets=buckets,
+        blocks=tuple(blocks),
+        in_order=np.array_equal(index, np.arange(len(real))),
+    )
+
+
+def block_size(window: int | None) -> int:
+    """Tokens in a block of a sliding window: a quarter of it, so that the mask wastes a fifth, but not too few."""
+    return max(_LEAST_BLOCK, -(-(window or 0) // 4))
+
+
+class _Arrange(torch.autograd.Function):
+    """Tokens into rows. Padding has no gradient, so going back is a gather too."""
+
+    @staticmethod
+    def forward(tokens: Tensor, order: Arrangement) -> Tensor:
+        return tokens.index_select(0, order.index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Arrangement], output: Tensor) -> None:
+        ctx.order = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Restore.apply(gradients[0], ctx.order), None  # type: ignore[return-value]
+
+
+class _Restore(torch.autograd.Function):
+    """Rows back into tokens; what padding computed is left behind."""
+
+    @staticmethod
+    def forward(rows: Tensor, order: Arrangement) -> Tensor:
+        return rows.index_select(0, order.real)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Arrangement], output: Tensor) -> None:
+        ctx.order = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        order: Arrangement = ctx.order
+        return gradients[0].index_select(0, order.index).index_fill(0, order.pads, 0.0), None
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention within each sequence of a row, [T, query heads, value dim].
+
+    ``query`` [T, query heads, dim], ``key`` and ``value`` [T, key heads, dim]; query heads are a multiple of key
+    heads. ``lengths``: tokens of each sequence on the host; they sum to T, zeros count nothing. ``window``: how many
+    tokens a query sees, itself included. ``scale``: 1/√dim if None. ``dropout``: of the attention weights. Does not
+    wait for the device. The lengths are the caller's to check.
+
+    >>> q = torch.randn(5, 4, 8); kv = torch.randn(5, 2, 8)
+    >>> torch.allclose(packed_attention(q, kv, kv, [3, 2])[3:], packed_attention(q[3:], kv[3:], kv[3:], [2]))
+    True
+    """
+    order = arrange(tuple(lengths), window, query.device)
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    if not order.in_order:
+        query, key, value = (_Arrange.apply(tensor, order) for tensor in (query, key, value))  # type: ignore[misc]
+    sizes = [rows * width for rows, width in order.buckets]
+    sizes.append(len(query) - sum(sizes))
+    parts = list(zip(query.split(sizes), key.split(sizes), value.split(sizes)))
+    outputs = []
+    for (rows, width), part in zip(order.buckets, parts):
+        queries, keys, values = (tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=width > 1, **options)
+        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+    if order.blocks and window is not None:
+        outputs.append(_windowed(*parts[-1], order.blocks, window, options))
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return mixed if order.in_order else _Restore.apply(mixed, order)  # type: ignore[return-value]
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, preceding: tuple[int, ...], window: int, options: dict[str, Any]
+) -> Tensor:
+    """Attention of whole blocks, each with the blocks before it that its window reaches."""
+    block = block_size(window)
+    reach = -(-(window - 1) // block)
+    available = np.minimum(preceding, reach)
+    query, key, value = (tensor.unflatten(0, (-1, block)) for tensor in (query, key, value))
+    outputs, places = [], []
+    for back in np.unique(available).tolist():
+        place = np.flatnonzero(available == back)
+        places.append(place)
+        seen = torch.from_numpy(np.add.outer(place, np.arange(-back, 1)).ravel()).to(query.device)
+        rows = torch.from_numpy(place).to(query.device)
+        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks it looks back on
+        queries = query.index_select(0, rows).transpose(1, 2)
+        keys, values = (
+            tensor.index_select(0, seen).unflatten(0, (-1, back + 1)).flatten(1, 2).transpose(1, 2)
+            for tensor in (key, value)
+        )
+        mask = _band(block, back, window, query.device)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
+        outputs.append(mixed.transpose(1, 2))
+    order = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
+    return torch.cat(outputs).index_select(0, order).flatten(0, 1)
+
+
+@lru_cache(maxsize=32)
+def _band(block: int, back: int, window: int, device: torch.device) -> Tensor:
+    """Which keys of ``back + 1`` blocks a block of queries sees, bool [block, (back + 1)·block]."""
+    distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1) * block))
+    return torch.from_numpy((distance >= 0) & (distance < window)).to(device)

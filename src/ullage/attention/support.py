@@ -1,0 +1,127 @@
+"""Which models keep packed sequences apart, told from the model itself before anything is trained.
+
+A model that does not, says nothing: it trains on sequences that see each other. So the question is asked the other
+way round. A model is taken only if every way in which tokens meet is known: its attention goes through transformers'
+interface under an implementation that reads ``cu_seq_lens``, in one direction, in layers that are full or windowed;
+and nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward``
+names ``cu_seq_lens_q`` and that has no attention implementation answers for itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ullage.errors import InputError
+
+NAME = "ullage"
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+#: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+#: Models that declare the interface and yet do not let the lengths decide. Any other one is refused by its first call.
+_EXCEPTIONS = {
+    "doge": "changes the mask inside its attention",
+    "nemotron": "does not hand cu_seq_lens from its layers to their attention",
+}
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+_BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
+
+
+def supports_packing(model: nn.Module) -> str | None:
+    """Why the model cannot be trained on packed rows, in one clause; None if it can. Pure, looks at no weights.
+
+    >>> supports_packing(nn.Linear(2, 2))
+    "Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
+    """
+    name = type(model).__name__
+    names_lengths = "cu_seq_lens_q" in inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation"):
+        return None if names_lengths else _unaware(name)
+    if names_lengths and not _attention_modules(model):
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder, whose cross attention and position biases know no packed rows"
+    return _state(model, name) or _implementation(model, name) or _layers(model, name) or _modules(model, name)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ``InputError`` if the model cannot keep packed sequences apart, with the reason and the way out."""
+    problem = supports_packing(model)
+    if problem is not None:
+        raise InputError(
+            f"this model would let packed sequences see each other: {problem}",
+            hint=f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
+            if "attn_implementation" in problem
+            else "train it on padded batches",
+        )
+
+
+def _unaware(name: str) -> str:
+    return f"{name}.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The configs that the modules of a model were built from, each once, with the class that holds it."""
+    seen: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation") and id(config) not in seen:
+            seen.add(id(config))
+            yield type(module).__name__, config
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "attention" in type(module).__name__.lower()]
+
+
+def _state(model: nn.Module, name: str) -> str | None:
+    if getattr(model, "_is_stateful", False):
+        return f"{name} carries a state along the row, which does not start anew at each sequence"
+    return None
+
+
+def _implementation(model: nn.Module, name: str) -> str | None:
+    if not _attention_modules(model):
+        return f"{name} has no attention that transformers' interface could replace"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not hand cu_seq_lens through transformers' attention interface"
+    for holder, config in _configs(model):
+        if config.model_type in _EXCEPTIONS:
+            return f"{holder} {_EXCEPTIONS[config.model_type]}"
+        used = config._attn_implementation
+        if used != NAME and used not in _FLASH:
+            return f"{holder} has attn_implementation={used!r}, which does not read cu_seq_lens"
+    return None
+
+
+def _layers(model: nn.Module, name: str) -> str | None:
+    for holder, config in _configs(model):
+        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+        if unknown:
+            return f"{holder} has layers of kind {unknown[0]!r}"
+        if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+            return f"{holder} attends in both directions"
+        if config._attn_implementation != NAME:
+            continue
+        cap = getattr(config, "attn_logit_softcapping", None)
+        if cap is not None:
+            return f"{holder} caps its attention scores (attn_logit_softcapping={cap})"
+    return None
+
+
+def _modules(model: nn.Module, name: str) -> str | None:
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _MIXERS):
+            return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
+        if getattr(module, "is_causal", True) is False:
+            return f"{path} ({kind}) attends in both directions"
+        if any(getattr(module, bias, None) is not None for bias in _BIASES):
+            return f"{path} ({kind}) adds a position bias to its scores"
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            return f"{path} ({kind}) has attention sinks"
+    return None

@@ -1,0 +1,139 @@
+"""Packed attention on CUDA: torch's varlen kernel, and flex attention where that kernel cannot serve.
+
+``torch.nn.attention.varlen.varlen_attn`` is flash attention over cumulated lengths: float16 and bfloat16, a head
+dimension that is a multiple of 8 and at most 256, Ampere or newer, no dropout. It takes the lengths on the device and
+the longest as a host integer, so nothing waits. ``flex_attention`` takes any floating type; its block mask comes from
+the cumulated lengths on the device, one for all layers of a forward. Neither has dropout: for that, and for devices
+that have neither, ``segments`` serves everywhere. Source: the signatures and checks of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+#: Lengths and block masks by the tensor of cumulated lengths they were read from, with its version.
+_REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _remember(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
+    """What ``make`` gives, once for each state of ``cu_seqlens``, for as long as that tensor lives."""
+    if torch.compiler.is_compiling():
+        return make()
+    if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
+        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
+    known = _REMEMBERED[cu_seqlens][1]
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def host_lengths(cu_seqlens: Tensor) -> list[int]:
+    """The lengths in tokens; waits for the device, if they are not on the host, once a forward."""
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.diff().tolist()
+    return _remember(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
+
+
+@lru_cache(maxsize=1)
+def _varlen() -> tuple[Any, bool] | None:
+    """torch's kernel and whether it must be told of grouped heads; None where torch has none with windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in parameters) if "window_size" in parameters else None
+
+
+@lru_cache(maxsize=16)
+def _is_ampere(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def serves_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether the varlen kernel takes these tensors [T, heads, dim]."""
+    dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and dropout == 0.0
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and dim == value.shape[-1]
+        and dim % 8 == 0
+        and dim <= 256
+        and _varlen() is not None
+        and _is_ampere(query.device)
+    )
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention within each sequence by torch's varlen kernel, [T, query heads, dim].
+
+    Shapes and ``window`` as in ``segments.packed_attention``; ``cu_seqlens`` int32 on the tensors' device,
+    ``longest`` sequence in tokens. Does not wait for the device.
+    """
+    found = _varlen()
+    assert found is not None
+    kernel, wants_gqa = found
+    # The kernel counts the tokens to the left of a query, a window counts the query too.
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if wants_gqa and query.shape[1] != key.shape[1]:
+        options["enable_gqa"] = True
+    return kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    training: bool = False,
+) -> Tensor:
+    """Causal attention within each sequence by flex attention, [T, query heads, value dim].
+
+    Shapes as in ``varlen_attention``. Does not wait for the device. torch has no backward of it on a CPU.
+    """
+    from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+    num_tokens = len(query)
+    mask = _remember(cu_seqlens, (num_tokens, window), lambda: _block_mask(cu_seqlens, num_tokens, window))
+    mixed = compile_friendly_flex_attention(
+        *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+        training=training,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed[0].transpose(0, 1)
+
+
+def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    positions = torch.arange(num_tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (sequence[query] == sequence[key]) & (query >= key)
+        return near if window is None else near & (query - key < window)
+
+    device = cu_seqlens.device
+    return create_block_mask(sees, None, None, num_tokens, num_tokens, device=device, _compile=cu_seqlens.is_cuda)

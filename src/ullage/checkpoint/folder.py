@@ -1,0 +1,74 @@
+"""A ZeRO folder while it is read: its files, what each says, and every problem met on the way."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint import shards
+from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.shards import Model, Shard
+from ullage.checkpoint.torchfile import TorchFile
+from ullage.errors import CheckpointError
+from ullage.layout import Int64
+
+
+@dataclass
+class Folder:
+    """State while a folder is read: what is known so far, and what went wrong."""
+
+    path: Path
+    files: list[Any]
+    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
+    models: dict[tuple[int, int], Model] = field(default_factory=dict)
+    records: dict[int, Int64] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def say(self, what: str, shard: Shard | None = None, **more: Any) -> None:
+        name, rank = (shard.name, shard.dp_rank) if shard else (None, None)
+        self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
+
+
+def read_files(folder: Folder) -> None:
+    def one(index: int) -> Any:
+        file = folder.files[index]
+        try:
+            if file.kind == "optimizer":
+                return shards.read_shard(folder.path, index, file)
+            return shards.read_model(folder.path, index, file) if file.kind == "model" else None
+        except CheckpointError as error:
+            if "refused" in error.what or "mixture of experts" in error.what:
+                raise
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(one, range(len(folder.files))))
+    for index, result in enumerate(results):
+        file = folder.files[index]
+        if result is None:
+            continue
+        if isinstance(result, CheckpointError):
+            found = str(result.found) if result.found is not None else None
+            folder.problems.append(Problem(result.what, file.name, file.dp_rank, found=found, hint=result.hint))
+            continue
+        parsed, source = result
+        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, Shard) else folder.models
+        key = (parsed.model_rank, parsed.dp_rank)
+        if key in table:
+            both = f"{table[key].name} and {parsed.name}"
+            folder.problems.append(Problem("two files claim one rank", both, parsed.dp_rank))
+            continue
+        table[key] = parsed
+        folder.records[index] = record_table(source)
+
+
+def record_table(source: TorchFile) -> Int64:
+    """Offset, bytes and CRC-32 of each record of a file, by offset; empty for a file saved without checksums."""
+    rows = [(r.offset, r.num_bytes, r.crc) for r in source.records.values() if r.num_bytes] if source.has_crcs else []
+    return np.array(sorted(rows), np.int64).reshape(-1, 3)

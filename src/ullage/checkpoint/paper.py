@@ -1,0 +1,77 @@
+"""A checkpoint on paper: the inventory that a model of given shapes on given ranks would have, without any file.
+
+For plans and estimates at sizes that nobody has at hand (7B parameters on 768 ranks), and for drawing layouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, Topology
+from ullage.checkpoint.partitions import Shapes, cut, group3, group12
+from ullage.checkpoint.shards import Model, Placed, Shard
+from ullage.checkpoint.torchfile import ITEM_BYTES, TorchFile
+from ullage.checkpoint.zero import Details
+
+_HEADER_BYTES = 4096
+
+
+def on_paper(
+    groups: list[Shapes],
+    *,
+    stage: int = 1,
+    dp: int,
+    keys: tuple[str, ...] = ("fp32", "exp_avg", "exp_avg_sq"),
+    dtype: str = "float32",
+    module_dtype: str = "bfloat16",
+) -> Inventory:
+    """The inventory of a ZeRO checkpoint that does not exist.
+
+    ``groups``: ``{name: shape}`` by parameter group. ``convert(..., dry_run=True)`` and ``plan`` take it; nothing else
+    can, for there is nothing to read. Sizes of files leave out what describes the tensors, some kilobytes a file.
+    """
+    item = ITEM_BYTES[dtype]
+    laid = [group3(i, 0, g, dp) if stage == 3 else group12(i, 0, g, dp) for i, g in enumerate(groups)]
+    tensors, at = [], _HEADER_BYTES
+    ranks = np.arange(dp)
+    for group, named in zip(laid, groups):
+        for key in keys:
+            where = at + group.pieces.shard_start * item
+            for name, fragments in zip(named, cut(group, ranks[group.pieces.shard], where)):
+                part = Slice(0, tuple(named[name]), fragments)
+                extra = {"cat_dim": 0}
+                tensors.append(
+                    Tensor(name, key, tuple(named[name]), dtype, "parameter", (part,), group=group.index, extra=extra)
+                )
+            at += group.shard_size * item
+    files = [File(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt", at, "optimizer", r, 0) for r in range(dp)]
+    numel = sum(int(np.prod(s, dtype=np.int64)) for g in groups for s in g.values())
+    module = 0 if stage == 3 else numel * ITEM_BYTES[module_dtype]
+    files.append(File("mp_rank_00_model_states.pt", _HEADER_BYTES + module, "model", 0, 0))
+    return Inventory(
+        Path("on-paper"),
+        "zero",
+        Topology(stage, f"ZeRO stage {stage}", dp),
+        tuple(files),
+        tuple(tensors),
+        tuple(laid),
+        dict.fromkeys(range(len(groups)), 1.0),
+        details=_details(len(groups), stage, len(files) - 1),
+        on_paper=True,
+    )
+
+
+def _details(num_groups: int, stage: int, model_file: int) -> Details:
+    many: list[Any] = [None] * num_groups
+    settings = [{"lr": 1e-3, "params": [i]} for i in range(num_groups)]
+    root = {"optimizer_state_dict": {}}
+    shard = Shard(
+        0, "", 0, 0, stage, "", [], [{"fp32": Placed("float32", 0, 0)} for _ in many], [{} for _ in many],
+        many, [], [], [], None, None, list(range(num_groups)), root,
+    )  # fmt: skip
+    model_root: dict[str, Any] = {"module": {}}
+    model = Model(model_file, "", 0, 0, TorchFile("", 0, model_root, {}), model_root)
+    return Details({0: shard}, {0: model}, {}, dict.fromkeys(range(num_groups), (1.0, "float32")), settings)

@@ -1,0 +1,118 @@
+"""How ZeRO lays parameters into flat buffers and cuts those among ranks; see ``zero`` for the two layouts in prose."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ullage.checkpoint.folder import Folder
+from ullage.checkpoint.inventory import Fragments, Group
+from ullage.checkpoint.shards import Shard
+from ullage.checkpoint.torchfile import ITEM_BYTES
+from ullage.layout import Int64, Layout, Pieces
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def group12(
+    index: int,
+    model_rank: int,
+    named: Shapes,
+    world: int,
+    alignments: list[int] | None = None,
+    shard_size: int = 0,
+    booked: tuple[int, ...] = (),
+) -> Group:
+    """The flat buffer of a group of stages 1 and 2, cut into equal partitions of at least ``shard_size`` elements."""
+    numels = np.array([int(np.prod(s, dtype=np.int64)) for s in named.values()], np.int64)
+    paddings = np.array(alignments, np.int64) if alignments else np.zeros_like(numels)
+    layout = Layout.from_slots(numels, numels + paddings)
+    size = max(shard_size, -(-layout.size // (2 * world)) * 2)
+    return Group(index, model_rank, tuple(named), layout.pieces(np.arange(world + 1) * size), size, world, booked)
+
+
+def group3(index: int, model_rank: int, named: Shapes, world: int) -> Group:
+    """A sub-group of stage 3: each parameter in ``world`` parts, the parts of one rank end to end."""
+    rows: list[Pieces] = []
+    at = 0
+    for item, shape in enumerate(named.values()):
+        numel = int(np.prod(shape, dtype=np.int64))
+        share = -(-numel // world)
+        pieces = Layout([numel]).pieces(np.arange(world + 1) * share)
+        rows.append(Pieces(pieces.item + item, pieces.shard, pieces.item_start, pieces.shard_start + at, pieces.length))
+        at += share
+    fields = ("item", "shard", "item_start", "shard_start", "length")
+    joined = [np.concatenate([getattr(r, f) for r in rows]) if rows else np.zeros(0, np.int64) for f in fields]
+    return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
+
+
+def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard]) -> tuple[str, list[Fragments] | None]:
+    """The dtype of one state of a group and its fragments by parameter; None for a state that cannot be cut."""
+    lead = mine[min(mine)]
+    dtype = lead.flats[group.index][key].dtype
+    offset, numel = np.zeros(group.num_shards, np.int64), np.full(group.num_shards, -1, np.int64)
+    file = np.zeros(group.num_shards, np.int64)
+    for rank, shard in mine.items():
+        flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
+        if flat is None or flat.dtype != dtype:
+            folder.say(
+                f"state {key} is missing or of another dtype",
+                shard,
+                group=group.index,
+                expected=dtype,
+                found=flat and flat.dtype,
+            )
+            continue
+        offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
+    if key != "fp32" and lead.flats[group.index][key].numel not in (
+        group.shard_size,
+        lead.flats[group.index]["fp32"].numel,
+    ):
+        folder.notes.append(f"group {group.index}: state {key} is not cut like the weights; rank 0's is carried")
+        return dtype, None
+    pieces = group.pieces
+    short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
+    _say_lengths(folder, group, key, mine, numel, short)
+    item_bytes = ITEM_BYTES[dtype]
+    where = offset[pieces.shard] + pieces.shard_start * item_bytes
+    return dtype, cut(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
+
+
+def cut(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:
+    """The fragments of each parameter of a group; ``file`` and byte ``offset`` by piece, ``keep`` says which exist."""
+    pieces = group.pieces
+    found = []
+    for low, high in itertools.pairwise(np.searchsorted(pieces.item, np.arange(len(group.names) + 1)).tolist()):
+        mine: Any = slice(low, high) if keep is None else np.arange(low, high)[keep[low:high]]
+        found.append(Fragments(file[mine], offset[mine], pieces.item_start[mine], pieces.length[mine]))
+    return found
+
+
+def _say_lengths(
+    folder: Folder, group: Group, key: str, mine: dict[int, Shard], numel: Int64, short: npt.NDArray[np.bool_]
+) -> None:
+    """Shards that are shorter than what they must hold, or longer than a partition."""
+    pieces = group.pieces
+    for rank in np.unique(pieces.shard[short]).tolist():
+        first = int(np.flatnonzero(short & (pieces.shard == rank))[0])
+        end = int((pieces.shard_start + pieces.length)[pieces.shard == rank].max())
+        folder.say(
+            f"the shard is too short for {key}",
+            mine[rank],
+            group=group.index,
+            parameter=group.names[int(pieces.item[first])],
+            expected=f"at least {end} elements",
+            found=str(int(numel[rank])),
+        )
+    for rank, shard in mine.items():
+        if numel[rank] > group.shard_size:
+            folder.say(
+                f"the shard is too long for {key}",
+                shard,
+                group=group.index,
+                expected=f"{group.shard_size} elements",
+                found=str(int(numel[rank])),
+            )

@@ -1,0 +1,176 @@
+"""``ullage convert``: a checkpoint in another format, each byte read once and written once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+#: Bytes that ``--dry-run`` reads from the source and writes to an unnamed file to see how fast the disks are.
+_PROBE_BYTES = 64 << 20
+
+_EPILOG = """For those who know ds_to_universal: --num_extract_workers and --num_merge_workers are one --workers here,
+because extracting and merging are one pass. --keep_temp_folder has no counterpart, because there is no temporary copy
+of the state: TARGET.partial is all there is, and the next call resumes from it. --no_strict has none, because a
+checkpoint that is not whole is never converted; a pattern that matches nothing is a note. --inject_missing_state is
+not needed: universal_checkpoint_info says how tensor- and pipeline-parallel slices join, and without either the
+checkpoint is converted without it."""
+
+
+class Format(StrEnum):
+    """What ``--to`` takes."""
+
+    universal = "universal"
+    safetensors = "safetensors"
+    dcp = "dcp"
+
+
+class Dtype(StrEnum):
+    """What ``--dtype`` takes."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command(epilog=_EPILOG)
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
+    target: Annotated[Path, typer.Argument(help="A folder that does not exist; its parents are made.")],
+    to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors and dcp).")] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two a processor, at most 8.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Prove and plan, write nothing, tell what to expect.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
+) -> None:
+    """Convert a checkpoint, so that any number of ranks, any ZeRO stage or another library can load it.
+
+    Nothing is written before every tensor is proved whole. All work goes to TARGET.partial, which is renamed when it
+    is complete and synced; an interrupted conversion goes on from there. Under torchrun each process takes its share.
+    """
+    from ullage.checkpoint import convert, read
+    from ullage.errors import UsageError
+
+    if to is Format.universal and (dtype or weights_only):
+        raise UsageError(
+            "a universal checkpoint keeps its dtypes and its optimizer state",
+            found=f"--dtype {dtype.value}" if dtype else "--weights-only",
+            hint="use --to safetensors or --to dcp",
+        )
+    inventory = read(source)
+    options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}
+    if dry_run:
+        report = convert(inventory, target, to.value, workers, dry_run=True, **options)
+        expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
+        _say(expected, as_json, _dry_lines)
+        return
+    leader = int(os.environ.get("RANK", "0")) == 0
+    with progress_bar("converting", shown=leader and not as_json) as progress:
+        report = convert(inventory, target, to.value, workers, progress=progress, **options)
+    if leader:
+        _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
+
+
+@contextlib.contextmanager
+def progress_bar(verb: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar in bytes with rate and time left, on stderr; gives what to call with (bytes done, bytes in all)."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(verb, total=None)
+
+    def step(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if console.is_terminal and not bar.live.is_started:  # not before there is something to show: it may be refused
+            bar.start()
+
+    try:
+        yield step
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+    console.print(bar.get_renderable())
+
+
+def _say(report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for line in lines(report):
+        typer.echo(line)
+
+
+def _report_lines(report: dict[str, Any]) -> Iterator[str]:
+    from ullage.report.page import size
+
+    rate = f" ({size(report['bytes_per_second'])}/s)" if report["bytes_per_second"] else ""
+    yield f"{report['format']}: {report['target']}"
+    yield (
+        f"{report['num_tensors']:,} tensors in {report['num_files']:,} files, {size(report['num_bytes'])}, "
+        f"in {report['seconds']:.1f} s{rate} with {report['workers']} workers"
+    )
+    if report["bytes_resumed"]:
+        yield f"{size(report['bytes_resumed'])} were there already, from an interrupted run"
+    if report["records_checked"]:
+        yield f"the checksums of {report['records_checked']:,} records of the source agree"
+    for name, key, number in report["not_finite"]:
+        yield f"not finite: {number:,} elements of {name} {key} are NaN or Inf"
+    yield from (f"note: {note}" for note in report["notes"])
+
+
+def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
+    from ullage.report.page import size
+
+    yield f"would write {report['format']} to {report['target']}"
+    yield f"{report['num_tensors']:,} tensors, {report['num_files']:,} files, {size(report['num_bytes'])}"
+    yield f"about {report['seconds_expected']:.1f} s at the speed these disks just showed"
+    yield from (f"note: {note}" for note in report["notes"])
+
+
+def _seconds_expected(inventory: Any, target: Path, num_bytes: int) -> float:
+    """Reading all and writing all, one after the other, at the rates of a probe."""
+    largest = max(inventory.files, key=lambda file: file.num_bytes)
+    probe = max(1, min(_PROBE_BYTES, num_bytes))
+    above = next(parent for parent in Path(os.path.abspath(target)).parents if parent.is_dir())
+    return num_bytes * (_seconds_to_read(inventory.folder / largest.name, probe) + _seconds_to_write(above, probe))
+
+
+def _seconds_to_read(path: Path, limit: int) -> float:
+    """Seconds a byte, from the disk and not from the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began, total = time.perf_counter(), 0
+        while total < limit and (chunk := file.read(min(8 << 20, limit - total))):
+            total += len(chunk)
+    return (time.perf_counter() - began) / max(1, total)
+
+
+def _seconds_to_write(folder: Path, limit: int) -> float:
+    """Seconds a byte, synced, into a file without a name: nothing is left, whatever happens."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        chunk, began = os.urandom(min(8 << 20, limit)), time.perf_counter()
+        for _ in range(max(1, limit // len(chunk))):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return (time.perf_counter() - began) / (len(chunk) * max(1, limit // len(chunk)))

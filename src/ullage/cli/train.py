@@ -1,0 +1,276 @@
+"""``ullage train``: a causal language model on texts of unequal length, from the data file to the saved model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import typer
+
+from ullage.errors import InputError, TrainingError, UllageError
+
+if TYPE_CHECKING:
+    from ullage.cli.train_arguments import TrainCommand
+    from ullage.cli.train_progress import Meter
+    from ullage.datasets.text import TokenDataset
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    add_help_option=False,  # --help shows Trainer's own arguments too, so the parser of those prints it
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def train(ctx: typer.Context) -> None:
+    """Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments."""
+    first = os.environ.get("RANK", "0") == "0"  # torchrun says which process this is
+    try:
+        _quiet(ctx.args)
+        _run(ctx.args, first)
+    except UllageError as error:
+        if first:
+            raise
+        # What the data is like, all ranks found alike; what one rank found alone, the others only know of.
+        if isinstance(error.__cause__, OSError):
+            typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
+        sys.exit(error.exit_status)
+
+
+def _quiet(argv: list[str]) -> None:
+    """One voice, ours: libraries speak when ``--log_level`` asks them to. No hub is asked. Runs before torch loads."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not any(argument.startswith("--push") for argument in argv):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import logging
+    import warnings
+
+    from transformers.utils.logging import disable_progress_bar
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    disable_progress_bar()  # of shards that are read and written
+
+
+def _run(argv: list[str], first: bool) -> None:
+    from transformers import set_seed
+
+    from ullage.cli.train_arguments import parse
+    from ullage.cli.train_folder import begin, finish, look_at
+    from ullage.cli.train_model import load_model, load_tokenizer
+
+    command = parse(argv)
+    say = _Voice(first, command.output.json)
+    situation = look_at(command)
+    if situation.summary is not None:
+        say(f"{command.training.output_dir} holds this run, finished; --overwrite_output_dir starts over.")
+        say.result(situation.summary)
+        return
+    for note in situation.notes:
+        say(note)
+    tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
+    set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
+    model = load_model(command.model, tokenizer, situation.checkpoint)
+    training, held_out = _datasets(command, tokenizer, say)
+    for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
+        if dataset is not None:
+            dataset.check_vocabulary(model.config.get_text_config().vocab_size, name)
+    say(f"{type(model).__name__}: {model.num_parameters():,} parameters")
+    if command.training.distributed_state is not None:
+        command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
+    try:
+        if first:
+            begin(command, situation)
+        trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
+        _train(trainer, meter, situation.checkpoint, argv, say)
+        summary = _summary(command, trainer, meter)
+        if first:
+            finish(command, summary)
+    except OSError as error:
+        raise TrainingError("the run cannot be written", where=command.training.output_dir, found=str(error)) from error
+    say.result(summary)
+
+
+class _Voice:
+    """Speaks on the first rank; with ``--json`` the result alone goes to stdout."""
+
+    def __init__(self, first: bool, as_json: bool) -> None:
+        self._first, self._as_json = first, as_json
+
+    def __call__(self, line: str) -> None:
+        if self._first:
+            print(line, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def result(self, summary: dict[str, Any]) -> None:
+        if self._first:
+            print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
+
+
+def _datasets(command: TrainCommand, tokenizer: Any, say: _Voice) -> tuple[TokenDataset, TokenDataset | None]:
+    from ullage.datasets.text import docstrings, load_text, split_held_out, tokenize
+
+    data = command.data
+    samples = docstrings() if data.data is None else load_text(data.data, data.text_column)
+    if data.eval_data is not None:
+        held_out = load_text(data.eval_data, data.text_column)
+    else:
+        samples, held_out = split_held_out(samples, data.held_out)
+    source = data.data or "the docstrings of the standard library"
+    sets: list[TokenDataset | None] = []
+    for part, use in ((samples, "train on"), (held_out, "evaluate on")):
+        dataset = tokenize(part, tokenizer, data.max_length or None) if part else None
+        sets.append(dataset)
+        if dataset is None:
+            say(f"{source}: nothing held out, so nothing to {use}")
+            continue
+        line = f"{source}: {len(dataset):,} texts to {use}, {dataset.num_tokens:,} tokens"
+        if dataset.num_truncated:
+            line += (
+                f" ({dataset.num_truncated:,} texts cut to {data.max_length}, {dataset.truncated_tokens:,} tokens lost)"
+            )
+        say(line)
+    if sets[1] is None and command.training.load_best_model_at_end:
+        raise InputError(
+            "there is nothing to choose the best model by",
+            where=source,
+            expected="samples to evaluate on",
+            found="none",
+            hint="give --eval_data or a larger --held_out, or leave out --load_best_model_at_end",
+        )
+    assert sets[0] is not None
+    return sets[0], sets[1]
+
+
+def _trainer(
+    command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, first: bool
+) -> tuple[Any, Meter]:
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from transformers.trainer_utils import IntervalStrategy
+
+    from ullage.cli.train_progress import Meter
+    from ullage.training import RaggedCollator, Trainer
+
+    class Measured(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            meter.count(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    arguments = command.training
+    if held_out is None:
+        arguments.eval_strategy = IntervalStrategy.NO
+    meter = Meter(show=first and not arguments.disable_tqdm)
+    trainer = Measured(
+        model=model,
+        args=arguments,
+        data_collator=cast(Any, RaggedCollator()),
+        train_dataset=training,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[meter],
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    return trainer, meter
+
+
+def _train(trainer: Any, meter: Meter, checkpoint: Any, argv: list[str], say: _Voice) -> None:
+    """Trains; on Ctrl-C says how to continue, and exits with 130."""
+    from ullage.cli.train_progress import Interruption
+
+    try:
+        with Interruption(gently=trainer.args.world_size == 1) as interruption:
+            trainer.add_callback(interruption)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+        interrupted = interruption.asked
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        meter.close()
+    if not interrupted:
+        return
+    say(_how_to_continue(trainer, argv))
+    sys.exit(130)
+
+
+def _how_to_continue(trainer: Any, argv: list[str]) -> str:
+    from ullage.training.saving import checkpoints_in
+
+    where = f"interrupted at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    checkpoints = checkpoints_in(trainer.args.output_dir)
+    if not checkpoints:
+        return f"{where}, before the first checkpoint; start again with: {_command(argv)}"
+    return f"{where}; {checkpoints[-1]} is whole; continue with: {_command(argv)} --resume_from_checkpoint"
+
+
+def _command(argv: list[str]) -> str:
+    """The call without ``--resume_from_checkpoint`` and its folder."""
+    kept: list[str] = []
+    resume = False
+    for argument in argv:
+        is_folder = resume and not argument.startswith("--")
+        resume = argument in ("--resume_from_checkpoint", "--resume-from-checkpoint")
+        if not (is_folder or resume or argument.startswith(("--resume_from_checkpoint=", "--resume-from-checkpoint="))):
+            kept.append(argument)
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = ["torchrun", "--nproc_per_node", processes, "-m"] if processes != "1" else []
+    return shlex.join([*launcher, "ullage", "train", *kept])
+
+
+def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any]:
+    """Saves the model, evaluates it once more unless that was just done, and gathers what there is to say."""
+    history = trainer.state.log_history
+    evaluated = [row for row in history if "eval_loss" in row and row["step"] == trainer.state.global_step]
+    eval_loss = None
+    if trainer.eval_dataset is not None:
+        eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    meter.reduce(trainer.args.device)
+    losses = [row["loss"] for row in history if "loss" in row]
+    return {
+        "model": str(command.training.output_dir),
+        "steps": trainer.state.global_step,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "eval_loss": eval_loss,
+        "tokens": meter.num_tokens,
+        "padded_tokens": meter.padded_tokens,
+        "ullage_avoided": meter.ullage_avoided,
+        "seconds": meter.seconds,
+        "tokens_per_second": meter.tokens_per_second,
+    }
+
+
+def _told(summary: dict[str, Any]) -> str:
+    def loss(name: str) -> str:
+        value = summary[name]
+        return "none" if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+    rows = {
+        "loss": f"{loss('first_loss')} to {loss('last_loss')}, held out {loss('eval_loss')}",
+        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
+        f"{summary['padded_tokens']:,}",
+        "ullage avoided": f"{summary['ullage_avoided']:.1%}",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
+        "model": summary["model"],
+    }
+    lines = [f"  {name:<16}{value}" for name, value in rows.items()]
+    return "\n".join(["", *lines, "", "Load it and let it write:", "", _python(summary["model"])])
+
+
+def _python(folder: str) -> str:
+    return f"""\
+import ullage.models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({folder!r})
+tokenizer = AutoTokenizer.from_pretrained({folder!r})
+prompt = tokenizer("Return the ", add_special_tokens=False, return_tensors="pt")
+written = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.6)
+print(tokenizer.decode(written[0], skip_special_tokens=True))"""

@@ -1,0 +1,303 @@
+"""What ``ullage train`` understands: Trainer's own arguments, ours beside them, and a YAML file that holds both.
+
+``HfArgumentParser`` makes flags of dataclass fields. A ``--config`` file is turned into the same flags and put before
+those of the command line, so a value means the same in both places, is checked by the same code, and the command
+line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+import yaml
+from transformers import HfArgumentParser
+
+from ullage.errors import InputError, UsageError
+from ullage.training import TrainingArguments
+
+_USAGE = "ullage train [--output_dir FOLDER] [--data FILE] [--model MODEL] [--config FILE] [other arguments]"
+_ABOUT = """\
+Trains a causal language model on texts of unequal length, without padding. Without arguments: a small LSTM on the
+docstrings of this Python's standard library.
+
+  ullage train --output_dir runs/first
+  ullage train --data texts.jsonl --text_column body --model gru-512x2 --num_train_epochs 3
+  ullage train --config run.yaml --learning_rate 1e-3
+  ullage train --output_dir runs/first --resume_from_checkpoint
+  torchrun --nproc_per_node 2 -m ullage train --data texts.jsonl
+"""
+
+#: Where we differ from Trainer's own defaults.
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/train",
+    "num_train_epochs": 1.0,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 32,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "logging_steps": 10.0,
+    "eval_strategy": "steps",
+    "eval_steps": 0.5,
+    "save_steps": 0.25,
+    "save_total_limit": 2,
+    # Unless told so, accelerate starts no process group on a machine without an accelerator: under torchrun each
+    # process would train a model of its own into the same folder.
+    "use_cpu": not torch.accelerator.is_available(),
+}
+
+#: Trainer's arguments that most runs touch, shown first.
+_MOST_USED = (
+    "output_dir",
+    "resume_from_checkpoint",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "optim",
+    "bf16",
+    "seed",
+    "logging_steps",
+    "eval_strategy",
+    "eval_steps",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "dataloader_num_workers",
+    "packing",
+    "capacity",
+    "report_to",
+    "use_cpu",
+)
+
+
+@dataclass
+class DataArguments:
+    """Which sequences to train on."""
+
+    data: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "FILE",
+            "help": "a .jsonl, .json, .csv, .parquet or .txt file (one text a line); without it, the docstrings of "
+            "this Python's standard library",
+        },
+    )
+    text_column: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "NAME",
+            "help": "the column that holds the texts, or lists of token ids; without it 'text', or the only one",
+        },
+    )
+    eval_data: str | None = field(
+        default=None, metadata={"metavar": "FILE", "help": "a file to evaluate on, instead of a part of --data"}
+    )
+    held_out: float = field(
+        default=0.05,
+        metadata={"help": "the fraction of samples that is evaluated on and not trained on, chosen by a hash of each"},
+    )
+    max_length: int = field(
+        default=1024, metadata={"help": "cut sequences that are longer, in tokens; 0 cuts none (said in the output)"}
+    )
+    tokenizer: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "FOLDER",
+            "help": "a folder with a tokenizer; without it the model's own, or transformers' byte tokenizer",
+        },
+    )
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train."""
+
+    model: str = field(
+        default="lstm",
+        metadata={
+            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu), a cell with its sizes (gru-512 or "
+            "gru-512x2: hidden size, layers), a folder with a model or its config, or a config .json"
+        },
+    )
+    hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new model (1)"})
+    dropout: float | None = field(default=None, metadata={"help": "dropout of a new recurrent model (0)"})
+
+
+@dataclass
+class OutputArguments:
+    """What to write, and over what."""
+
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "start over in a folder that holds a run: its checkpoints are deleted"}
+    )
+    json: bool = field(default=False, metadata={"help": "the closing summary as one line of JSON on stdout"})
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """The arguments of one call, each kind in its own dataclass."""
+
+    data: DataArguments
+    model: ModelArguments
+    output: OutputArguments
+    training: TrainingArguments
+
+
+def parse(argv: Sequence[str]) -> TrainCommand:
+    """Raises ``UsageError``, which names near matches for an unknown key or flag. ``--help`` prints and exits."""
+    parser = _Parser((DataArguments, ModelArguments, OutputArguments, TrainingArguments))
+    before, rest = _split_config(argv)
+    from_file: list[str] = []
+    for path in before:
+        parser.where = path
+        from_file += parser.flags_of(_read_config(Path(path)))
+        parser.parse_known_args(from_file)  # a wrong value is said to be in the file
+    parser.where = None
+    try:
+        *parts, unknown = parser.parse_args_into_dataclasses(
+            [*from_file, *rest], return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ValueError, ImportError) as error:  # what TrainingArguments finds by itself
+        if isinstance(error, InputError):
+            raise
+        raise UsageError(str(error)) from error
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise UsageError(f"unknown argument {name}", hint=parser.near(name))
+    return TrainCommand(*parts[:4])
+
+
+def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``--config`` values, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=[])
+    try:
+        known, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from error
+    return known.config, rest
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("the config file cannot be read", where=str(path), found=error.strerror) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError("the config file is not YAML", where=str(path), found=str(error)) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(
+            "the config file holds no settings",
+            where=str(path),
+            expected="lines of `name: value`",
+            found=f"a {type(content).__name__}",
+        )
+    return content
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser with one-line errors and a help of sections that one can read."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self.where: str | None = None
+        super().__init__(cast(Any, kinds), prog="ullage train", usage=_USAGE, allow_abbrev=False)
+        self.add_argument("--config", metavar="FILE", help="a YAML file of these arguments; the command line wins")
+        self._by_name = {action.dest: action for action in self._actions if action.option_strings}
+        # A bare --resume_from_checkpoint means the last one.
+        resume = self._by_name["resume_from_checkpoint"]
+        resume.nargs, resume.const, resume.metavar = "?", "true", "FOLDER"
+        resume.help = "continue from this checkpoint, or, without a folder, from the last one in the output folder"
+        for action in self._by_name.values():
+            if action.choices is not None:
+                action.metavar = "NAME"  # the names are in the text
+        self.set_defaults(**DEFAULTS)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, where=self.where, hint="see ullage train --help")
+
+    def near(self, name: str) -> str:
+        """The hint that names what an unknown name may have meant."""
+        matches = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), list(self._by_name), n=3)
+        return f"did you mean {' or '.join(matches)}?" if matches else "see ullage train --help for all of them"
+
+    def flags_of(self, settings: dict[Any, Any]) -> list[str]:
+        """Settings of a config file as command-line flags. Raises ``UsageError`` for a key that is none."""
+        flags: list[str] = []
+        for key, value in settings.items():
+            name = str(key).replace("-", "_")
+            if name not in self._by_name or name in ("help", "config"):
+                raise UsageError(f"unknown key {str(key)!r}", where=self.where, hint=self.near(name))
+            if isinstance(value, list):
+                if self._by_name[name].nargs != "+":
+                    self.error(f"{name} takes one value, found a list")
+                flags += [f"--{name}", *map(str, value)]
+            elif value is None:
+                self.set_defaults(**{name: None})
+            else:
+                flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+        return flags
+
+    def format_help(self) -> str:
+        width = min(shutil.get_terminal_size((110, 24)).columns, 130)
+        formatter = _HelpFormatter(self.prog, max_help_position=36, width=width)
+        sections: dict[str, list[argparse.Action]] = {
+            "Data": self._of(DataArguments),
+            "Model": self._of(ModelArguments),
+            "Training, most used": [
+                *(self._by_name[name] for name in _MOST_USED if name in self._by_name),
+                *self._of(OutputArguments),
+                self._by_name["config"],
+            ],
+        }
+        shown = {action.dest for actions in sections.values() for action in actions}
+        rest = [action for name, action in self._by_name.items() if name not in shown and name != "help"]
+        sections["Training, all other arguments of the Hugging Face Trainer"] = rest
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return f"usage: {_USAGE}\n\n{_ABOUT}\n{formatter.format_help()}"
+
+    def _of(self, kind: type) -> list[argparse.Action]:
+        return [self._by_name[name] for name in kind.__dataclass_fields__]
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """One spelling of each flag; choices in the text where they are many; no ``(default: None)``."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else self._format_args(action, self._metavar(action))
+        return f"{action.option_strings[0]} {value}".strip()
+
+    @staticmethod
+    def _metavar(action: argparse.Action) -> str:
+        if isinstance(action.metavar, str):
+            return action.metavar
+        words = {"int": "N", "float": "X", "string_to_bool": "BOOL"}
+        return words.get(getattr(action.type, "__name__", ""), "VALUE")
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = " ".join((action.help or "").split()).replace("%", "%%")
+        if action.choices is not None and "one of" not in text:
+            text += f" One of {', '.join(map(str, action.choices))}."
+        if action.default in (None, argparse.SUPPRESS, "", []):
+            return text
+        return f"{text} (default: {str(action.default).replace('%', '%%')})"

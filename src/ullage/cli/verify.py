@@ -1,0 +1,45 @@
+"""``ullage verify``: whether two checkpoints hold the same tensors, byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+_SHOWN = 20
+
+
+@app.command()
+def verify(
+    source: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
+    target: Annotated[Path, typer.Argument(help="What it was converted to.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two a processor, at most 8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
+) -> None:
+    """Compare every byte of every tensor of a converted checkpoint with its source; casts are repeated, then compared.
+
+    Exit status 1 if anything differs.
+    """
+    from ullage.checkpoint import read, verify
+    from ullage.cli.convert import progress_bar
+
+    ours, theirs = read(source), read(target)
+    with progress_bar("comparing", shown=not as_json) as progress:
+        problems = verify(ours, theirs, workers, progress=progress)
+    if as_json:
+        found = {"source": str(ours.folder), "target": str(theirs.folder), "problems": [str(p) for p in problems]}
+        typer.echo(json.dumps(found | {"equal": not problems}))
+    elif not problems:
+        typer.echo(f"equal: {theirs.folder} holds every byte of {ours.folder}")
+    else:
+        for problem in problems if all_rows else problems[:_SHOWN]:
+            typer.echo(str(problem))
+        if not all_rows and len(problems) > _SHOWN:
+            typer.echo(f"and {len(problems) - _SHOWN:,} more (--all)")
+    if problems:
+        raise typer.Exit(1)

@@ -1,0 +1,220 @@
+"""Packed, balanced training: each optimizer step is a global batch, planned over the ranks and run as microbatches.
+
+Where the Trainer draws a batch, the ranks gather the lengths of all their sequences, plan them (every rank by itself,
+the same plan), and exchange them, so that each rank gets microbatches of at most ``capacity`` tokens and as much work
+as the others. Sampling, workers, resuming and epochs stay transformers' own: one batch in, one batch out. The
+microbatches then run inside one ``training_step``; gradients meet once, after the last. The loss is normalised by the
+labels that count in the whole step over all ranks, so it does not depend on how the sequences were packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ullage.attention as packed_attention
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.exchange import Topology, exchange, gather_lengths, materialize
+from ullage.planning import Plan, RecurrentCost, TransformerCost, plan
+from ullage.planning.cost import Cost
+from ullage.training import forms
+from ullage.training.arguments import PackingOptions
+from ullage.training.collators import RaggedCollator
+from ullage.training.reading import ReadingMixin
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """This rank's part of a global batch: as many microbatches as the plan has, some of them empty."""
+
+    microbatches: tuple[RaggedBatch, ...]
+    plan: Plan
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the global batch."""
+        return int(self.plan.lengths.sum())
+
+    def numel(self) -> int:
+        """Real tokens of this rank's microbatches."""
+        return sum(microbatch.numel() for microbatch in self.microbatches)
+
+
+class PackingMixin(ReadingMixin):
+    """The part of :class:`RaggedTrainerMixin` that packs. Off unless the arguments say ``packing=True``."""
+
+    @functools.cached_property
+    def _packing(self) -> PackingOptions | None:
+        return PackingOptions.of(self.args)
+
+    def _prepare_packing(self, collator_given: bool) -> None:
+        """Refuses what cannot be packed, before anything is trained; puts the packed attention in place."""
+        options = self._packing
+        if options is None:
+            return
+        if self.args.gradient_accumulation_steps > 1:
+            raise InputError(
+                "packing takes no gradient_accumulation_steps: each optimizer step is one global batch, "
+                "and its plan says how many microbatches it has",
+                expected=1,
+                found=self.args.gradient_accumulation_steps,
+                hint="multiply per_device_train_batch_size by it instead",
+            )
+        model = self._bare_model
+        if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in self._forward_parameters:
+            if packed_attention.supports_packing(model) is not None:
+                model.set_attn_implementation("ullage")
+            packed_attention.check_model(model)
+        if forms.form_of(model) != "flattened":
+            packed_attention.check_model(model)
+        if not collator_given:
+            self.data_collator = RaggedCollator(labels_from="input_ids")
+        if self.args.average_tokens_across_devices is False:
+            raise InputError(
+                "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
+            )
+
+    # Planning and exchange.
+
+    @functools.cached_property
+    def _topology(self) -> Topology:
+        """All ranks along dp, on a gloo group where the main group takes device tensors only."""
+        if self.args.world_size == 1:
+            return Topology.single()
+        topology = Topology.from_groups(dp=dist.group.WORLD)
+        return topology if self.args.device.type == "cpu" else topology.on_gloo()
+
+    @functools.cached_property
+    def _cost(self) -> Cost:
+        """What a sequence costs this model: its FLOPs, or time steps and rows."""
+        config = getattr(self._bare_model, "config", None)
+        if getattr(config, "cell", None) is not None:
+            return RecurrentCost()
+        try:
+            return TransformerCost.from_config(config)
+        except InputError:  # a model we have no formula for: its matrices cost every token the same
+            return TransformerCost(linear=2 * self._num_parameters, quadratic=0)
+
+    @property
+    def _num_parameters(self) -> int:
+        """Parameters of the whole model; ZeRO-3 leaves the full count of one that it has sharded beside it."""
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self._bare_model.parameters())
+
+    @property
+    def _zero_stage(self) -> int:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return 0 if plugin is None else int(plugin.zero_stage)
+
+    def _plan(self, lengths: Any) -> Plan:
+        options = self._packing
+        assert options is not None
+        meets_every_microbatch = self._zero_stage == 3 or self.is_fsdp_enabled
+        return plan(
+            lengths,
+            ranks=self.args.world_size,
+            capacity=options.capacity,
+            cost=self._cost,
+            strategy=options.strategy,
+            sync="microbatch" if meets_every_microbatch else "step",
+            oversize=options.oversize,
+        )
+
+    def _model_flops(self, batch: PackedBatch) -> int:
+        """Forward and backward of this rank's microbatches: real tokens only, attention's causal half."""
+        cost = self._cost
+        if not isinstance(cost, TransformerCost):
+            return 6 * batch.numel() * self._num_parameters
+        squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
+        return int(3 * (cost.linear * batch.numel() + cost.quadratic * squares / 2))
+
+    def _pack(self, batch: Any) -> PackedBatch:
+        """This rank's share of the global batch that the ranks' batches make together. Collective."""
+        if not isinstance(batch, RaggedBatch):
+            raise InputError(
+                "packing needs batches that know their sequences",
+                expected="a collator that gives a RaggedBatch",
+                found=type(batch).__name__,
+                hint="use RaggedCollator()",
+            )
+        gathered = gather_lengths(batch.layout.lengths, self._topology)
+        schedule = self._plan(gathered.lengths)
+        microbatches = exchange(schedule, batch.samples(), self._topology, gathered, per_sequence=batch.per_sequence)
+        return PackedBatch(tuple(microbatches), schedule)
+
+    # One step.
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """All microbatches of a step; gradients meet once. Returns the step's loss as transformers expects it."""
+        if not isinstance(inputs, PackedBatch):
+            return super().training_step(model, inputs, num_items_in_batch)
+        last = len(inputs.microbatches) - 1
+        losses = []
+        with self._gradients_meet_once(model) as coalesced:
+            for k, microbatch in enumerate(inputs.microbatches):
+                self.accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
+                batch = microbatch if len(microbatch) else microbatch.placeholder()
+                self._share_of_step = batch.numel() / max(inputs.num_tokens, 1)
+                with self._deferred(model, k < last):
+                    losses.append(super().training_step(model, batch, num_items_in_batch))  # pyright: ignore
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        return torch.stack(losses).sum()
+
+    def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
+        """No reduction of gradients before the last microbatch, where DDP would make one."""
+        if more_to_come and isinstance(model, nn.parallel.DistributedDataParallel):
+            return self.accelerator.no_sync(model)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _gradients_meet_once(self, model: nn.Module) -> Iterator[bool]:
+        """Under ZeRO, one reduction and one step for all microbatches where the engine can; tells whether it does.
+
+        Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
+        """
+        wrapper = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        engine = getattr(wrapper, "engine", None)
+        optimizer = getattr(engine, "optimizer", None)
+        options = self._packing
+        able = hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")
+        if (
+            engine is None
+            or options is None
+            or not (able and options.coalesce_gradients and self._zero_stage in (1, 2, 3))
+        ):
+            yield False
+            return
+        with engine.coalesce_grad_reduction():
+            yield True
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
+        engine.step()
+
+    def _weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
+        """A mean over the microbatch that a model adds to its loss (experts' balance) counts by its real tokens."""
+        auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        config = getattr(self._bare_model, "config", None)
+        factor = getattr(config, "router_aux_loss_coef", None)
+        if auxiliary is None or factor is None:
+            return loss
+        ranks = self.accelerator.num_processes
+        return loss - (1 - self._share_of_step) * factor * ranks * auxiliary.to(loss.device)
+
+    # Evaluation.
+
+    def _within_capacity(self, batch: RaggedBatch) -> list[RaggedBatch]:
+        """An evaluation batch as microbatches that fit the capacity, in order."""
+        options = self._packing
+        alike = self._zero_stage == 3 or self.is_fsdp_enabled  # sharded models run equally often on every rank
+        if options is None or alike or batch.layout.size <= options.capacity:
+            return [batch]
+        capacity = max(options.capacity, batch.max_length)
+        schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
+        return materialize(schedule, batch.samples(), 0)

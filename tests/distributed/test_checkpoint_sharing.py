@@ -1,0 +1,124 @@
+"""Conversions that are shared by processes, killed, resumed, and started anew when the source has changed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests import real_zero
+from tests.parity.test_zero_conversion import assert_is_the_truth
+from tests.real_zero import Recipe
+from ullage import checkpoint
+
+#: files beyond the size of small ones (1 MiB), so that each is a unit of its own, with small files beside them
+GROUPS = [{f"{n}.weight": (300 + i, 1100) for i, n in enumerate("abcdef")}, {f"n{i}": (50 + i,) for i in range(20)}]
+HALF = 12 << 20
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=1, dp=2, groups=GROUPS))
+
+
+def start(source, target, *, rank=None, world_size=None, kill_after=None):
+    """One process that converts; with ``kill_after`` it kills itself once that many bytes are done."""
+    code = (
+        "import os, sys; from ullage import checkpoint\n"
+        "limit = int(sys.argv[3])\n"
+        "def progress(done, total):\n"
+        "    if limit and done >= limit: os.kill(os.getpid(), 9)\n"
+        "r = checkpoint.convert(sys.argv[1], sys.argv[2], progress=progress, workers=2)\n"
+        "print(r.bytes_resumed, r.num_bytes)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    if rank is not None:
+        environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", code, str(source), str(target), str(kill_after or 0)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process, status=0):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    return out
+
+
+def test_three_processes_share_one_conversion(written, tmp_path):
+    target = tmp_path / "deep" / "out"
+    for process in [start(written.folder, target, rank=r, world_size=3) for r in (2, 1, 0)]:
+        finish(process)
+    assert_is_the_truth(target, written)
+    assert checkpoint.verify(written.folder, target) == []
+    assert sorted(p.name for p in target.parent.iterdir()) == ["latest_universal", "out"]
+    assert not (target / ".journal").exists()
+
+
+def test_every_process_refuses_alike(written, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    for process in [start(written.folder, tmp_path / "out", rank=r, world_size=2) for r in (0, 1)]:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "the target exists" in err
+
+
+def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
+    killed = start(written.folder, tmp_path / "out", kill_after=HALF)
+    finish(killed, -signal.SIGKILL)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+    done = {p: p.stat().st_mtime_ns for p in (tmp_path / "out.partial").rglob("step.pt")}
+    resumed, total = map(int, finish(start(written.folder, tmp_path / "out")).split())
+    assert HALF - (2 << 20) < resumed < total
+    assert_is_the_truth(tmp_path / "out", written)
+    kept = [
+        p
+        for p, stamp in done.items()
+        if (tmp_path / "out" / p.relative_to(tmp_path / "out.partial")).stat().st_mtime_ns == stamp
+    ]
+    assert len(kept) == len(done)
+    torch.load(tmp_path / "out" / "zero" / "a.weight" / "exp_avg.pt", weights_only=True)
+    import zipfile
+
+    assert zipfile.ZipFile(tmp_path / "out" / "zero" / "a.weight" / "exp_avg.pt").testzip() is None  # checksums
+
+
+def test_a_conversion_killed_alone_is_resumed_by_several(written, tmp_path):
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF // 2), -signal.SIGKILL)
+    for process in [start(written.folder, tmp_path / "out", rank=r, world_size=2) for r in (0, 1)]:
+        finish(process)
+    assert_is_the_truth(tmp_path / "out", written)
+
+
+def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
+    first = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS))
+    finish(start(first.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
+    time.sleep(0.01)
+    second = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS, seed=1))
+    report = checkpoint.convert(second.folder, tmp_path / "out")
+    assert report.bytes_resumed == 0
+    assert "a partial of another source or other options was removed" in report.notes
+    assert_is_the_truth(tmp_path / "out", second)
+
+
+def test_a_journal_that_was_torn_is_not_believed_beyond_the_tear(written, tmp_path):
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
+    (journal,) = (tmp_path / "out.partial" / ".journal").glob("*.jsonl")
+    text = journal.read_bytes()
+    journal.write_bytes(text[:-20])
+    checkpoint.convert(written.folder, tmp_path / "out")
+    assert_is_the_truth(tmp_path / "out", written)
+
+
+def test_after_a_restart_of_the_machine_only_what_was_synced_is_believed(written, tmp_path):
+    finish(start(written.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
+    (journal,) = (tmp_path / "out.partial" / ".journal").glob("*.jsonl")
+    lines = journal.read_text().splitlines()
+    lines[1] = '{"boot": "another"}'
+    journal.write_text("\n".join(lines) + "\n")
+    report = checkpoint.convert(written.folder, tmp_path / "out")
+    assert report.bytes_resumed == 0
+    assert_is_the_truth(tmp_path / "out", written)

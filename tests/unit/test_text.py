@@ -1,0 +1,298 @@
+"""Text files and the docstring corpus: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage.datasets import TokenDataset, byte_tokenizer, docstrings, load_text, split_held_out, tokenize
+from ullage.errors import InputError
+from ullage.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    return docstrings()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refusal(path: Path, column: str | None = None) -> str:
+    with pytest.raises(InputError) as error:
+        load_text(path, column)
+    assert "\n" not in str(error.value)
+    return str(error.value).replace(str(path), path.name)
+
+
+def test_the_corpus_is_of_very_unequal_lengths_and_each_text_is_there_once(corpus):
+    lengths = np.array([len(text.encode()) for text in corpus])
+    assert len(corpus) == len(set(corpus)) > 3000
+    assert lengths.min() < 20
+    assert lengths.max() > 4000
+    assert any("Return a shallow copy" in text for text in corpus)
+    assert corpus == docstrings()
+
+
+def test_the_corpus_imports_nothing():
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from ullage.datasets import docstrings; before = set(sys.modules); docstrings();"
+        "print([name for name in set(sys.modules) - before if not name.startswith('_sysconfigdata')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_held_out_texts_do_not_depend_on_the_order_and_keep_it(corpus):
+    training, held_out = split_held_out(corpus)
+    assert sorted(training + held_out) == sorted(corpus)
+    assert 0.03 < len(held_out) / len(corpus) < 0.07
+    backwards = split_held_out(corpus[::-1])
+    assert backwards == (training[::-1], held_out[::-1])
+    assert set(split_held_out(corpus, 0.02)[1]) < set(held_out)
+
+
+@given(st.lists(st.text(max_size=5), max_size=20), st.floats(0, 0.99))
+def test_a_split_loses_nothing_and_never_takes_all(texts, fraction):
+    training, held_out = split_held_out(texts, fraction)
+    assert sorted(training + held_out) == sorted(texts)
+    assert not set(training) & set(held_out)
+    assert training or not texts
+
+
+def test_a_split_of_everything_is_refused():
+    with pytest.raises(InputError, match="expected 0 <= fraction < 1, found 1"):
+        split_held_out(["a"], 1.0)
+
+
+TEXTS = ["one", "NA", "drei\nZeilen, mit Komma", "vier ♠"]
+
+
+def save(folder: Path, ending: str, texts: list[str]) -> Path:
+    path = folder / f"texts.{ending}"
+    rows = [{"text": text, "number": i} for i, text in enumerate(texts)]
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif ending == "json":
+        path.write_text(json.dumps(rows))
+    elif ending == "csv":
+        import csv
+
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "number"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(texts))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_each_kind_of_file_gives_its_texts_unchanged(tmp_path, ending):
+    assert load_text(save(tmp_path, ending, TEXTS)) == TEXTS
+    assert load_text(save(tmp_path, ending, TEXTS), "text") == TEXTS
+
+
+def test_a_text_file_gives_its_lines_and_blank_ones_separate(tmp_path):
+    assert load_text(write(tmp_path, "a.txt", "one\n\n  \ntwo\r\nthree")) == ["one", "two", "three"]
+
+
+def test_lists_of_integers_are_token_ids(tmp_path, tokenizer):
+    path = write(tmp_path, "a.jsonl", '{"ids": [5, 6, 7], "id": 0}\n{"ids": [8], "id": 1}\n')
+    samples = load_text(path)
+    assert samples == [[5, 6, 7], [8]]
+    dataset = tokenize(samples, tokenizer)
+    assert [row["input_ids"].tolist() for row in (dataset[0], dataset[1])] == samples
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    assert load_text(write(tmp_path, "a.jsonl", '\ufeff{"text": "x"}\n')) == ["x"]
+
+
+def test_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    path = save(tmp_path, "jsonl", TEXTS)
+    load_text(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "the dataset is empty (a.jsonl): expected at least one sample, found none"),
+        ("a.jsonl", "\n\n", "the dataset is empty (a.jsonl): expected at least one sample, found none"),
+        ("a.json", " []\n", "the dataset is empty (a.json): expected at least one sample, found none"),
+        ("a.csv", "text,b\n", "the dataset is empty (a.csv): expected at least one sample, found none"),
+        ("a.txt", "\n \n", "the dataset is empty (a.txt): expected at least one sample, found none"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": ""}\n',
+            "a sample is empty (a.jsonl, column 'text', sample 1 counted from 0): expected at least one token, "
+            "found length 0. Remove it from the file",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"body": "y"}\n',
+            "a sample is empty (a.jsonl, column 'text', sample 1 counted from 0): expected at least one token, "
+            "found nothing. Remove it from the file",
+        ),
+        (
+            "a.csv",
+            "body,title\nx,y\n",
+            "it is not clear which column holds the text (a.csv): expected a column 'text', or one column of strings "
+            "only, found columns 'body', 'title'. Name it with --text_column",
+        ),
+        (
+            "a.jsonl",
+            '{"text": 5}\n',
+            "the column 'text' holds no text (a.jsonl): expected strings, or lists of token ids, found int64",
+        ),
+        (
+            "a.jsonl",
+            "text,b\nx,y\n",
+            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object a line, found text. "
+            "Rename the file, or write it anew",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": \n',
+            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object a line, found line 2, "
+            "which is not a JSON object. Rename the file, or write it anew",
+        ),
+        (
+            "a.csv",
+            '{"text": "x"}\n{"text": "y"}\n',
+            "the file is not what its ending .csv says (a.csv): expected comma-separated UTF-8 text, found JSON. "
+            "Rename the file, or write it anew",
+        ),
+        (
+            "a.parquet",
+            "text\nx\n",
+            "the file is not what its ending .parquet says (a.parquet): expected Parquet, found text. "
+            "Rename the file, or write it anew",
+        ),
+        (
+            "a.txt",
+            "café".encode("latin-1"),
+            "the file is not what its ending .txt says (a.txt): expected UTF-8 text, found bytes that are not UTF-8. "
+            "Rename the file, or write it anew",
+        ),
+        (
+            "a.json",
+            b"\x1f\x8b\x08\x00",
+            "the file is not what its ending .json says (a.json): expected a JSON list of objects, found gzip. "
+            "Rename the file, or write it anew",
+        ),
+        (
+            "a.xml",
+            "<a/>",
+            "the data file has an unknown ending (a.xml): expected one of .jsonl, .json, .csv, .parquet, .txt, "
+            "found .xml",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path, name, content, message):
+    assert refusal(write(tmp_path, name, content)) == message
+
+
+def test_a_torn_parquet_file_and_one_without_rows(tmp_path):
+    path = save(tmp_path, "parquet", TEXTS)
+    torn = write(tmp_path, "torn.parquet", path.read_bytes()[:200])
+    assert "is not what its ending .parquet says (torn.parquet)" in refusal(torn)
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    assert refusal(tmp_path / "none.parquet").startswith("the dataset is empty (none.parquet)")
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path):
+    assert refusal(save(tmp_path, "csv", TEXTS), "body") == (
+        "there is no column 'body' (texts.csv): expected one of 'text', 'number', found 'body'. "
+        "Name one of them with --text_column"
+    )
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    assert refusal(tmp_path / "a.txt") == "the data file cannot be read (a.txt): expected a file, found nothing there"
+    assert refusal(tmp_path).endswith("expected a file, found a folder")
+
+
+def test_a_bad_character_far_inside_a_file_is_found(tmp_path):
+    path = write(tmp_path, "a.txt", "é".encode() * 5000 + b"\xff")
+    assert "is not what its ending .txt says (a.txt)" in refusal(path)
+    # a character that lies across the end of the first bytes is no mistake
+    assert load_text(write(tmp_path, "b.txt", "x" + "é" * 5000)) == ["x" + "é" * 5000]
+
+
+@given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=8), st.none() | st.integers(1, 20))
+def test_tokens_are_the_bytes_and_an_end_cut_and_counted(tokenizer, texts, max_length):
+    dataset = tokenize(texts, tokenizer, max_length)
+    wanted = [[byte + 3 for byte in text.encode()] + [1] for text in texts]
+    found = [dataset[i] for i in range(len(dataset))]
+    assert [row["input_ids"].tolist() for row in found] == [ids[:max_length] for ids in wanted]
+    assert all(row["labels"].equal(row["input_ids"]) for row in found)
+    assert dataset.num_tokens + dataset.truncated_tokens == sum(map(len, wanted))
+    assert dataset.num_truncated == sum(len(ids) > (max_length or len(ids)) for ids in wanted)
+
+
+def test_words_that_look_like_special_tokens_are_bytes(tokenizer, tmp_path):
+    text = "a</s> <pad>b"
+    assert tokenize([text], tokenizer)[0]["input_ids"].tolist() == [byte + 3 for byte in text.encode()] + [1]
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenize([text], again)[0]["input_ids"].tolist() == tokenize([text], tokenizer)[0]["input_ids"].tolist()
+
+
+def test_labels_are_not_the_same_memory_as_inputs(tokenizer):
+    row = tokenize(["abc"], tokenizer)[0]
+    row["labels"][0] = -100
+    assert row["input_ids"][0] != -100
+
+
+def test_nothing_to_tokenize(tokenizer):
+    with pytest.raises(InputError, match="the dataset is empty: expected at least one sample, found none"):
+        tokenize([], tokenizer)
+    with pytest.raises(
+        InputError, match=r"a sample is empty \(sample 1\): expected at least one token, found length 0"
+    ):
+        tokenize([[5], []], tokenizer)
+    with pytest.raises(InputError, match="the maximum length is out of range: expected at least 1 token, found 0"):
+        tokenize(["a"], tokenizer, 0)
+
+
+def test_an_id_outside_the_vocabulary_is_named():
+    dataset = TokenDataset(np.array([4, 5, 6, 7, 300], np.int32), Layout([2, 3]))
+    dataset.check_vocabulary(301)
+    with pytest.raises(InputError) as error:
+        dataset.check_vocabulary(259, "a.jsonl")
+    assert str(error.value) == (
+        "a token id is outside the vocabulary (a.jsonl, sample 1, position 2): expected 0 to 258, found 300. "
+        "Take the tokenizer that belongs to the model, or a model with a larger vocab_size"
+    )
+    with pytest.raises(InputError, match=r"sample 0, position 1.*found -1"):
+        TokenDataset(np.array([4, -1], np.int32), Layout([2])).check_vocabulary(259)
+    with pytest.raises(IndexError):
+        dataset[2]
