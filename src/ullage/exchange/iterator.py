@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -211,7 +212,8 @@ def _timeout(timeout: timedelta | float | None, topology: Topology) -> timedelta
     group = next((axis.group for axis in topology.axes if axis.group is not None), None)
     if group is None:
         return None
-    try:  # torch has no public way to ask a group for its timeout
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
+    for device in ("cpu", "cuda"):
+        # torch has no public way to ask a group for its timeout.
+        with suppress(AttributeError, RuntimeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return None
