@@ -1,6 +1,6 @@
-"""Where lengths and text come from: mock distributions, the workloads of the benchmarks, files, the docstring corpus.
+"""Where lengths, samples and text come from: mock distributions, the benchmarks' workloads, files, the docstrings.
 
-Names load when they are touched: lengths need only numpy, text needs torch and the ``hf`` extra.
+Names load when they are touched: lengths need only numpy, samples torch, text torch and the ``hf`` extra.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_lengths
+    from ullage.datasets.samples import MockSamples
     from ullage.datasets.text import TokenDataset, byte_tokenizer, docstrings, load_text, split_held_out, tokenize
 
 _HOME = {
     "CAPACITIES": "lengths",
+    "MockSamples": "samples",
     "TokenDataset": "text",
     "WORKLOADS": "lengths",
     "byte_tokenizer": "text",
@@ -40,6 +42,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "CAPACITIES",
     "WORKLOADS",
+    "MockSamples",
     "TokenDataset",
     "byte_tokenizer",
     "docstrings",

@@ -88,6 +88,10 @@ class Schema:
         values = {f.name: torch.empty(0, *f.shape, dtype=f.dtype, device=device) for f in self.fields}
         return RaggedBatch(values, Layout([]), self.per_sequence)
 
+    def by_name(self) -> Schema:
+        """The same fields in the order of their names."""
+        return Schema(tuple(sorted(self.fields, key=lambda field: field.name)))
+
     def to_list(self) -> list[Any]:
         """As JSON takes it."""
         return [[f.name, str(f.dtype)[6:], list(f.shape), f.per_sequence] for f in self.fields]
@@ -151,7 +155,7 @@ def read_columns(
                 found=f"fields {list(sample)}",
             )
     declared = set(per_sequence)
-    values = {name: [sample_value(samples, i, name).detach() for i in range(len(samples))] for name in names}
+    values = {name: [sample_value(samples, i, name) for i in range(len(samples))] for name in names}
     schema = Schema(tuple(_field(name, values[name], name in declared, where) for name in names))
     return Columns(schema, values, _lengths(schema, values, where))
 
@@ -159,18 +163,20 @@ def read_columns(
 def _field(name: str, column: list[Tensor], declared: bool, where: Callable[[int], str]) -> Field:
     first = column[0]
     whole = declared or first.ndim == 0
-    field = Field(name, first.dtype, tuple(first.shape if whole else first.shape[1:]), whole)
+    skip = 0 if whole else 1
+    dtype, ndim, shape = first.dtype, first.ndim, first.shape[skip:]
+    field = Field(name, dtype, tuple(shape), whole)
     for i, value in enumerate(column):
-        if value.dtype != field.dtype or tuple(value.shape if whole else value.shape[1:]) != field.shape:
-            found = Field(name, value.dtype, tuple(value.shape if whole else value.shape[1:]), whole)
+        if value.requires_grad:
+            column[i] = value.detach()
+        if value.dtype != dtype or value.ndim != ndim or value.shape[skip:] != shape:
+            other = Field(name, value.dtype, tuple(value.shape[skip:]), declared or value.ndim == 0)
             raise InputError(
                 "a field is not the same in all samples",
                 where=f"{where(i)}, field {name!r}",
                 expected=field,
-                found=found,
+                found=other,
             )
-        if value.ndim == 0 and not whole:
-            raise InputError("a field is not the same in all samples", where=f"{where(i)}, field {name!r}")
     return field
 
 

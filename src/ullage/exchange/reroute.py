@@ -14,6 +14,7 @@ ids, and an empty send allocates an element of its own.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,8 @@ from ullage.errors import DistributedError, InputError
 from ullage.exchange.fields import Columns, Schema, common_schema, dumps, read_columns, schema_record
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import all_to_all_bytes, block_order, device_of, gather_records, settling, tried
-from ullage.layout import Int64, Layout
+from ullage.exchange.wire import aligned, all_to_all_bytes, block_order, gather_records, scratch, settling, tried
+from ullage.layout import Int64
 from ullage.planning.plan import Plan
 
 Samples = Sequence[Mapping[str, Any]]
@@ -112,25 +113,36 @@ def exchange_columns(
 ) -> list[RaggedBatch]:
     """:func:`exchange` of samples already read, by a rank that may have failed already: then every rank raises."""
     axis = topology.dp
-    path = None
+    parcel = None
     if failure is None:
-        path, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
+        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
     own = None if columns is None else columns.schema
     digest = "" if plan is None else plan.digest
     schema = _agree({"failure": failure and str(failure), "plan": digest, "schema": schema_record(own)}, failure, axis)
     assert plan is not None  # or it would have raised
-    assert columns is not None
-    assert path is not None
-    if axis.size == 1:
-        return assemble(schema, columns.values, np.arange(len(columns.lengths)), plan, 0)
-    return _send(plan, columns, path, schema, axis, int(gathered.offsets[axis.rank]))
+    assert parcel is not None
+    return _send(plan, parcel, schema, axis)
 
 
-def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths) -> Route:
+@dataclass(frozen=True, eq=False)
+class _Parcel:
+    """What a rank has ready when it meets the others: the bytes to send, their sizes, and what stays."""
+
+    route: Route
+    payload: Tensor
+    sizes: list[int]
+    own: dict[str, list[Tensor]]
+
+
+def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths) -> _Parcel:
     if plan is None or columns is None:
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
-    return route(plan, gathered, axis.rank)
+    path = route(plan, gathered, axis.rank)
+    first = int(gathered.offsets[axis.rank])
+    own = path.receives[path.receive_cuts[axis.rank] : path.receive_cuts[axis.rank + 1]]
+    kept = _cut(columns, plan, own, (own - first).tolist())
+    return _Parcel(path, *_fill(plan, columns, path, axis, first), kept)
 
 
 def materialize(
@@ -164,7 +176,7 @@ def materialize(
         )
     place = np.full(plan.num_sequences, -1, np.int64)
     place[read] = np.arange(len(read))
-    return assemble(columns.schema or Schema(), columns.values, place, plan, rank)
+    return assemble(columns.schema or Schema(), _cut(columns, plan, read, list(range(len(read)))), place, plan, rank)
 
 
 def _local_sample(i: int, axis: Axis) -> str:
@@ -230,54 +242,68 @@ def _common(records: list[dict[str, Any]], names: list[int], failure: Exception 
     return common_schema(schemas, names)
 
 
-def _send(plan: Plan, columns: Columns, path: Route, schema: Schema, axis: Axis, first: int) -> list[RaggedBatch]:
-    payload, sends = _fill(plan, columns, path, schema, axis, first)
-    counts, tokens = np.diff(path.receive_cuts).tolist(), _tokens(plan, path.receives, path.receive_cuts).tolist()
-    receives = [schema.num_bytes(n, t) for n, t in zip(counts, tokens)]
-    received = all_to_all_bytes(payload, sends, receives, axis)
+def _send(plan: Plan, parcel: _Parcel, schema: Schema, axis: Axis) -> list[RaggedBatch]:
+    """The one all-to-all. What stays on this rank does not travel: it is taken from the samples themselves."""
+    path, cuts = parcel.route, parcel.route.receive_cuts.tolist()
+    tokens = _tokens(plan, path.receives, path.receive_cuts).tolist()
+    receives = [schema.num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
+    receives[axis.rank] = 0
+    received = all_to_all_bytes(parcel.payload, parcel.sizes, receives, axis)
     values: dict[str, list[Tensor]] = {name: [] for name in schema.names}
-    start, arrived = 0, []
+    start, arrived = 0, [np.zeros(0, np.int64)]
     for source in block_order(axis):
-        ids = path.receives[path.receive_cuts[source] : path.receive_cuts[source + 1]]
+        ids = path.receives[cuts[source] : cuts[source + 1]]
         if not len(ids):
             continue
-        views = schema.blocks(received, start, counts[source], tokens[source])
-        lengths = plan.lengths[ids].tolist()
-        for field in schema.fields:
-            view = views[field.name]
-            values[field.name].extend(view.unbind() if field.per_sequence else view.split(lengths))
         arrived.append(ids)
+        if source == axis.rank:
+            for name, column in parcel.own.items():
+                values[name].extend(value.to(received.device) for value in column)
+            continue
+        lengths = plan.lengths[ids].tolist()
+        for name, view in schema.by_name().blocks(received, start, len(ids), tokens[source]).items():
+            values[name].extend(view.unbind() if name in schema.per_sequence else view.split(lengths))
         start += receives[source]
     place = np.full(plan.num_sequences, -1, np.int64)
-    if arrived:
-        ids = np.concatenate(arrived)
-        place[ids] = np.arange(len(ids))
+    ids = np.concatenate(arrived)
+    place[ids] = np.arange(len(ids))
     return assemble(schema, values, place, plan, axis.rank, received.device)
 
 
-def _fill(
-    plan: Plan, columns: Columns, path: Route, schema: Schema, axis: Axis, first: int
-) -> tuple[Tensor, list[int]]:
+def _fill(plan: Plan, columns: Columns, path: Route, axis: Axis, first: int) -> tuple[Tensor, list[int]]:
     """The bytes to send, and the size of each destination's block. ``first``: id of this rank's first sample."""
-    counts, tokens = np.diff(path.send_cuts).tolist(), _tokens(plan, path.sends, path.send_cuts).tolist()
-    sizes = [schema.num_bytes(n, t) for n, t in zip(counts, tokens)]
-    local = path.sends - first
-    device = next((column[0].device for column in columns.values.values() if column), device_of(axis.require_group()))
-    payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    cuts = path.send_cuts.tolist()
+    tokens = _tokens(plan, path.sends, path.send_cuts).tolist()
+    # Ranks may hold their fields in different orders; the order of the names is one.
+    schema = (columns.schema or Schema()).by_name()
+    sizes = [schema.num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
+    sizes[axis.rank] = 0
+    host = torch.device("cpu")
+    device = next((column[0].device for column in columns.values.values() if column), host)
+    payload = scratch("payload", sum(sizes), device)
     start = 0
     for destination in block_order(axis):
-        if not counts[destination]:
+        if not sizes[destination]:
             continue
-        part = slice(int(path.send_cuts[destination]), int(path.send_cuts[destination + 1]))
-        rows, kept = local[part].tolist(), plan.lengths[path.sends[part]].tolist()
-        for name, view in schema.blocks(payload, start, counts[destination], tokens[destination]).items():
-            column = columns.values[name]
-            if name in schema.per_sequence:
-                torch.stack([column[row] for row in rows], out=view)
-            else:
-                torch.cat([column[row][:length] for row, length in zip(rows, kept)], out=view)
+        ids = path.sends[cuts[destination] : cuts[destination + 1]]
+        pieces = _cut(columns, plan, ids, (ids - first).tolist())
+        for name, view in schema.blocks(payload, start, len(ids), tokens[destination]).items():
+            join = torch.stack if name in schema.per_sequence else torch.cat
+            join(pieces[name], out=view)
         start += sizes[destination]
     return payload, sizes
+
+
+def _cut(columns: Columns, plan: Plan, ids: Int64, rows: list[int]) -> dict[str, list[Tensor]]:
+    """The values of sequences ``ids``, which stand at ``rows``, as long as the plan keeps them: views."""
+    pieces = {name: [column[row] for row in rows] for name, column in columns.values.items()}
+    short = np.flatnonzero(plan.lengths[ids] < plan.original_lengths[ids]).tolist()
+    for field in columns.schema.fields if short and columns.schema is not None else ():
+        if not field.per_sequence:
+            column = pieces[field.name]
+            for i in short:
+                column[i] = column[i][: int(plan.lengths[ids[i]])]
+    return pieces
 
 
 def assemble(
@@ -288,34 +314,55 @@ def assemble(
     rank: int,
     device: torch.device | None = None,
 ) -> list[RaggedBatch]:
-    """The microbatches of ``rank``, each field laid out anew: no result shares memory with ``values``.
+    """The microbatches of ``rank``. One copy of each field: microbatches are parts of it, and share nothing with
+    ``values``.
 
-    ``values``: one tensor a sequence for each field; ``place`` [n]: where in those lists each id stands.
+    ``values``: one tensor a sequence for each field, as long as the plan keeps it; ``place`` [n]: where in those lists
+    each id stands.
     """
-    batches = []
-    for microbatch in range(plan.num_microbatches):
-        ids = plan.members(microbatch, rank)
-        if not len(ids):
-            batches.append(schema.empty(device))
-            continue
-        layout = Layout(plan.lengths[ids], plan.multiple_of(microbatch, rank))
-        rows, lengths = place[ids].tolist(), layout.lengths.tolist()
-        laid_out = {}
-        for field in schema.fields:
-            column = values[field.name]
-            if field.per_sequence:
-                laid_out[field.name] = torch.stack([column[row] for row in rows])
-            else:
-                pieces = [column[row][:length] for row, length in zip(rows, lengths)]
-                laid_out[field.name] = _lay_out(pieces, field.padding, layout)
-        batches.append(RaggedBatch(laid_out, layout, schema.per_sequence))
-    return batches
+    layouts = [plan.layout(microbatch, rank) for microbatch in range(plan.num_microbatches)]
+    rows = place[members_of(plan, rank)].tolist()
+    if not rows:
+        return [schema.empty(device) for _ in layouts]
+    gaps = np.concatenate([layout.slots - layout.lengths for layout in layouts])
+    room = _allocate(schema, len(rows), sum(layout.size for layout in layouts), values)
+    parts: dict[str, Sequence[Tensor]] = {}
+    for field in schema.fields:
+        pieces = [values[field.name][row] for row in rows]
+        if field.per_sequence:
+            whole, sizes = torch.stack(pieces, out=room[field.name]), [layout.num_items for layout in layouts]
+        else:
+            padded = _with_padding(pieces, gaps, field.padding)
+            whole, sizes = torch.cat(padded, out=room[field.name]), [layout.size for layout in layouts]
+        parts[field.name] = whole.split(sizes)
+    return [
+        RaggedBatch({name: parts[name][k] for name in schema.names}, layout, schema.per_sequence)
+        for k, layout in enumerate(layouts)
+    ]
 
 
-def _lay_out(pieces: list[Tensor], padding: int, layout: Layout) -> Tensor:
-    """The pieces end to end, each followed by its slot's padding: one copy."""
-    gaps = layout.slots - layout.lengths
+def _allocate(
+    schema: Schema, num_sequences: int, num_elements: int, values: Mapping[str, list[Tensor]]
+) -> dict[str, Tensor]:
+    """Room for every field, fields of one dtype in one allocation.
+
+    Large allocations come back from the heap with their pages in place; many small ones are returned to the system and
+    faulted in again at every step, which costs more than the copy into them.
+    """
+    room: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(field.dtype for field in schema.fields):
+        fields = [field for field in schema.fields if field.dtype == dtype]
+        counts = [num_sequences if field.per_sequence else num_elements for field in fields]
+        sizes = [aligned(count * field.entry_bytes) // dtype.itemsize for field, count in zip(fields, counts)]
+        block = torch.empty(sum(sizes), dtype=dtype, device=values[fields[0].name][0].device)
+        for field, count, part in zip(fields, counts, block.split(sizes)):
+            room[field.name] = part[: count * math.prod(field.shape)].view(count, *field.shape)
+    return room
+
+
+def _with_padding(pieces: list[Tensor], gaps: Int64, padding: int) -> list[Tensor]:
+    """The pieces, each followed by its slot's padding."""
     if not gaps.any():
-        return torch.cat(pieces)
+        return pieces
     blank = pieces[0].new_full((int(gaps.max()), *pieces[0].shape[1:]), padding)
-    return torch.cat([part for piece, gap in zip(pieces, gaps.tolist()) for part in (piece, blank[:gap])])
+    return [part for piece, gap in zip(pieces, gaps.tolist()) for part in (piece, blank[:gap])]

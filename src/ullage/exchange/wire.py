@@ -7,6 +7,7 @@ where its connection breaks and after the group's timeout where it does not.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,8 @@ ALIGNMENT = 16
 
 # torch renames this collective; the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_scratch = threading.local()
 
 T = TypeVar("T")
 
@@ -136,17 +139,27 @@ def all_to_all_bytes(payload: Tensor, sends: Sequence[int], receives: Sequence[i
     """ONE all-to-all of a uint8 buffer: block *i* goes to coordinate *i*, and back comes one block from each.
 
     ``sends``, ``receives`` [size]: bytes of each block, 0 allowed, in the order of coordinates; ``payload`` holds its
-    blocks in the order that :func:`block_order` gives, and so does the result.
+    blocks in the order that :func:`block_order` gives, and so does the result, which lives in this thread's scratch
+    memory until its next all-to-all.
     """
     if axis.size == 1:
         return payload
-    group = axis.require_group()
-    order = block_order(axis)
+    group, order = axis.require_group(), block_order(axis)
     with _peers(axis):
         payload = payload.to(device_of(group))
-        out = payload.new_empty(sum(receives))
+        out = scratch("received", sum(receives), payload.device)
         dist.all_to_all_single(out, payload, [receives[i] for i in order], [sends[i] for i in order], group=group)
     return out
+
+
+def scratch(name: str, num_bytes: int, device: torch.device) -> Tensor:
+    """``num_bytes`` uint8 of this thread's own, the same memory at every call: fresh pages cost more than the copy."""
+    held: Tensor | None = getattr(_scratch, name, None)
+    if held is None or held.numel() < num_bytes or held.device != device:
+        # Batches differ a little from step to step; an eighth more than the largest so far is seldom outgrown.
+        held = torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8, device=device)
+        setattr(_scratch, name, held)
+    return held[:num_bytes]
 
 
 def block_order(axis: Axis) -> list[int]:
