@@ -528,6 +528,27 @@ def bad_topologies(rank, world):
 # Death.
 
 
+def stalls(rank, world, victim, seconds):
+    """One rank's reader does not come back for a while: what the others raise, and after how long."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+
+    def stream():
+        for i in range(20):
+            if rank == victim and i == 7:
+                time.sleep(seconds)
+            yield sample(i, 5)
+
+    started = time.monotonic()
+    try:
+        with PackedIterator(
+            stream(), topology, global_batch_size=3 * world, capacity=64, per_sequence=["logits"]
+        ) as it:
+            steps = sum(1 for _ in it)
+    except ullage.UllageError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return f"{steps} steps", 0.0
+
+
 def dies(rank, world, folder, victim, step_of_death):
     """Every rank saves its state and ids after each step; one is killed while it reads for a later step."""
     topology = Topology.from_groups(dp=dist.group.WORLD)

@@ -180,6 +180,13 @@ def test_a_topology_that_does_not_cover_the_world_raises_on_every_rank():
             assert word in line
 
 
+def test_a_rank_that_stalls_ends_everyone_after_the_timeout_of_the_topology_s_group():
+    timeout = 3
+    for error, seconds in values(run(cases.stalls, 3, 1, 3 * timeout, timeout=timeout)):
+        assert "a collective failed" in error
+        assert seconds < 4 * timeout
+
+
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_without_loss(tmp_path):
     timeout, world, victim = 20, 4, 2
     outcomes = run(cases.dies, world, str(tmp_path), victim, 2, timeout=timeout, deaths=[victim])

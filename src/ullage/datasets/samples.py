@@ -24,10 +24,10 @@ from ullage.errors import InputError
 class MockSamples:
     """A map-style dataset of Megatron-like samples, the same on every machine and however often it is read.
 
-    ``config``, ``n``, ``seed``: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``. ``vocab_size``:
-    draw the tokens from ``[1, vocab_size)``, from ``seed`` and the index alone; ``None`` counts them up as upstream does.
-    ``eod``, ``pad``: token ids. ``max_length``: longer sequences are cut to it, end-of-document token included.
-    ``multiple_of``: pad each sample to such a length as upstream does.
+    ``config``, ``n``, ``seed``: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``.
+    ``vocab_size``: draw the tokens from ``[1, vocab_size)``, from ``seed`` and the index alone; ``None`` counts them
+    up as upstream does. ``eod``, ``pad``: token ids. ``max_length``: longer sequences are cut to it, end-of-document
+    token included. ``multiple_of``: pad each sample to such a length as upstream does.
 
     A sample has ``tokens``, ``labels``, ``position_ids`` int64 [length], ``loss_mask`` float32 [length], and
     ``original_seq_len``, ``padded_seq_len`` int32. Raises ``InputError`` for a configuration that cannot be used.

@@ -74,7 +74,7 @@ def _check_same(records: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _check_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, tuple[int, ...]]]) -> None:
+def _check_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, Sequence[int]]]) -> None:
     """Every coordinate is there once, and this rank's axes list the ranks that stand along them."""
     by_place = {tuple(record["coordinates"]): rank for rank, record in enumerate(records)}
     if len(by_place) != len(records):
@@ -82,7 +82,7 @@ def _check_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple
     here = [place[1] for place in places.values()]
     for number, (name, (size, _, ranks)) in enumerate(places.items()):
         along = tuple(by_place[(*here[:number], k, *here[number + 1 :])] for k in range(size))
-        if ranks and along != ranks:
+        if ranks and along != tuple(ranks):
             raise DistributedError(f"ranks disagree on the {name} axis", expected=list(along), found=list(ranks))
 
 

@@ -208,7 +208,9 @@ def _plain(value: Any) -> Any:
 def _timeout(timeout: timedelta | float | None, topology: Topology) -> timedelta | None:
     if timeout is not None:
         return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    group = next(axis.group for axis in topology.axes if axis.group is not None)
+    group = next((axis.group for axis in topology.axes if axis.group is not None), None)
+    if group is None:
+        return None
     try:  # torch has no public way to ask a group for its timeout
         return group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):

@@ -39,7 +39,7 @@ _last = 0
 def lease(topology: Topology, timeout: timedelta | None) -> Lease:
     """Gloo groups over the ranks of ``topology``. Collective over the world where it has more than one rank."""
     global _last
-    key = (tuple(axis.ranks for axis in topology.axes), timeout)
+    key = (tuple(tuple(axis.ranks) for axis in topology.axes), timeout)
     if topology.world_size == 1:
         return Lease(topology, 0, key, None)
     world = dist.group.WORLD

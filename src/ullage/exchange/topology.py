@@ -37,14 +37,14 @@ OWNERS = ("every", "ends", "first")
 class Axis:
     """One axis as this rank sees it. ``rank`` is its coordinate, in ``[0, size)``.
 
-    ``ranks``: the global rank at each coordinate, empty in a topology that is only a value. ``group``: the process
+    ``ranks``: the global rank at each coordinate, empty where nobody knows. ``group``: the process
     group of those ranks, in whatever order it numbers them; ``None`` without one, or where the size is 1.
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    ranks: tuple[int, ...] = ()
+    ranks: Sequence[int] = ()
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Topology:
             size = sizes[name]
             coordinate = rank // stride % size
             first = rank - coordinate * stride
-            ranks = tuple(range(first, first + size * stride, stride))
+            ranks = range(first, first + size * stride, stride)
             axes[name] = Axis(name, size, coordinate, ranks)
             stride *= size
         return cls(**axes, owners=owners)
