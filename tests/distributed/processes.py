@@ -1,6 +1,6 @@
 """Real processes for tests: a function on every rank of a gloo world on the loopback, and what each rank returned.
 
-The processes are forked from a server that has torch and ullage loaded, so sixteen of them start in about a second.
+The processes are forked from a server that has everything loaded, so sixteen of them start in about a second.
 """
 
 import json
@@ -20,7 +20,7 @@ TIMEOUT = 60
 
 def _context():
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.device_mesh", "ullage.exchange"])
+    context.set_forkserver_preload(["tests.distributed.preload"])
     return context
 
 
@@ -65,7 +65,7 @@ def run(function, world, *arguments, timeout=TIMEOUT, deaths=()):
         for process in processes:
             process.start()
         paths = [Path(folder) / f"{rank}.json" for rank in range(world)]
-        until = time.monotonic() + 3 * timeout
+        until = time.monotonic() + 2 * timeout + TIMEOUT
         waiting = list(range(world))
         while waiting and time.monotonic() < until:
             waiting = [r for r in range(world) if not paths[r].exists() and processes[r].is_alive()]

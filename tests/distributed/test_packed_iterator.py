@@ -182,7 +182,7 @@ def test_a_topology_that_does_not_cover_the_world_raises_on_every_rank():
 
 def test_a_rank_that_stalls_ends_everyone_after_the_timeout_of_the_topology_s_group():
     timeout = 3
-    for error, seconds in values(run(cases.stalls, 3, 1, 3 * timeout, timeout=timeout)):
+    for error, seconds in values(run(cases.stalls, 3, 1, 2 * timeout, timeout=timeout)):
         assert "a collective failed" in error
         assert seconds < 4 * timeout
 
