@@ -1,4 +1,4 @@
-"""Where lengths and text come from: mock distributions, the workloads of the benchmarks, files, the docstring corpus.
+"""Where lengths, samples and text come from: mock distributions, the benchmarks' workloads, files, the docstrings.
 
 Names load when they are touched: lengths need only numpy, samples torch, text torch and the ``hf`` extra.
 """
