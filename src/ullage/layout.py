@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -112,17 +113,17 @@ class Layout:
         """How many items there are."""
         return len(self.lengths)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Real elements, without padding."""
         return int(self.lengths.sum())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the buffer, padding included."""
         return int(self.slots.sum())
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """The longest item in elements, 0 if there is none."""
         return int(self.lengths.max(initial=0))

@@ -7,6 +7,7 @@ import pytest
 from ortools.sat.python import cp_model
 
 import ullage
+from ullage.datasets import WORKLOADS
 
 
 def optimum(lengths: np.ndarray, ranks: int, capacity: int, microbatches: int, sync: str, seconds: float = 10) -> float:
@@ -134,3 +135,11 @@ def test_sharing_giants_lowers_the_floor_that_they_set(
         assert plan.check() == []
         assert found.critical_path <= most, seed
         assert found.mixed_critical_path <= found.critical_path
+
+
+def test_many_ranks_with_few_microbatches_are_level_too() -> None:
+    """Tens of thousands of sequences over thousands of ranks: the dearest of many packed bins is far above the mean."""
+    lengths = WORKLOADS["megatron"](33_000, 3)
+    statistics = ullage.plan(lengths, ranks=4125, capacity=8192).statistics()
+    assert statistics.num_microbatches == statistics.lower_bound
+    assert statistics.critical_path <= 1.05

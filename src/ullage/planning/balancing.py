@@ -20,8 +20,10 @@ from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, 
 
 #: Rounds of improvement.
 _ROUNDS = 60
-#: Above this many items packing is all that is tried.
+#: Above this many items packing is all that is tried, where there are so many microbatches that it suffices: over few
+#: microbatches of many ranks the dearest of them is far above the mean of packed bins.
 _MANY = 32768
+_MANY_MICROBATCHES = 16
 #: Above this many it is done in one pass.
 _VERY_MANY = 262144
 
@@ -94,7 +96,7 @@ def first_placements(items, room, ranks, microbatches, multiple, bound):
     """Two first placements, the better one first, and the number of microbatches: the one given if a placement was
     found for it, else more. The second may be empty: then no item has a home."""
     n = len(items.slots)
-    if n > _MANY:
+    if n > _MANY and (microbatches >= _MANY_MICROBATCHES or n > _VERY_MANY):
         bins = _packed(items, room, microbatches * ranks)
         unit = ranks * multiple
         count = -(-len(bins.load) // unit) * unit
