@@ -138,10 +138,11 @@ def measure(lengths: np.ndarray, batch: int, capacity: int, hidden: int, seed: i
             capacity=capacity,
         ),
     }
-    rows = trl_rows(samples, capacity)
+    groups = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
+    row = max(int(lengths.max()), int(lengths.sum()) // len(groups))  # TRL's rows as large as the other ways' steps
+    rows = trl_rows(samples, row)
     if rows is not None:
         ways["TRL packing (bfd), sdpa"] = lambda: train(transformers.Trainer, "sdpa", rows, collate_trl, 1, hidden)
-    groups = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
     cost = TransformerCost.from_config(make_config(hidden))
     padded = sum(cost.flops(len(g) * int(g.max()), len(g) * int(g.max()) ** 2) for g in groups[1:])
     real = sum(cost.flops(int(g.sum()), int((g**2).sum())) for g in groups[1:])
