@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel
 
 from tests import packing_script
-from ullage import InputError
+from ullage import CheckpointError, InputError
 from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
 
 
@@ -54,6 +54,15 @@ def test_packed_training_resumes_exactly(tmp_path):
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    packing_script.make_trainer("recurrent", str(tmp_path / "a"), save_strategy="steps", save_steps=5).train()
+    message = r"this checkpoint is of another model .*: expected model_type=llama, .* found model_type=ullage_recurrent"
+    with pytest.raises(CheckpointError, match=message):
+        packing_script.make_trainer("llama", str(tmp_path / "b")).train(str(tmp_path / "a" / "checkpoint-5"))
+    with pytest.raises(CheckpointError, match=r"this is no checkpoint \(.*\): expected a folder, found nothing there"):
+        packing_script.make_trainer("llama", str(tmp_path / "b")).train(resume_from_checkpoint=str(tmp_path / "none"))
 
 
 def test_an_iterable_dataset_is_packed(tmp_path):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.packing import PackedBatch
+from ullage.training.saving import check_same_model
 from ullage.training.shares import EvaluationLoader
 
 
@@ -63,11 +65,20 @@ class RaggedTrainerMixin(EvaluationMixin):
 
     # Batches on their way to the model.
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; a checkpoint of another model is refused, and DeepSpeed's universal ones load."""
+        if isinstance(resume_from_checkpoint, (str, Path)):
+            resume_from_checkpoint = str(resume_from_checkpoint)
+            check_same_model(getattr(self._bare_model, "config", None), resume_from_checkpoint)
         dataset = self.train_dataset
         if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:  # pyright: ignore[reportArgumentType]
             raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
-        return super().train(*args, **kwargs)
+        if not self.is_deepspeed_enabled:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        from ullage.training.deepspeed import resume_from_universal
+
+        with resume_from_universal():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_dataloader(
         self,

@@ -14,6 +14,7 @@ used as they are.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -219,3 +220,30 @@ def check_checkpoint(folder: str | Path) -> Path:
             hint=hint,
         )
     return folder
+
+
+#: What of a config decides the shapes of a model's weights.
+_SHAPES = (
+    "model_type", "cell", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+
+
+def check_same_model(config: Any, folder: str | Path) -> None:
+    """Raises ``CheckpointError`` if ``folder`` is none, or holds a model of other shapes than ``config`` says."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found="nothing there")
+    written = folder / "config.json"
+    if config is None or not written.is_file():
+        return
+    saved, wanted = json.loads(written.read_text()), config.to_dict()
+    differing = [name for name in _SHAPES if name in saved and name in wanted and saved[name] != wanted[name]]
+    if differing:
+        raise CheckpointError(
+            "this checkpoint is of another model",
+            where=str(folder),
+            expected=", ".join(f"{name}={wanted[name]}" for name in differing),
+            found=", ".join(f"{name}={saved[name]}" for name in differing),
+            hint="continue with the model that it was made from",
+        )
