@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM
 
 from tests import packing_script
 from ullage import CheckpointError, InputError
@@ -30,6 +30,12 @@ def test_a_model_whose_sequences_would_see_each_other_is_refused(tmp_path):
     config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(InputError, match="would let packed sequences see each other"):
         Trainer(BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing=True, use_cpu=True, report_to=[]))
+
+
+def test_a_model_without_an_attention_hook_is_refused(tmp_path):
+    model = GPTJForCausalLM(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
+    with pytest.raises(InputError, match="would let packed sequences see each other"):
+        Trainer(model, TrainingArguments(str(tmp_path), packing=True, use_cpu=True, report_to=[]))
 
 
 def test_a_collator_that_does_not_know_its_sequences_is_refused(tmp_path):

@@ -72,7 +72,8 @@ class PackingMixin(ReadingMixin):
         model = self._bare_model
         if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in self._forward_parameters:
             if packed_attention.supports_packing(model) is not None:
-                model.set_attn_implementation("ullage")
+                with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
+                    model.set_attn_implementation("ullage")
             packed_attention.check_model(model)
         if forms.form_of(model) != "flattened":
             packed_attention.check_model(model)
