@@ -105,7 +105,7 @@ class PackingMixin(ReadingMixin):
         except InputError:  # a model we have no formula for: its matrices cost every token the same
             return TransformerCost(linear=2 * self._num_parameters, quadratic=0)
 
-    @property
+    @functools.cached_property
     def _num_parameters(self) -> int:
         """Parameters of the whole model; ZeRO-3 leaves the full count of one that it has sharded beside it."""
         return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self._bare_model.parameters())
