@@ -25,13 +25,14 @@ from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError, TrainingError, UllageError
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group
+from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.packing import PackedBatch
-from ullage.training.saving import check_same_model
+from ullage.training.saving import check_same_model, checkpoints_in
 from ullage.training.shares import EvaluationLoader
 
 
-class RaggedTrainerMixin(EvaluationMixin):
+class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
     """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
 
     Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors.
@@ -66,18 +67,18 @@ class RaggedTrainerMixin(EvaluationMixin):
     # Batches on their way to the model.
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; a checkpoint of another model is refused, and DeepSpeed's universal ones load."""
+        """As transformers' own; a checkpoint of another model is refused, one of another layout is converted first."""
         if isinstance(resume_from_checkpoint, (str, Path)):
             resume_from_checkpoint = str(resume_from_checkpoint)
             check_same_model(getattr(self._bare_model, "config", None), resume_from_checkpoint)
         dataset = self.train_dataset
         if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:  # pyright: ignore[reportArgumentType]
             raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
-        if not self.is_deepspeed_enabled:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        from ullage.training.deepspeed import resume_from_universal
-
-        with resume_from_universal():
+        if resume_from_checkpoint is True:  # found by transformers, in the output folder
+            checkpoints = checkpoints_in(self.args.output_dir or ".")
+            resume_from_checkpoint = str(checkpoints[-1]) if checkpoints else True
+        checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        with self._continuing(checkpoint):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_dataloader(

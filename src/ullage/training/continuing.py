@@ -1,0 +1,259 @@
+"""A checkpoint of DeepSpeed's, continued on another layout than the one that wrote it.
+
+What DeepSpeed writes is cut for one number of ranks and one ZeRO stage. Continued on the same, it is loaded as it is.
+On another it is converted first, once, to a folder beside it in the checkpoint, which the next continuation finds:
+
+=====================================  ===============================================================================
+here                                   what is made, and who loads it
+=====================================  ===============================================================================
+DeepSpeed, another size or stage       ``global_stepN_universal``: ``load_universal``
+no DeepSpeed: one process, or DDP      ``global_stepN_safetensors``: this module, weights and optimizer state by name
+=====================================  ===============================================================================
+
+The rest of a Trainer's checkpoint (its state, scheduler, random states) is the same for every layout. The global batch
+must be the same too if the losses are to go on as they were; ``ullage train`` sees to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from ullage.checkpoint import convert, read
+from ullage.errors import CheckpointError
+from ullage.training.universal import prefers_universal
+
+_LATEST = "latest"
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+@dataclass(frozen=True)
+class Layout:
+    """On how many data-parallel ranks, and at which ZeRO stage; stage 0 is no DeepSpeed."""
+
+    stage: int
+    ranks: int
+
+    def __str__(self) -> str:
+        plural = "process" if self.ranks == 1 else "processes"
+        return f"{self.ranks} {plural}, {f'ZeRO {self.stage}' if self.stage else 'without DeepSpeed'}"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What has to be made of a checkpoint before this run can continue from it. ``str()`` says it in one line.
+
+    ``is_there``: an earlier continuation made it.
+    """
+
+    source: Path
+    target: Path
+    format: str
+    written: Layout
+    here: Layout
+    is_there: bool
+
+    def __str__(self) -> str:
+        done = "was converted" if self.is_there else "is converted"
+        return f"{self.source} was written by {self.written}; for {self.here} it {done} to {self.target.name}"
+
+    def run(self) -> Path:
+        """Converts, unless that was done. Ranks share the work; every rank calls it. Returns the converted folder."""
+        if not self.is_there:
+            rank = dist.get_rank() if self.here.ranks > 1 else 0
+            convert(self.source, self.target, self.format, optimizer=True, rank=rank, world_size=self.here.ranks)
+        return self.target
+
+
+def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
+    """What ``checkpoint``, a Trainer's folder, must be converted to for ``here``; None if it loads as it is.
+
+    Reads no tensor data, changes nothing. Raises ``CheckpointError`` for a folder that DeepSpeed did not finish.
+    """
+    folder = Path(checkpoint)
+    if not (folder / _LATEST).is_file() or (here.stage and prefers_universal(folder)):
+        return None
+    inventory = read(folder)
+    written = Layout(inventory.topology.stage or 0, inventory.topology.dp)
+    if written == here:
+        return None
+    format = "universal" if here.stage else "safetensors"
+    source = folder / inventory.folder.name
+    target = folder / f"{source.name}_{format}"
+    return Conversion(source, target, format, written, here, target.is_dir())
+
+
+def _agreed(checkpoint: str | Path, here: Layout) -> Conversion | None:
+    """As :func:`conversion_for`, read by the first rank and told to the others. Collective."""
+    if here.ranks == 1:
+        return conversion_for(checkpoint, here)
+    said: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            said = [conversion_for(checkpoint, here)]
+        except Exception as error:
+            said = [error]
+    dist.broadcast_object_list(said, src=0)
+    if isinstance(said[0], Exception):
+        raise said[0]
+    return said[0]
+
+
+class ContinuingMixin(_Base):
+    """The part of :class:`RaggedTrainerMixin` that continues from a checkpoint of another layout."""
+
+    _conversion: Conversion | None = None
+
+    def _layout(self) -> Layout:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return Layout(0 if plugin is None else int(plugin.zero_stage), self.args.world_size)
+
+    def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
+        """What ``train(resume_from_checkpoint=checkpoint)`` will convert it to first; None if it loads as it is.
+
+        Collective; reads no tensor data, changes nothing.
+        """
+        conversion = _agreed(checkpoint, self._layout())
+        if conversion is not None and not conversion.here.stage and self.is_fsdp_enabled:
+            raise CheckpointError(
+                "a checkpoint of DeepSpeed's cannot be continued under accelerate's FSDP",
+                where=str(checkpoint),
+                hint="continue with DeepSpeed, or on DDP or one process",
+            )
+        return conversion
+
+    @contextlib.contextmanager
+    def _continuing(self, checkpoint: str | None) -> Iterator[None]:
+        """Within it the Trainer's own loaders find what was converted."""
+        self._conversion = None if checkpoint is None else self.conversion_for(checkpoint)
+        if self._conversion is not None:
+            self._conversion.run()
+        try:
+            if not self.is_deepspeed_enabled:
+                yield
+                return
+            from ullage.training.deepspeed import resume_from_universal
+
+            with resume_from_universal():
+                yield
+        finally:
+            self._conversion = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._conversion is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(model if model is not None else self.model, self._conversion)  # pyright: ignore
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._conversion is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert checkpoint is not None and self.optimizer is not None and self.lr_scheduler is not None
+        load_optimizer(self.optimizer, self.model, self._conversion)  # pyright: ignore[reportArgumentType]
+        schedule = Path(checkpoint) / "scheduler.pt"
+        if not schedule.is_file():
+            raise CheckpointError(
+                "the checkpoint lacks the learning rate's schedule",
+                where=str(schedule),
+                hint="let the Trainer make the scheduler: leave it out of DeepSpeed's config",
+            )
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        # A schedule sets the rate when it steps; until then the optimizer has the one it began with.
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+# Weights and optimizer state without DeepSpeed
+
+
+def load_weights(model: torch.nn.Module, conversion: Conversion) -> None:
+    """Copies the converted weights and buffers into ``model``. Waits for the device.
+
+    Raises ``CheckpointError`` that names everything that does not fit, before anything is copied.
+    """
+    names = _names(model)
+    targets = {name: value for value, own in names.items() for name in own}
+    saved = _tensors(conversion.target)
+    problems = [f"{name}: not in the model" for name in saved if name not in targets]
+    problems += [f"{own[0]}: not in the checkpoint" for own in names.values() if not any(name in saved for name in own)]
+    problems += [
+        f"{name}: {list(value.shape)} in the checkpoint, {list(targets[name].shape)} here"
+        for name, value in saved.items()
+        if name in targets and targets[name].shape != value.shape
+    ]
+    if problems:
+        raise CheckpointError(
+            "the checkpoint does not fit the model", where=str(conversion.source), found=_first(problems)
+        )
+    with torch.no_grad():
+        for name, value in saved.items():
+            targets[name].copy_(value)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, conversion: Conversion) -> None:
+    """Puts the converted state into ``optimizer``, by the names of ``model``'s parameters.
+
+    Hyperparameters stay as they are: they are this run's arguments. Raises ``CheckpointError`` for a parameter whose
+    state the checkpoint lacks.
+    """
+    source = read(conversion.source)
+    step_of = {
+        tensor.name: source.steps[tensor.group]
+        for tensor in source.tensors
+        if tensor.group is not None and source.steps.get(tensor.group) is not None
+    }
+    saved: dict[str, dict[str, Any]] = {name: {"step": torch.tensor(float(step))} for name, step in step_of.items()}
+    for title, value in _tensors(conversion.target / "optimizer").items():
+        key, _, name = title.partition(":")
+        saved.setdefault(name, {})[key] = value
+    names = _names(model)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(trained):
+        found = next((saved[name] for name in names[parameter] if name in saved), None)
+        if found is not None:
+            state[index] = found
+    absent = [names[parameter][0] for index, parameter in enumerate(trained) if index not in state]
+    if absent and saved:
+        raise CheckpointError(
+            "the checkpoint lacks the optimizer's state of these parameters",
+            where=str(conversion.source),
+            found=_first(absent),
+        )
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
+    """Every name of everything that a state dict holds: a tied parameter has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            names.setdefault(value, []).append(name)
+    return names
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def _first(problems: list[str]) -> str:
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(problems[:5]) + more
