@@ -18,7 +18,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
     if not folder.is_dir():
         raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
     found = _format(folder)
-    # The Hugging Face Trainer puts a copy of the weights beside `latest`: DeepSpeed's folder has them and the optimizer.
+    # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
     if found and not (found == "safetensors" and any((folder / pointer).is_file() for pointer in _POINTERS)):
         return folder, found
     for pointer in _POINTERS:

@@ -6,10 +6,12 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from ullage.cli.train_process import make_ready, one_line_errors
 from ullage.errors import InputError, TrainingError, UllageError
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ def train(ctx: typer.Context) -> None:
     """Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments."""
     first = os.environ.get("RANK", "0") == "0"  # torchrun says which process this is
     try:
-        _quiet(ctx.args)
-        _run(ctx.args, first)
+        make_ready(ctx.args)
+        with one_line_errors():
+            _run(ctx.args, first)
     except UllageError as error:
         if first:
             raise
@@ -37,26 +40,6 @@ def train(ctx: typer.Context) -> None:
         if isinstance(error.__cause__, OSError):
             typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
         sys.exit(error.exit_status)
-
-
-def _quiet(argv: list[str]) -> None:
-    """One voice, ours: libraries speak when ``--log_level`` asks them to. No hub is asked. Runs before torch loads."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not any(argument.startswith("--push") for argument in argv):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
-        return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import logging
-    import warnings
-
-    from transformers.utils.logging import disable_progress_bar
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    disable_progress_bar()  # of shards that are read and written
 
 
 def _run(argv: list[str], first: bool) -> None:
@@ -69,6 +52,9 @@ def _run(argv: list[str], first: bool) -> None:
     command = parse(argv)
     say = _Voice(first, command.output.json)
     situation = look_at(command)
+    if situation.there:
+        say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
+        return
     if situation.summary is not None:
         say(f"{command.training.output_dir} holds this run, finished; --overwrite_output_dir starts over.")
         say.result(situation.summary)
@@ -77,19 +63,21 @@ def _run(argv: list[str], first: bool) -> None:
         say(note)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
-    model = load_model(command.model, tokenizer, situation.checkpoint)
+    model = load_model(command, tokenizer, situation.checkpoint)
     training, held_out = _datasets(command, tokenizer, say)
     for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
             dataset.check_vocabulary(model.config.get_text_config().vocab_size, name)
-    say(f"{type(model).__name__}: {model.num_parameters():,} parameters")
+    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ZeRO 3 has cut them
+    say(f"{type(model).__name__}: {num_parameters:,} parameters")
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     try:
         if first:
             begin(command, situation)
         trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
-        _train(trainer, meter, situation.checkpoint, argv, say)
+        if not _train(trainer, meter, command, situation.checkpoint, argv, say):
+            return
         summary = _summary(command, trainer, meter)
         if first:
             finish(command, summary)
@@ -107,6 +95,11 @@ class _Voice:
     def __call__(self, line: str) -> None:
         if self._first:
             print(line, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def stopped(self, how_to_continue: str, checkpoint: Path | None) -> None:
+        self(f"stopped as asked; {how_to_continue}")
+        if self._first and self._as_json:
+            print(json.dumps({"stopped": True, "checkpoint": str(checkpoint)}), flush=True)
 
     def result(self, summary: dict[str, Any]) -> None:
         if self._first:
@@ -180,10 +173,18 @@ def _trainer(
     return trainer, meter
 
 
-def _train(trainer: Any, meter: Meter, checkpoint: Any, argv: list[str], say: _Voice) -> None:
-    """Trains; on Ctrl-C says how to continue, and exits with 130."""
-    from ullage.cli.train_progress import Interruption
+def _train(
+    trainer: Any, meter: Meter, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
+) -> bool:
+    """Trains; whether to the end. On Ctrl-C says how to continue, and exits with 130."""
+    from ullage.cli.train_progress import Interruption, Stop
+    from ullage.training.saving import checkpoints_in
 
+    conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
+    if conversion is not None:
+        say(str(conversion))
+    stop = Stop(command.run.stop_at_step)
+    trainer.add_callback(stop)
     try:
         with Interruption(gently=trainer.args.world_size == 1) as interruption:
             trainer.add_callback(interruption)
@@ -193,30 +194,34 @@ def _train(trainer: Any, meter: Meter, checkpoint: Any, argv: list[str], say: _V
         interrupted = True
     finally:
         meter.close()
-    if not interrupted:
-        return
-    say(_how_to_continue(trainer, argv))
-    sys.exit(130)
+    folder = trainer.args.output_dir
+    if interrupted:
+        where = f"interrupted at step {trainer.state.global_step} of {trainer.state.max_steps}"
+        say(f"{where}; {_how_to_continue(folder, argv)}")
+        sys.exit(130)
+    if stop.reached:
+        say.stopped(_how_to_continue(folder, argv), checkpoints_in(folder)[-1])
+    return not stop.reached
 
 
-def _how_to_continue(trainer: Any, argv: list[str]) -> str:
+def _how_to_continue(folder: Any, argv: list[str]) -> str:
     from ullage.training.saving import checkpoints_in
 
-    where = f"interrupted at step {trainer.state.global_step} of {trainer.state.max_steps}"
-    checkpoints = checkpoints_in(trainer.args.output_dir)
+    checkpoints = checkpoints_in(folder)
     if not checkpoints:
-        return f"{where}, before the first checkpoint; start again with: {_command(argv)}"
-    return f"{where}; {checkpoints[-1]} is whole; continue with: {_command(argv)} --resume_from_checkpoint"
+        return f"before the first checkpoint; start again with: {_command(argv)}"
+    return f"{checkpoints[-1]} is whole; continue with: {_command(argv)} --resume_from_checkpoint"
 
 
 def _command(argv: list[str]) -> str:
-    """The call without ``--resume_from_checkpoint`` and its folder."""
+    """The call without ``--resume_from_checkpoint`` and ``--stop_at_step``, and their values."""
     kept: list[str] = []
-    resume = False
+    left_out = ("--resume_from_checkpoint", "--resume-from-checkpoint", "--stop_at_step", "--stop-at-step")
+    follows = False
     for argument in argv:
-        is_folder = resume and not argument.startswith("--")
-        resume = argument in ("--resume_from_checkpoint", "--resume-from-checkpoint")
-        if not (is_folder or resume or argument.startswith(("--resume_from_checkpoint=", "--resume-from-checkpoint="))):
+        is_value = follows and not argument.startswith("--")
+        follows = argument in left_out
+        if not (is_value or follows or argument.startswith(tuple(f"{name}=" for name in left_out))):
             kept.append(argument)
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
     launcher = ["torchrun", "--nproc_per_node", processes, "-m"] if processes != "1" else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from ullage.cli.train_record import taken_over
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
@@ -32,7 +34,9 @@ docstrings of this Python's standard library.
   ullage train --data texts.jsonl --text_column body --model gru-512x2 --num_train_epochs 3
   ullage train --config run.yaml --learning_rate 1e-3
   ullage train --output_dir runs/first --resume_from_checkpoint
-  torchrun --nproc_per_node 2 -m ullage train --data texts.jsonl
+  torchrun --nproc_per_node 2 -m ullage train --model llama-256x4 --packing --zero 2
+
+What is resumed keeps its settings, on any number of processes and at any ZeRO stage.
 """
 
 #: Where we differ from Trainer's own defaults.
@@ -130,8 +134,8 @@ class ModelArguments:
     model: str = field(
         default="lstm",
         metadata={
-            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu), a cell with its sizes (gru-512 or "
-            "gru-512x2: hidden size, layers), a folder with a model or its config, or a config .json"
+            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu) or llama, with sizes if you like (gru-512 or "
+            "llama-256x4: hidden size, layers), a folder with a model or its config, or a config .json"
         },
     )
     hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
@@ -149,29 +153,54 @@ class OutputArguments:
     json: bool = field(default=False, metadata={"help": "the closing summary as one line of JSON on stdout"})
 
 
+@dataclass
+class RunArguments:
+    """How far to go, and on which machines."""
+
+    stop_at_step: int | None = field(
+        default=None,
+        metadata={"help": "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there"},
+    )
+    zero: int | None = field(
+        default=None,
+        metadata={
+            "choices": [1, 2, 3],
+            "help": "train under DeepSpeed ZeRO at this stage with plain settings; --deepspeed FILE for others",
+        },
+    )
+
+
 @dataclass(frozen=True)
 class TrainCommand:
-    """The arguments of one call, each kind in its own dataclass."""
+    """The arguments of one call, each kind in its own dataclass.
+
+    ``given``: the names that the call or its config file gave, beside those taken over from a run that is resumed.
+    """
 
     data: DataArguments
     model: ModelArguments
     output: OutputArguments
+    run: RunArguments
     training: TrainingArguments
+    given: frozenset[str]
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
     """Raises ``UsageError``, which names near matches for an unknown key or flag. ``--help`` prints and exits."""
-    parser = _Parser((DataArguments, ModelArguments, OutputArguments, TrainingArguments))
+    parser = _Parser((DataArguments, ModelArguments, OutputArguments, RunArguments, TrainingArguments))
     before, rest = _split_config(argv)
-    from_file: list[str] = []
+    flags: list[str] = []
     for path in before:
         parser.where = path
-        from_file += parser.flags_of(_read_config(Path(path)))
-        parser.parse_known_args(from_file)  # a wrong value is said to be in the file
+        flags += parser.flags_of(_read_config(Path(path)))
+        parser.parse_known_args(flags)  # a wrong value is said to be in the file
     parser.where = None
+    flags += rest
+    given = parser.given(flags)
+    flags = [*_resumed(parser, given), *flags, *_zero(given)]
     try:
         *parts, unknown = parser.parse_args_into_dataclasses(
-            [*from_file, *rest], return_remaining_strings=True, look_for_args_file=False
+            flags, return_remaining_strings=True, look_for_args_file=False
         )
     except (ValueError, ImportError) as error:  # what TrainingArguments finds by itself
         if isinstance(error, InputError):
@@ -180,7 +209,33 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if unknown:
         name = unknown[0].partition("=")[0]
         raise UsageError(f"unknown argument {name}", hint=parser.near(name))
-    return TrainCommand(*parts[:4])
+    return TrainCommand(*parts[:5], given=frozenset(given))
+
+
+def _resumed(parser: _Parser, given: dict[str, Any]) -> list[str]:
+    """The settings of the run that is resumed, as flags."""
+    resume = str(given.get("resume_from_checkpoint", "false"))
+    if resume.lower() == "false":
+        return []
+    output = given.get("output_dir", DEFAULTS["output_dir"])
+    folder = Path(output if resume.lower() in ("true", "last") else resume.rstrip("/") + "/..")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return parser.flags_of(taken_over(folder.resolve(), {*given, *parser.emptied}, world_size))
+
+
+def _zero(given: dict[str, Any]) -> list[str]:
+    """``--zero`` as DeepSpeed's config."""
+    stage = given.get("zero")
+    if stage is None:
+        return []
+    if given.get("deepspeed") is not None:
+        raise UsageError("two settings for DeepSpeed", where="--zero and --deepspeed", hint="leave one out")
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    return [f"--deepspeed={json.dumps({**settings, **dict.fromkeys(auto, 'auto')})}"]
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -218,6 +273,7 @@ class _Parser(HfArgumentParser):
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self.where: str | None = None
+        self.emptied: set[str] = set()
         super().__init__(cast(Any, kinds), prog="ullage train", usage=_USAGE, allow_abbrev=False)
         self.add_argument("--config", metavar="FILE", help="a YAML file of these arguments; the command line wins")
         self._by_name = {action.dest: action for action in self._actions if action.option_strings}
@@ -232,6 +288,13 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, where=self.where, hint="see ullage train --help")
+
+    def given(self, flags: list[str]) -> dict[str, Any]:
+        """What ``flags`` say, without defaults; ``None`` in a config file counts as said."""
+        unsaid = object()
+        names = argparse.Namespace(**dict.fromkeys(self._by_name, unsaid))
+        said, _ = self.parse_known_args(flags, namespace=names)
+        return {name: value for name, value in vars(said).items() if value is not unsaid}
 
     def near(self, name: str) -> str:
         """The hint that names what an unknown name may have meant."""
@@ -251,6 +314,7 @@ class _Parser(HfArgumentParser):
                 flags += [f"--{name}", *map(str, value)]
             elif value is None:
                 self.set_defaults(**{name: None})
+                self.emptied.add(name)
             else:
                 flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
         return flags
@@ -263,6 +327,7 @@ class _Parser(HfArgumentParser):
             "Model": self._of(ModelArguments),
             "Training, most used": [
                 *(self._by_name[name] for name in _MOST_USED if name in self._by_name),
+                *self._of(RunArguments),
                 *self._of(OutputArguments),
                 self._by_name["config"],
             ],

@@ -7,63 +7,33 @@ continues an unfinished run and reports a finished one; a call with others is re
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ullage.cli.train_arguments import TrainCommand
+from ullage.cli.train_record import read_record, settings_of, write_record
 from ullage.errors import CheckpointError, InputError
-from ullage.training.saving import PARTIAL, WEIGHT_FILES, check_checkpoint, checkpoints_in
+from ullage.training.saving import PARTIAL, WEIGHT_FILES, check_checkpoint, checkpoints_in, step_of
 
-RECORD = "ullage_run.json"
+if TYPE_CHECKING:
+    from ullage.cli.train_arguments import TrainCommand
 
-#: Trainer's arguments that decide a run's numbers.
-_DECIDING = (
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim",
-    "optim_args",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "bf16",
-    "fp16",
-    "seed",
-    "data_seed",
-    "full_determinism",
-    "dataloader_drop_last",
-    "train_sampling_strategy",
-    "world_size",
-)
 _LAST = ("true", "last")
 
 
 @dataclass(frozen=True)
 class Situation:
-    """``checkpoint``: where to continue from. ``summary``: of a run that is finished already. ``notes``: to be said."""
+    """``checkpoint``: where to continue from. ``summary``: of a run that is finished already. ``notes``: to be said.
+
+    ``there``: the step that ``--stop_at_step`` names is reached already.
+    """
 
     checkpoint: Path | None = None
     summary: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
-
-
-def settings_of(command: TrainCommand) -> dict[str, Any]:
-    """The settings that decide the numbers of a run, as they are written to JSON."""
-    training = {name: getattr(command.training, name) for name in _DECIDING}
-    settings = {**asdict(command.data), **asdict(command.model), **training}
-    return json.loads(json.dumps(settings, default=str))
+    there: bool = False
 
 
 def look_at(command: TrainCommand) -> Situation:
@@ -71,15 +41,23 @@ def look_at(command: TrainCommand) -> Situation:
 
     Raises ``CheckpointError`` for a checkpoint that is none, and ``InputError`` for a folder that holds something else.
     """
+    situation = _look_at(command)
+    stop = command.run.stop_at_step
+    if stop is None or situation.checkpoint is None or step_of(situation.checkpoint) < stop:
+        return situation
+    return replace(situation, there=True)
+
+
+def _look_at(command: TrainCommand) -> Situation:
     folder = Path(command.training.output_dir or ".")
     if folder.exists() and not folder.is_dir():
         raise InputError("the output folder cannot be used", where=str(folder), expected="a folder", found="a file")
-    record = _read_record(folder)
+    record = read_record(folder)
     checkpoints = checkpoints_in(folder)
     resume = command.training.resume_from_checkpoint
     if resume is not None and resume.lower() != "false":
         checkpoint = _to_resume(resume, folder, checkpoints)
-        changed = _changed(_read_record(checkpoint.parent), command)
+        changed = _changed(read_record(checkpoint.parent), command)
         notes = (f"continues with changed settings: {', '.join(changed)}",) if changed else ()
         return Situation(checkpoint, notes=(f"continues from {checkpoint}", *notes))
     if command.output.overwrite_output_dir:
@@ -111,13 +89,13 @@ def begin(command: TrainCommand, situation: Situation) -> None:
     if command.output.overwrite_output_dir and situation.checkpoint is None:
         for path in (*checkpoints_in(folder), folder / PARTIAL):
             shutil.rmtree(path, ignore_errors=True)
-    _write_record(folder, {"settings": settings_of(command), "summary": None})
+    write_record(folder, command, None)
 
 
 def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
     """Writes down that the run is finished; one rank calls it."""
     folder = Path(command.training.output_dir or ".")
-    _write_record(folder, {"settings": settings_of(command), "summary": summary})
+    write_record(folder, command, summary)
 
 
 def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
@@ -138,7 +116,14 @@ def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
     if record is None:
         return []
     before, now = record["settings"], settings_of(command)
-    return [f"{name} {before.get(name)} there, {now[name]} here" for name in now if before.get(name) != now[name]]
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    shared = ("per_device_train_batch_size", "world_size")
+    same = before.keys() >= set(shared) and math.prod(before[name] for name in shared) == math.prod(
+        now[name] for name in shared
+    )
+    if command.training.resume_from_checkpoint and same:  # the same global batch on other processes
+        changed = [name for name in changed if name not in shared]
+    return [f"{name} {before[name]} there, {now[name]} here" for name in changed]
 
 
 def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
@@ -153,17 +138,3 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
             hint="continue with --resume_from_checkpoint, start over with --overwrite_output_dir, or give another "
             "--output_dir",
         )
-
-
-def _read_record(folder: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("settings"), dict) else None
-
-
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    beside = folder / f"{RECORD}.partial"
-    beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, folder / RECORD)

@@ -12,9 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ullage.cli.train_arguments import ModelArguments
+from ullage.cli.train_arguments import ModelArguments, TrainCommand
 from ullage.datasets.text import byte_tokenizer
 from ullage.errors import CheckpointError, InputError
 from ullage.models import RecurrentConfig
@@ -22,7 +22,7 @@ from ullage.models.cells import CELLS
 from ullage.training.saving import WEIGHT_FILES
 
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
-_DEFAULT_HIDDEN_SIZE = 256
+_DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
@@ -41,14 +41,15 @@ def load_tokenizer(folder: str | None, model: str) -> Any:
         raise InputError("this folder holds no tokenizer", where=folder, found=_first_line(error)) from error
 
 
-def load_model(arguments: ModelArguments, tokenizer: Any, checkpoint: Path | None) -> Any:
+def load_model(command: TrainCommand, tokenizer: Any, checkpoint: Path | None) -> Any:
     """A new model, or the folder's with its weights; on resuming, the checkpoint's config decides.
 
     Raises ``InputError`` for what is no model, and ``CheckpointError`` if model arguments contradict the checkpoint.
     """
+    arguments = command.model
     if checkpoint is not None:
         config = _config_from(checkpoint)
-        if arguments != ModelArguments():
+        if not command.given.isdisjoint(field.name for field in fields(arguments)):
             _check_same(_config(arguments, tokenizer), config, checkpoint)
         return _new(config)
     folder = Path(arguments.model)
@@ -73,21 +74,22 @@ def _new(config: Any) -> Any:
 def _config(arguments: ModelArguments, tokenizer: Any) -> Any:
     path = Path(arguments.model)
     match = _NAME.fullmatch(arguments.model)
-    if match is not None and match["cell"] in CELLS:
-        return _recurrent(arguments, match, tokenizer)
+    if match is not None and match["cell"] in (*CELLS, "llama"):
+        return _by_name(arguments, match, tokenizer)
     if path.is_dir() or path.is_file():
         _refuse_sizes(arguments)
         return _config_from(path)
-    near = difflib.get_close_matches(arguments.model, CELLS, n=2)
+    near = difflib.get_close_matches(arguments.model, (*CELLS, "llama"), n=2)
     raise InputError(
         f"unknown model {arguments.model!r}",
-        expected=f"one of {', '.join(CELLS)}, with sizes such as gru-512x2, or a folder, or a config .json",
+        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, or a config .json",
         hint=f"did you mean {' or '.join(near)}?" if near else None,
     )
 
 
-def _recurrent(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) -> RecurrentConfig:
-    sizes: dict[str, Any] = {"hidden_size": _DEFAULT_HIDDEN_SIZE, "num_hidden_layers": 1, "dropout": 0.0}
+def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) -> Any:
+    recurrent = match["cell"] in CELLS
+    sizes: dict[str, Any] = {"hidden_size": _DEFAULT_HIDDEN_SIZE, "num_hidden_layers": 1 if recurrent else 4}
     for name in ("hidden_size", "num_hidden_layers"):
         flag = getattr(arguments, name)
         if match[name] is not None and flag is not None and flag != int(match[name]):
@@ -95,12 +97,31 @@ def _recurrent(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) 
         chosen = flag if flag is not None else match[name]
         if chosen is not None:
             sizes[name] = int(chosen)
-    if arguments.dropout is not None:
-        sizes["dropout"] = arguments.dropout
     ids: dict[str, Any] = {
         f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")
     }
-    return RecurrentConfig(cell=match["cell"], vocab_size=len(tokenizer), **sizes, **ids)
+    ids["vocab_size"] = len(tokenizer)
+    if recurrent:
+        return RecurrentConfig(cell=match["cell"], dropout=arguments.dropout or 0.0, **sizes, **ids)
+    if arguments.dropout is not None:
+        raise InputError("--dropout is for recurrent models", where=f"--model {arguments.model}")
+    return _llama(sizes["hidden_size"], sizes["num_hidden_layers"], ids)
+
+
+def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> LlamaConfig:
+    """Heads of 64, half as many for keys and values, a feed-forward of 8/3: the proportions of its kind."""
+    if hidden_size % 2:
+        raise InputError("a llama's hidden size must be even", where="--hidden_size", found=hidden_size)
+    heads = next(heads for heads in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * heads) == 0)
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        intermediate_size=max(64, hidden_size * 8 // 3 // 64 * 64),
+        num_attention_heads=heads,
+        num_key_value_heads=heads if heads % 2 else heads // 2,
+        max_position_embeddings=_LLAMA_POSITIONS,
+        **ids,
+    )
 
 
 def _refuse_sizes(arguments: ModelArguments) -> None:

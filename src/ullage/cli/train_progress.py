@@ -121,6 +121,17 @@ class Meter(TrainerCallback):
         self.close()
 
 
+class Stop(TrainerCallback):
+    """Ends training after optimizer step ``step``, with a checkpoint. ``reached``: whether it did, before the end."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step, self.reached = step, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._step is not None and self._step <= state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = self.reached = True
+
+
 class Interruption(TrainerCallback):
     """Within ``with``, the first Ctrl-C ends training after the running step, with a checkpoint; the second at once.
 

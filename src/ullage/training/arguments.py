@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from ullage.errors import InputError
@@ -39,6 +42,20 @@ class TrainingArguments(transformers.TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
+        if self.deepspeed is not None and self.use_cpu and dist.is_initialized():
+            join_deepspeed()
+
+
+def join_deepspeed() -> None:
+    """Tells DeepSpeed of the process group, which accelerate does on accelerators only.
+
+    A model made at stage 3 is cut at once, by what DeepSpeed believes the world size is.
+    """
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        with contextlib.redirect_stdout(io.StringIO()):  # what it says it has built, on every rank
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def form_process_group(arguments: Any) -> None:

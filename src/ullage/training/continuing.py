@@ -161,8 +161,10 @@ class ContinuingMixin(_Base):
         if self._conversion is None or self.is_deepspeed_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        assert checkpoint is not None and self.optimizer is not None and self.lr_scheduler is not None
-        load_optimizer(self.optimizer, self.model, self._conversion)  # pyright: ignore[reportArgumentType]
+        assert checkpoint is not None
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+        load_optimizer(optimizer, self.model, self._conversion)  # pyright: ignore[reportArgumentType]
         schedule = Path(checkpoint) / "scheduler.pt"
         if not schedule.is_file():
             raise CheckpointError(
@@ -170,9 +172,9 @@ class ContinuingMixin(_Base):
                 where=str(schedule),
                 hint="let the Trainer make the scheduler: leave it out of DeepSpeed's config",
             )
-        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        scheduler.load_state_dict(torch.load(schedule, weights_only=True))
         # A schedule sets the rate when it steps; until then the optimizer has the one it began with.
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
 

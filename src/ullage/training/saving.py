@@ -180,12 +180,14 @@ def _flush_entry(path: Path) -> None:
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The whole checkpoints in an output folder, by rising step; [] if there are none or there is no folder."""
-    found: list[tuple[int, Path]] = []
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdecimal() and path.is_dir():
-            found.append((int(step), path))
-    return [path for _, path in sorted(found)]
+    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a folder ``checkpoint-N`` was saved after; -1 if its name tells none."""
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(step) if step.isdecimal() else -1
 
 
 def check_checkpoint(folder: str | Path) -> Path:

@@ -1,0 +1,83 @@
+"""The process that trains: its environment before torch loads, and what its surroundings lack, said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from ullage.errors import TrainingError, UsageError
+
+
+def make_ready(argv: list[str]) -> None:
+    """One voice, ours: libraries speak when ``--log_level`` asks them to. No hub is asked. Runs before torch loads."""
+    _form_group_of_one(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # DeepSpeed looks for ninja on the path, where it is only in an activated environment.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not any(argument.startswith("--push") for argument in argv):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import logging
+    import warnings
+
+    from transformers.utils.logging import disable_progress_bar
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    disable_progress_bar()  # of shards that are read and written
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What torch and DeepSpeed raise where a process group cannot be formed, as one line that says what to do."""
+    from torch.distributed import DistNetworkError
+
+    try:
+        yield
+    except DistNetworkError as error:
+        busy = "EADDRINUSE" in str(error)
+        raise UsageError(
+            "the processes cannot meet: the port is in use" if busy else "the processes cannot meet",
+            where=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+            found=None if busy else str(error).partition("\n")[0],
+            hint="start them with torchrun --standalone, which finds a free one, or set MASTER_PORT" if busy else None,
+        ) from error
+    except RuntimeError as error:
+        compiler = os.environ.get("CXX", "c++")
+        if shutil.which(compiler) is not None or not _raised_in(error, "op_builder"):
+            raise
+        raise TrainingError(
+            "DeepSpeed compiles its communication when it is first used, and there is no C++ compiler",
+            expected=f"{compiler!r} on the path",
+            found=str(error).partition("\n")[0],
+            hint="install one (Debian: apt install g++), or train without --zero and --deepspeed",
+        ) from error
+
+
+def _raised_in(error: BaseException, part: str) -> bool:
+    """Whether a file whose path holds ``part`` is in the error's traceback."""
+    return any(part in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _form_group_of_one(argv: list[str]) -> None:
+    """DeepSpeed wants a process group also of one process, which torchrun did not start."""
+    asked = any(argument.startswith(("--zero", "--deepspeed")) for argument in argv)
+    if not asked or "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        os.environ[name] = value
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", port)
