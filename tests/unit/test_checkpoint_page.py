@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ullage
 from ullage.checkpoint.inventory import Group, Inventory, Problem, Topology
-from ullage.report.checkpoint import _draw, checkpoint_page
+from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
 
 
@@ -112,7 +112,7 @@ def test_a_page_without_groups() -> None:
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=30), st.integers(1, 40))
 def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[int], ranks: int) -> None:
     drawn = group(lengths if sum(lengths) else [1], ranks)
-    drawing = _draw(drawn)
+    drawing = draw(drawn)
     padding = drawn.padding_of()
     rows = [row for row in (*drawing.shards, drawing.whole, drawing.tail) if row is not None and row.boxes]
     assert rows

@@ -17,6 +17,7 @@ from ullage.errors import UllageError
 
 #: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
 VERBS = {
+    "quickstart": "See the whole in a few minutes: train packed, stop, convert, go on with other processes.",
     "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
     "plan": "Plan one step: where sequences of these lengths go, and how near the ideal that is.",
     "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",

@@ -28,7 +28,7 @@ _Lengths = Annotated[
     typer.Argument(
         metavar="LENGTHS",
         help="A file (.npy, .csv, .txt, .json, .jsonl, .parquet), a mock distribution (JSON, inline or a .json file), "
-        "the name of a workload (megatron, chat, bimodal, uniform, pareto, code), or - for standard input.",
+        "the name of a workload (megatron, chat, bimodal, uniform, pareto, code), docstrings, or - for standard input.",
     ),
 ]
 _Strategy = Annotated[str, typer.Option(help="How to plan: balanced, next_fit, or any that is installed.")]
@@ -105,6 +105,10 @@ def _measured(
 
     if source in WORKLOADS:
         return source, Measured(WORKLOADS[source](n or DEFAULT_N, seed)), CAPACITIES[source]
+    if source == "docstrings":
+        from ullage.datasets.text import docstring_lengths
+
+        return "docstrings", Measured(docstring_lengths(n or DEFAULT_N, seed)), 8192
     data = sys.stdin.buffer.read() if source == "-" else b""
     name = "standard input" if source == "-" else Path(source).name
     text = data.decode("utf-8", "replace") if data else source

@@ -113,6 +113,15 @@ def docstrings() -> list[str]:
     return list(found)
 
 
+def docstring_lengths(n: int | None = None, seed: int = 0, max_length: int = 1024) -> np.ndarray:
+    """Lengths of the docstrings as ``ullage train`` has them, in bytes and one for the end, cut to ``max_length``.
+
+    int64 [n]: ``n`` of them drawn without replacement, or all in their order.
+    """
+    lengths = np.minimum([len(text.encode()) + 1 for text in docstrings()], max_length).astype(np.int64)
+    return lengths if n is None else np.random.default_rng(seed).permutation(lengths)[:n]
+
+
 def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """The nodes that may have a docstring, in the order of their lines."""
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -69,7 +69,7 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         problems=[str(problem) for problem in problems[:_PROBLEMS]],
         num_problems=len(problems),
         padded_shards=padded,
-        drawings=[_draw(group) for group in inventory.groups[:_GROUPS]],
+        drawings=[draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
         kinds=_kinds(inventory),
         tensors=list(by_name(inventory).values())[:_TENSORS],
@@ -92,7 +92,8 @@ def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
     return [(kind, len(found), size(sum(found))) for kind, found in kinds.items()]
 
 
-def _draw(group: Group) -> Drawing:
+def draw(group: Group) -> Drawing:
+    """A group's buffer and its shards as bars; reads no tensor data."""
     padding = group.padding_of()
     padded = np.flatnonzero(padding)
     held = int(group.pieces.length.sum())

@@ -81,7 +81,7 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         steps=_steps(plan, reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
         time=_time_drawing(plan, shades),
-        memory=_memory_drawing(plan, shades),
+        memory=memory_drawing(plan),
         reference_time=None if reference is None else _time_drawing(reference, shades),
         shades=shades.legend(),
         histogram=histogram(plan.original_lengths, plan.costs),
@@ -202,8 +202,9 @@ def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: flo
         yield Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title)
 
 
-def _memory_drawing(plan: Plan, shades: _Shades) -> Drawing:
-    window = _Window.of(plan)
+def memory_drawing(plan: Plan) -> Drawing:
+    """What each microbatch of each rank holds: every one as wide as its capacity, the ullage hatched."""
+    window, shades = _Window.of(plan), _Shades.of(plan)
     cell = 100 / max(1, window.microbatches)
     rows = []
     for rank in window.ranks:

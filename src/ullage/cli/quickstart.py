@@ -1,0 +1,283 @@
+"""``ullage quickstart``: one run on four layouts, by commands that anyone could type, and what became of its loss.
+
+Every command continues what it finds in its folder, so an interrupted quickstart goes on where it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ullage.errors import InputError, TrainingError, UsageError
+
+if TYPE_CHECKING:
+    from ullage.report.journey import Journey
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+#: Sequences of a global batch; tokens of a microbatch; bytes that the checkpoints take at the most.
+_BATCH, _CAPACITY, _DISK_BYTES = 32, 2048, 1_000_000_000
+_PADDED_STEPS = 6
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a leg runs: ``zero`` 0 is without DeepSpeed."""
+
+    processes: int
+    zero: int
+
+    def __str__(self) -> str:
+        processes = f"{self.processes} process" + ("es" if self.processes > 1 else "")
+        return processes + (f", ZeRO {self.zero}" if self.zero else "")
+
+    @property
+    def launcher(self) -> list[str]:
+        several = self.processes > 1
+        return ["torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m"] if several else []
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--zero", str(self.zero)] if self.zero else []
+
+
+_LAYOUTS = (_Layout(2, 2), _Layout(1, 1), _Layout(2, 3), _Layout(1, 0))
+
+
+@app.command()
+def quickstart(
+    output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Where all of it goes.")] = Path(
+        "runs/quickstart"
+    ),
+    steps: Annotated[int, typer.Option(min=8, help="Optimizer steps of the run.")] = 96,
+    model: Annotated[str, typer.Option(help="As for ullage train.")] = "llama-192x4",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite_output_dir", "--overwrite-output-dir", help="Start over.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as one line of JSON on stdout.")] = False,
+) -> None:
+    """Train packed on two processes, stop, convert, and go on with other processes and ZeRO stages.
+
+    Shows each command, then a table and a page. Exit status 1 if a loss is not what the uninterrupted run has.
+    """
+    _check_surroundings(output_dir)
+    if overwrite:
+        _remove(output_dir)
+    _Shown.quiet = as_json
+    try:
+        journey, page = _Quickstart(output_dir, steps, model).run()
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        from ullage.report.journey import as_data
+
+        typer.echo(json.dumps({**as_data(journey), "page": str(page)}))
+    else:
+        _show(journey, page)
+    if not journey.agrees:
+        raise typer.Exit(1)
+
+
+def _check_surroundings(folder: Path) -> None:
+    """Raises for what is missing, before anything is written."""
+    for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"the quickstart needs {module}", hint=f"pip install 'ullage[{extra}]'")
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            "there is no C++ compiler, and DeepSpeed compiles its communication when it is first used",
+            expected=f"{compiler!r} on the path",
+            hint="install one (Debian: apt install g++), or train without DeepSpeed: ullage train",
+        )
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError("the folder cannot be written", where=str(above), hint="give another --output_dir")
+    free = shutil.disk_usage(above).free
+    if free < _DISK_BYTES:
+        raise InputError(
+            "too little disk",
+            where=str(above),
+            expected=f"{_DISK_BYTES / 1e9:.1f} GB free",
+            found=f"{free / 1e9:.1f} GB",
+            hint="free some space, or give another --output_dir",
+        )
+
+
+def _remove(folder: Path) -> None:
+    """What an earlier quickstart made, and nothing else."""
+    for name in ("padded", "whole", "run"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "quickstart.html").unlink(missing_ok=True)
+
+
+class _Shown:
+    """Commands are shown on stdout; with ``--json`` on stderr, with what they print."""
+
+    quiet = False
+
+    @classmethod
+    def line(cls, text: str) -> None:
+        typer.secho(text, err=cls.quiet, bold=text.startswith("$"))
+
+
+class _Quickstart:
+    """The commands of one quickstart, in order. ``typed`` keeps them for the page."""
+
+    def __init__(self, folder: Path, steps: int, model: str) -> None:
+        self.folder, self.steps = folder, steps
+        self.typed: list[str] = []
+        self.stops = [steps * (k + 1) // len(_LAYOUTS) for k in range(len(_LAYOUTS))]
+        self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
+        self.common += ["--save_total_limit", "20", "--per_device_train_batch_size", str(_BATCH // 2)]
+        self.packed = ["--packing", "--capacity", str(_CAPACITY), "--max_steps", str(steps)]
+
+    def run(self) -> tuple[Journey, Path]:
+        first, *others = _LAYOUTS
+        _Shown.line("Each line that begins with $ is a command for your own terminal; OMP_NUM_THREADS=1 is set.\n")
+        self.tell("How one step is planned", "plan", "docstrings", "--n", _BATCH, "--ranks", 2, "--capacity", _CAPACITY)
+        padded = ["--max_steps", str(_PADDED_STEPS), "--save_steps", str(_PADDED_STEPS)]
+        self.train("Padded, for comparison", first, "padded", _PADDED_STEPS, [*self.common, *padded])
+        saves = ["--save_steps", str(self.stops[0])]
+        whole = [*self.common, *self.packed, *saves]
+        self.train("Packed, without interruption: the run to compare with", first, "whole", self.steps, whole)
+        self.train("The same run, stopped on the way", first, "run", self.stops[0], whole, stop=True)
+        self.convert()
+        for layout, stop in zip(others, self.stops[1:], strict=True):
+            title = f"Continued on {layout}" + (" without DeepSpeed" if not layout.zero else "")
+            self.train(title, layout, "run", stop, ["--resume_from_checkpoint"], stop=stop < self.steps)
+        return self.journey(), self.page()
+
+    def train(
+        self, title: str, layout: _Layout, name: str, until: int, flags: Sequence[str], stop: bool = False
+    ) -> None:
+        """One ``ullage train``, unless its folder is there already."""
+        folder = self.folder / name
+        flags = [*layout.flags, *flags, *(["--stop_at_step", str(until)] if stop else [])]
+        command = [*layout.launcher, "ullage", "train", "--output_dir", str(folder), *flags]
+        self.do(title, command, done=_reached(folder) >= until)
+
+    def convert(self) -> None:
+        """The checkpoint of the first leg, looked at, converted and compared."""
+        checkpoint = self.folder / "run" / f"checkpoint-{self.stops[0]}"
+        tag = f"global_step{self.stops[0]}"
+        target = checkpoint / f"{tag}_universal"
+        done = target.is_dir()
+        self.do("What it left behind", ["ullage", "inspect", str(checkpoint / tag)], done)
+        self.do("Converted, for any number of ranks", ["ullage", "convert", str(checkpoint / tag), str(target)], done)
+        self.do("Compared, byte by byte", ["ullage", "verify", str(checkpoint / tag), str(target)], done)
+
+    def tell(self, title: str, *command: Any) -> None:
+        self.do(title, ["ullage", *map(str, command)], done=False)
+
+    def do(self, title: str, command: Sequence[str], done: bool) -> None:
+        """Shows a command and runs it; raises ``TrainingError`` if it fails."""
+        shown = shlex.join(command)
+        self.typed.append(shown)
+        _Shown.line(f"\n{title}{' (done before)' if done else ''}")
+        _Shown.line(f"$ {shown}")
+        if not done:
+            _run(command, shown)
+
+    def journey(self) -> Journey:
+        """What the runs logged."""
+        from ullage.report.journey import Journey, Leg, read_steps
+
+        steps = {name: read_steps(_last(self.folder / name)) for name in ("padded", "whole", "run")}
+        begins = [0, *self.stops]
+        legs = [
+            Leg(str(layout), [step for step in steps["run"] if begin < step.number <= end])
+            for layout, begin, end in zip(_LAYOUTS, begins, self.stops, strict=False)
+        ]
+        first = str(_LAYOUTS[0])
+        return Journey(Leg(first, steps["padded"]), Leg(first, steps["whole"]), legs)
+
+    def page(self) -> Path:
+        """Writes the page."""
+        from ullage.checkpoint import read
+        from ullage.datasets.text import docstring_lengths
+        from ullage.planning import plan
+        from ullage.report.journey import journey_page
+
+        stop = self.stops[0]
+        inventory = read(self.folder / "run" / f"checkpoint-{stop}" / f"global_step{stop}")
+        step = plan(docstring_lengths(_BATCH), ranks=2, capacity=_CAPACITY, sync="step")
+        page = self.folder / "quickstart.html"
+        page.write_text(journey_page(self.journey(), step, inventory, self.typed), encoding="utf-8")
+        return page
+
+
+def _run(command: Sequence[str], shown: str) -> None:
+    """Runs a command with this Python; Ctrl-C ends all of its processes at once, which harms no checkpoint."""
+    modules = {"torchrun": "torch.distributed.run", "ullage": "ullage"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", modules[command[0]], *command[1:]],
+        env=environment,
+        stdout=sys.stderr if _Shown.quiet else None,
+        start_new_session=True,
+    )
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if status:
+        raise TrainingError(
+            "a command failed; what it said stands above",
+            where=shown,
+            expected="exit status 0",
+            found=status,
+            hint="the same quickstart goes on from here; --overwrite_output_dir starts over",
+        )
+
+
+def _last(folder: Path) -> Path:
+    from ullage.training.saving import checkpoints_in
+
+    return checkpoints_in(folder)[-1]
+
+
+def _reached(folder: Path) -> int:
+    """The step of the last checkpoint there, 0 if there is none."""
+    steps = [path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def _show(journey: Journey, page: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ullage.report.journey import HEADINGS
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("tokens/s", "ullage", "imbalance") else "left")
+    for row in journey.rows():
+        table.add_row(*row)
+    console = Console(width=max(Console().width, 80))
+    console.print()
+    console.print(table)
+    faster = journey.whole.tokens_per_second / journey.padded.tokens_per_second
+    console.print(
+        f"\nPacking trained on {faster:.1f} times as many real tokens per second as padding.", highlight=False
+    )
+    if journey.agrees:
+        console.print("After every change of layout the next losses equal the uninterrupted run's to five digits.")
+    else:
+        console.print("[bold red]After a change of layout a loss differs within five digits.")
+    console.print(f"The curves, the plan and the shards: {page}", highlight=False, soft_wrap=True)

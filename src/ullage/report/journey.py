@@ -1,0 +1,202 @@
+"""A run that changed its layout on the way, beside one that did not: the table and the page of ``ullage quickstart``.
+
+Everything comes from what the runs wrote: the Trainer's log of every step, a checkpoint's files, and the plan of one
+step's lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.inventory import Inventory
+from ullage.planning import Plan
+from ullage.report.checkpoint import draw
+from ullage.report.page import NUM_COLOURS, render
+from ullage.report.plan import memory_drawing
+
+#: Steps after a change of layout that are held against the uninterrupted run, and how near they must be.
+COMPARED, DIGITS = 3, 5
+#: Steps at the start of a process, which wait for compilers and caches and say nothing about speed.
+_WARMING = 2
+_WIDTH, _HEIGHT = 600, 220
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as the Trainer logged it. ``tokens_per_second``: real tokens, over all ranks."""
+
+    number: int
+    loss: float
+    tokens_per_second: float
+    ullage: float
+    imbalance: float | None
+
+
+def read_steps(checkpoint: Path) -> list[Step]:
+    """The steps that led to a Trainer's checkpoint, in order."""
+    history = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [
+        Step(row["step"], row["loss"], row["tokens_per_second"], row["ullage"], row.get("imbalance"))
+        for row in history
+        if "loss" in row
+    ]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run on one layout, such as "2 processes, ZeRO 2", with its steps."""
+
+    layout: str
+    steps: Sequence[Step]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median, after the first steps."""
+        return statistics.median(step.tokens_per_second for step in self.steps[_WARMING:] or self.steps)
+
+    @property
+    def ullage(self) -> float:
+        return statistics.mean(step.ullage for step in self.steps)
+
+    @property
+    def imbalance(self) -> float | None:
+        known = [step.imbalance for step in self.steps if step.imbalance is not None]
+        return statistics.mean(known) if known else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step of the run after a change of layout, and the same step of the uninterrupted run."""
+
+    number: int
+    loss: float
+    uninterrupted: float
+
+    @property
+    def agrees(self) -> bool:
+        """To five digits."""
+        return abs(self.loss - self.uninterrupted) < 10**-DIGITS * max(1.0, abs(self.uninterrupted))
+
+
+@dataclass(frozen=True)
+class Journey:
+    """``padded``: the same model without packing. ``whole``: the run without interruption. ``legs``: the other one."""
+
+    padded: Leg
+    whole: Leg
+    legs: Sequence[Leg]
+
+    def comparisons(self, leg: Leg) -> list[Comparison]:
+        """The first steps of ``leg`` beside the uninterrupted run's; none for the first leg, which changed nothing."""
+        if leg is self.legs[0]:
+            return []
+        uninterrupted = {step.number: step.loss for step in self.whole.steps}
+        return [Comparison(step.number, step.loss, uninterrupted[step.number]) for step in leg.steps[:COMPARED]]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every change of layout left the losses as they were."""
+        return all(comparison.agrees for leg in self.legs for comparison in self.comparisons(leg))
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table, as text: see :data:`HEADINGS`."""
+        return [
+            _row("padded", self.padded, None),
+            _row("packed, uninterrupted", self.whole, None),
+            *(_row("packed" if leg is self.legs[0] else "continued", leg, self.comparisons(leg)) for leg in self.legs),
+        ]
+
+
+HEADINGS = ("run", "layout", "steps", "tokens/s", "ullage", "imbalance", "loss", "next losses: here, uninterrupted")
+
+
+def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str, ...]:
+    first, last = leg.steps[0], leg.steps[-1]
+    beside = "" if not comparisons else "; ".join(f"{c.loss:.5f}, {c.uninterrupted:.5f}" for c in comparisons)
+    imbalance = "" if leg.imbalance is None else f"{leg.imbalance:.3f}"
+    return (
+        name,
+        leg.layout,
+        f"{first.number} to {last.number}",
+        f"{leg.tokens_per_second:,.0f}",
+        f"{leg.ullage:.1%}",
+        imbalance,
+        f"{first.loss:.3f} to {last.loss:.3f}",
+        beside,
+    )
+
+
+def journey_page(journey: Journey, plan: Plan, inventory: Inventory, commands: Sequence[str]) -> str:
+    """One self-contained HTML page, as text: the curves, a plan of one step, the shards of ``inventory``.
+
+    ``commands``: what was typed, in order. Raises ``InputError`` without jinja2.
+    """
+    low, high = _range(journey)
+    return render(
+        "journey.html",
+        journey=journey,
+        headings=HEADINGS,
+        rows=journey.rows(),
+        commands=commands,
+        curves=list(_curves(journey, low, high)),
+        losses=list(_losses(low, high)),
+        last_step=journey.whole.steps[-1].number,
+        faster=journey.whole.tokens_per_second / journey.padded.tokens_per_second,
+        plan=plan,
+        stats=plan.statistics(),
+        memory=memory_drawing(plan),
+        inventory=inventory,
+        drawings=[draw(group) for group in inventory.groups],
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line through the steps of a leg, in the picture's units; ``style`` is a class of colour."""
+
+    label: str
+    style: str
+    points: str
+    start: float
+
+
+def _range(journey: Journey) -> tuple[float, float]:
+    losses = [step.loss for leg in (journey.whole, *journey.legs) for step in leg.steps]
+    return min(losses), max(losses)
+
+
+def _curves(journey: Journey, low: float, high: float) -> Iterator[Curve]:
+    last = max(journey.whole.steps[-1].number, 2)
+
+    def points(steps: Sequence[Step]) -> str:
+        placed = (
+            (_WIDTH * (step.number - 1) / (last - 1), _HEIGHT * (high - step.loss) / (high - low or 1.0))
+            for step in steps
+        )
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+
+    yield Curve("uninterrupted", "whole", points(journey.whole.steps), 0.0)
+    for k, leg in enumerate(journey.legs):
+        start = 100 * (leg.steps[0].number - 1) / (last - 1)
+        yield Curve(leg.layout, f"k{k % NUM_COLOURS}", points(leg.steps), start)
+
+
+def _losses(low: float, high: float) -> Iterator[tuple[str, float]]:
+    """Five numbers beside the axis, with their places in per cent."""
+    for k in range(5):
+        yield f"{high - (high - low) * k / 4:.2f}", 25.0 * k
+
+
+def as_data(journey: Journey) -> dict[str, Any]:
+    """The table as plain data, for ``--json``."""
+    return {
+        "agrees": journey.agrees,
+        "rows": [dict(zip(HEADINGS, row, strict=True)) for row in journey.rows()],
+    }
