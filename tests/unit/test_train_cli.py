@@ -144,6 +144,95 @@ def test_resuming_continues_exactly(run, tmp_path):
         assert resumed == whole
 
 
+def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, tmp_path, capsys):
+    folder, arguments, _ = run
+    stopped = tmp_path / "stopped"
+    here(*arguments, "--output_dir", stopped, "--stop_at_step", 7)
+    said = capsys.readouterr().out
+    assert f"stopped as asked; {stopped}/checkpoint-7 is whole; continue with: ullage train --data" in said
+    assert "--stop_at_step" not in said
+    assert [path.name for path in checkpoints_in(stopped)] == ["checkpoint-5", "checkpoint-7"]
+    assert not (stopped / "model.safetensors").exists()
+    here(*arguments, "--output_dir", stopped, "--stop_at_step", 7)
+    assert "texts to train on" not in capsys.readouterr().out  # it was there already
+    here("--output_dir", stopped, "--resume_from_checkpoint")
+    assert "changed settings" not in capsys.readouterr().out
+    assert losses(checkpoints_in(stopped)[-1]) == losses(checkpoints_in(folder)[-1])
+
+
+def test_a_resumed_run_keeps_its_global_batch(run, tmp_path):
+    from ullage.cli.train_record import taken_over
+
+    folder, *_ = run
+    record = json.loads((folder / "ullage_run.json").read_text())
+    assert record["settings"]["per_device_train_batch_size"] == 4
+    assert taken_over(folder, set(), 2)["per_device_train_batch_size"] == 2
+    assert taken_over(folder, {"per_device_train_batch_size"}, 3).get("per_device_train_batch_size") is None
+    assert taken_over(folder, {"learning_rate"}, 1).get("learning_rate") is None
+    assert taken_over(folder, set(), 1)["learning_rate"] == 0.02
+    assert taken_over(tmp_path, set(), 3) == {}
+    with pytest.raises(UsageError, match=r"global batch of 4 does not divide over 3 processes .*ullage_run.json"):
+        taken_over(folder, set(), 3)
+
+
+def test_zero_is_a_plain_config_of_deepspeed(tmp_path):
+    from ullage.cli.train_arguments import _zero
+
+    (flag,) = _zero({"zero": 3})
+    config = json.loads(flag.removeprefix("--deepspeed="))
+    assert config["zero_optimization"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    assert config["train_batch_size"] == "auto"
+    assert _zero({}) == []
+    with pytest.raises(UsageError, match="two settings for DeepSpeed"):
+        parse(["--zero", "2", "--deepspeed", "ds.json"])
+    with pytest.raises(UsageError, match="invalid choice"):
+        parse(["--zero", "4"])
+
+
+def test_a_llama_by_name(tmp_path):
+    from ullage.cli.train_model import load_model
+    from ullage.datasets.text import byte_tokenizer
+
+    def config(*flags: str):
+        command = parse(["--output_dir", str(tmp_path), *flags])
+        return load_model(command, byte_tokenizer(), None).config
+
+    llama = config("--model", "llama-192x2")
+    sizes = (llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size)
+    assert (llama.model_type, *sizes, llama.vocab_size) == ("llama", 192, 2, 3, 512, 259)
+    assert config("--model", "llama-128x1").num_key_value_heads == 1
+    assert config("--model", "llama", "--hidden_size", "34", "--num_hidden_layers", "1").num_attention_heads == 1
+    with pytest.raises(InputError, match=r"--dropout is for recurrent models"):
+        config("--model", "llama", "--dropout", "0.1")
+    with pytest.raises(InputError, match=r"hidden size must be even"):
+        config("--model", "llama-33")
+
+
+def test_a_busy_port_and_a_missing_compiler_are_said_in_one_line(monkeypatch, tmp_path):
+    import socket
+
+    from ullage.cli.train_process import one_line_errors
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = ullage_train(
+            "--zero", 1, "--max_steps", 1, "--output_dir", "out", cwd=tmp_path, env={**environment(), **alone}
+        )
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("ullage")]
+    assert said == [
+        f"ullage: the processes cannot meet: the port is in use (127.0.0.1:{port}). Start them with torchrun "
+        "--standalone, which finds a free one, or set MASTER_PORT"
+    ]
+    assert "Traceback" not in done.stderr
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="ours"), one_line_errors():
+        raise RuntimeError("ours")  # not of a compiler: left alone
+
+
 def test_a_bare_resume_takes_the_last_checkpoint_and_a_bare_call_does_so_too(run, tmp_path, capsys):
     folder, arguments, _ = run
     whole = losses(checkpoints_in(folder)[-1])
@@ -356,6 +445,7 @@ def test_the_command_to_continue_with_drops_an_older_checkpoint():
     )
     assert _command(["--resume_from_checkpoint", "--seed", "1"]) == "ullage train --seed 1"
     assert _command(["--resume-from-checkpoint=old"]) == "ullage train"
+    assert _command(["--stop_at_step", "9", "--seed", "1", "--stop-at-step=9"]) == "ullage train --seed 1"
 
 
 def test_a_folder_that_cannot_be_written(data, tmp_path):

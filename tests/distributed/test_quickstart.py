@@ -1,0 +1,64 @@
+"""``ullage quickstart`` on a small model: every layout, real processes, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import environment
+
+
+def quickstart(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ullage", "quickstart", "--output_dir", str(folder), "--steps", "16"]
+    command += ["--model", "llama-64x2", "--json", *map(str, arguments)]
+    return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=560)
+
+
+@pytest.mark.slow
+def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one_goes_on(tmp_path):
+    folder = tmp_path / "journey"
+    done = quickstart(folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = json.loads(done.stdout.splitlines()[-1])
+    assert table["agrees"]
+    assert [row["layout"] for row in table["rows"]] == [
+        "2 processes, ZeRO 2",
+        "2 processes, ZeRO 2",
+        "2 processes, ZeRO 2",
+        "1 process, ZeRO 1",
+        "2 processes, ZeRO 3",
+        "1 process",
+    ]
+    for row in table["rows"][3:]:
+        pairs = [pair.split(", ") for pair in row["next losses: here, uninterrupted"].split("; ")]
+        assert len(pairs) == 3
+        assert all(abs(float(ours) - float(theirs)) < 2e-5 * float(theirs) for ours, theirs in pairs)
+    assert "torchrun --standalone --nproc_per_node 2 -m ullage train" in done.stderr
+    assert "is converted to global_step8_universal" in done.stderr  # by itself, after saying so
+    assert "is converted to global_step12_safetensors" in done.stderr
+    page = (folder / "quickstart.html").read_text()
+    assert page.count("<polyline") == 5
+    assert "http" not in page.replace("http://www.w3.org", "")
+    # killed in the last leg: the rest is there, and the last leg alone is run again
+    shutil.rmtree(folder / "run" / "checkpoint-16")
+    again = quickstart(folder)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stderr.count("(done before)") == 8
+    assert json.loads(again.stdout.splitlines()[-1])["rows"][-1]["steps"] == "13 to 16"
+
+
+def test_what_is_missing_is_said_before_anything_is_written(tmp_path):
+    done = quickstart(tmp_path / "journey", CXX="no-such-compiler")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ullage: there is no C++ compiler, and DeepSpeed compiles")
+    assert len(done.stderr.strip().splitlines()) == 1
+    (tmp_path / "file").write_text("")
+    done = quickstart(tmp_path / "file" / "journey")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "the folder cannot be written" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,51 @@
+"""The numbered examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.launch import ROOT, environment
+
+
+def run(name: str, *arguments: object, processes: int = 1, cwd=None) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] * (processes > 1)
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_batch():
+    said = run("01_a_batch.py")
+    assert "flat        [5, 6, 7, 8, 1, 2, 3, 4, 5]" in said
+    assert "packed      [1, 5, 8, 2, 6, 3, 7, 4, 5] batch sizes [3, 2, 2, 1, 1]" in said
+    assert "labels      [[-100, 6, 7, -100, -100, 2, 3, 4, 5]]" in said
+    assert "segment 2: 5 elements on shard 1 from 0" in said
+    assert "16 slots, 9 tokens, ullage 44%" in said
+
+
+def test_packed_training_is_the_same_on_two_processes(tmp_path):
+    pattern = r"loss ([\d.]+) to ([\d.]+), ullage [\d.]+%, imbalance ([\d.]+)"
+    one = re.search(pattern, run("02_train_packed.py", "--steps", 10, cwd=tmp_path))
+    assert one is not None
+    first, last, imbalance = map(float, one.groups())
+    assert last < first - 0.5
+    assert imbalance == 1.0
+
+
+def test_a_plan(tmp_path):
+    said = run("03_plan_a_step.py", "--html", tmp_path / "plan.html")
+    paths = [float(found) for found in re.findall(r"critical path ([\d.]+)", said)]
+    assert paths[0] < 1.1 < paths[1]
+    assert "degrees in use: [1, " in said
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_carried_checkpoint_goes_on():
+    said = run("04_carry_a_checkpoint.py", processes=2)
+    assert "4 parameters on 2 shards" in said
+    losses = {stage: said.split(f"ZeRO {stage} ")[1].splitlines()[0].split() for stage in (2, 3)}
+    assert len(losses[2]) == 3
+    assert all(abs(float(a) - float(b)) < 2e-6 for a, b in zip(losses[2], losses[3], strict=True))
