@@ -8,10 +8,10 @@ import pytest
 
 from tests.launch import ROOT, environment
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_snippets_of_a_page_run(page, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     if not blocks:
@@ -25,4 +25,8 @@ def test_the_snippets_of_a_page_run(page, tmp_path):
 
 
 def test_there_are_pages_to_run():
-    assert any("```python" in page.read_text() for page in PAGES)
+    """Below docs/ too, and no block that a misspelt fence would keep from running."""
+    run = {page.parent.name for page in PAGES if "```python" in page.read_text()}
+    assert {ROOT.name, "docs", "coming_from"} <= run
+    fences = {word for page in PAGES for word in re.findall(r"^```(\S+)$", page.read_text(), flags=re.MULTILINE)}
+    assert fences <= {"python", "py", "sh", "bash", "yaml", "text", "diff", "json"}
