@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: roles such as ``:func:`` become code, doctests become blocks, double backticks single.
+"""Docstrings as Markdown: roles such as ``:func:`` become code, doctests become blocks, ``::`` a colon.
 
 The docstrings are written for whoever reads the source; this is all that the site needs changed.
 """
@@ -7,7 +7,7 @@ import re
 
 import griffe
 
-_ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([^`]+)`")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr):`(?:~[^`]*\.)?([^`]+)`")
 _DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!\s*$).*\n?)*)+", re.MULTILINE)
 
 
@@ -17,6 +17,6 @@ class Markdown(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is None:
             return
-        text = _ROLE.sub(lambda found: f"`{found[1].rpartition('ullage.')[2]}`", obj.docstring.value)
+        text = _ROLE.sub(r"`\1`", obj.docstring.value)
         text = _DOCTEST.sub(lambda found: f"\n```pycon\n{found[0].rstrip()}\n```\n", text)
-        obj.docstring.value = text
+        obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
