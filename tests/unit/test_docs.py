@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.browser import lay_out, needs_chromium
 from tests.launch import ROOT, environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,3 +31,20 @@ def test_there_are_pages_to_run():
     assert {ROOT.name, "docs", "coming_from"} <= run
     fences = {word for page in PAGES for word in re.findall(r"^```(\S+)$", page.read_text(), flags=re.MULTILINE)}
     assert fences <= {"python", "py", "sh", "bash", "yaml", "text", "diff", "json"}
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_no_page_of_the_site_is_wider_than_its_window(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = [page for page in sorted((tmp_path / "site").rglob("*.html")) if page.name != "404.html"]
+    assert len(pages) >= len(PAGES) - 1  # the README is no page of the site
+    parts = ".md-content :is(h1, h2, h3, p, li, td, th, pre, img, svg.idea)"
+    for width, dark in ((400, True), (1280, False)):
+        for page, facts in lay_out(pages, tmp_path, parts=parts, width=width, dark=dark).items():
+            assert (facts["width"], facts["dark"]) == (width, dark)
+            assert facts["seen"] > 3, page
+            assert facts["page"] <= width, page
+            assert facts["wide"] == [], page
