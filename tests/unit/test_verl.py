@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from tests.distributed.processes import run
+from tests.distributed.processes import run, values
 from ullage.engines.verl import (
     DynamicCPScheduler,
     calculate_workload,
@@ -233,7 +233,7 @@ def _on_each_rank(rank, world):
 
 
 def test_ranks_agree_on_the_number_of_microbatches_and_on_errors():
-    first, second = (outcome["value"] for outcome in run(_on_each_rank, 2))
+    first, second = values(run(_on_each_rank, 2))
     assert [first[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 3, 3]
     assert [second[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 5, 5]
     assert "another rank failed" in first["oversize"]

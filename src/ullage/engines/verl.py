@@ -192,11 +192,16 @@ def select_rows(batch: Any, rows: Sequence[int]) -> Any:
 
     Tensors, nested ones too, arrays and lists are columns; anything else is about the whole batch and is kept.
     """
-    columns = {name: _select(column, rows) for name, column in batch.items()}
     tensordict = sys.modules.get("tensordict")  # who has none of its batches need not have it installed
-    if tensordict is not None and isinstance(batch, tensordict.TensorDictBase):
-        return tensordict.TensorDict(columns, batch_size=[len(rows)], device=batch.device)
-    return columns
+    if tensordict is None or not isinstance(batch, tensordict.TensorDictBase):
+        return {name: _select(column, rows) for name, column in batch.items()}
+    index = torch.tensor(rows, dtype=torch.long)
+    columns = {
+        # What is no tensor is a stack with a row for each, or, without a shape, about the whole batch.
+        name: _select(column, rows) if isinstance(column, Tensor) else column[index] if column.shape else column
+        for name, column in batch.items()
+    }
+    return tensordict.TensorDict(columns, batch_size=[len(rows)], device=batch.device)
 
 
 def _select(column: Any, rows: Sequence[int]) -> Any:
@@ -257,7 +262,7 @@ class DynamicCPScheduler:
         if self.ranks % self.min_cp_size:
             raise InputError("min_cp_size must divide the ranks", expected=f"a part of {self.ranks}", found=min_cp_size)
 
-    def get_groups_and_subsamples(self, sample_id_seqlens: Iterable[tuple[int, int]]) -> list[list[list[int]]]:
+    def get_groups_and_subsamples(self, sample_id_seqlens: Iterable[tuple[Any, int]]) -> list[list[list[Any]]]:
         """For each microbatch and each rank, the ids of the samples that it runs.
 
         ``sample_id_seqlens``: pairs of an id and a length in tokens. Ranks that share samples are consecutive and begin
