@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 
 export DS_BUILD_OPS := 0
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint types clean
+.PHONY: help install quickstart test test-slow lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -38,6 +39,9 @@ lint: install  ## ruff: rules and format
 
 types: install  ## pyright
 	$(BIN)/pyright
+
+docs: install  ## the documentation site, into build/site; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache

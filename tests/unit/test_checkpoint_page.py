@@ -7,10 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
+from tests.browser import check_laid_out, lay_out, needs_chromium
 from ullage.checkpoint.inventory import Group, Inventory, Problem, Topology
 from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
@@ -132,3 +134,17 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
 def test_sizes_read_with_three_digits() -> None:
     said = [size(n) for n in (0, 999, 1000, 12345, 999_499, 999_500, 3_000_000_000)]
     assert said == ["0 B", "999 B", "1 kB", "12.3 kB", "999 kB", "1 MB", "3 GB"]
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path: Path, width: int, dark: bool) -> None:
+    long = group([300, 5, 70, 1], 3, [f"model.decoder.layers.{i}.self_attn.{'q' * 60}_proj.weight" for i in range(4)])
+    trouble = Problem("elements are in no fragment", "mp_rank_00/" + "x" * 90 + ".pt", parameter="q" * 90)
+    for number, content in enumerate([page(story()), page(long, problems=(trouble,))]):
+        (tmp_path / f"{number}.html").write_text(content, encoding="utf-8")
+    parts = "h1,h2,h3,p,dt,dd,td,th,li,summary,footer,.label,.number,.swatches span,.bar"
+    for facts in lay_out(sorted(tmp_path.glob("?.html")), tmp_path, parts=parts, width=width, dark=dark).values():
+        check_laid_out(facts, width=width, dark=dark, least=20)

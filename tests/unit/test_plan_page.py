@@ -1,23 +1,18 @@
 """The page of a plan: what its drawings say agrees with the plan, and a browser lays it out without overflow."""
 
-import html
-import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 import ullage
+from tests.browser import check_laid_out, lay_out, needs_chromium
 from ullage.datasets import CAPACITIES, WORKLOADS
 from ullage.report import plan as drawing
 from ullage.report.histogram import histogram, short
 from ullage.report.plan import plan_page
 from ullage.report.timeline import timeline
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def planned(name, n, ranks, **how):
@@ -174,59 +169,17 @@ def test_histogram_counts_every_sequence():
     assert (short(512), short(131_072), short(1536)) == ("512", "128k", "1.5k")
 
 
-MEASURE = """<script>
-addEventListener("load", () => {
-  document.querySelectorAll("details").forEach(d => d.open = true);
-  const parts = "h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg";
-  const seen = [...document.querySelectorAll(parts)].map(e => [e, e.getBoundingClientRect()])
-    .filter(([e, r]) => r.width && r.height);
-  const named = e => e.outerHTML.slice(0, 80);
-  const wide = seen.filter(([e, r]) => r.right > innerWidth + 0.5 || r.left < -0.5).map(([e]) => named(e));
-  const overlaps = [];
-  seen.forEach(([a, r], i) => seen.slice(i + 1).forEach(([b, s]) => {
-    if (a.contains(b) || b.contains(a)) return;
-    const across = Math.min(r.right, s.right) - Math.max(r.left, s.left);
-    const down = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-    if (across > 1 && down > 1) overlaps.push(named(a) + " / " + named(b));
-  }));
-  const table = document.querySelector("table"), dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const facts = {
-    width: innerWidth, page: document.documentElement.scrollWidth, wide, overlaps, dark, seen: seen.length,
-    table: table.scrollWidth - table.parentElement.clientWidth,
-    ground: getComputedStyle(document.body).backgroundColor,
-  };
-  parent.postMessage(facts, "*");
-});
-</script></body>"""
-
-# A window is at least 500 pixels wide; a frame is not, and media queries ask the frame.
-FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body><script>
-addEventListener("message", m => { document.body.textContent = "FACTS" + JSON.stringify(m.data) + "END"; });
-</script><iframe width="WIDTH" height="900" style="border: 0" srcdoc="PAGE"></iframe></body>"""
+PARTS = "h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@needs_chromium
 @pytest.mark.parametrize(
     ("name", "width", "dark"),
     [("chat", 1280, False), ("chat", 400, True), ("megatron", 1280, True), ("megatron", 400, False)],
 )
 def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path, name, width, dark):
     n, ranks = (64, 4) if name == "chat" else (2048, 32)
-    path = tmp_path / "page.html"
-    page = html.escape(page_of(name, n, ranks).replace("</body>", MEASURE))
-    path.write_text(FRAME.replace("WIDTH", str(width)).replace("PAGE", page), encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000"]
-    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", path.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    facts = json.loads(html.unescape(re.search("FACTS(.*)END", dom)[1]))
-    assert facts["width"] == width
-    assert facts["dark"] is dark
-    assert facts["seen"] > 40
-    assert facts["page"] <= width
-    assert facts["wide"] == []
-    assert facts["overlaps"] == []
-    assert facts["table"] <= 0
-    brightness = sum(map(int, re.findall(r"\d+", facts["ground"])[:3])) / 3
-    assert brightness < 60 if dark else brightness > 200
+    page = tmp_path / "page.html"
+    page.write_text(page_of(name, n, ranks), encoding="utf-8")
+    [facts] = lay_out([page], tmp_path, parts=PARTS, width=width, dark=dark).values()
+    check_laid_out(facts, width=width, dark=dark, least=40)

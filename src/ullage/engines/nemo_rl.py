@@ -1,0 +1,297 @@
+"""NeMo-RL's sequence packing, planned: a packer with its ``pack`` interface, a batch sharded by plan, and the way back.
+
+NeMo-RL packs on the driver, where every row lies: a packer makes bins, and bin *k* goes to data-parallel shard
+``k % shards``. So the bins of a plan, listed microbatch by microbatch and in each rank by rank, arrive where the plan
+wants them, without a change to the code around. One line puts it in place::
+
+    nemo_rl.distributed.batched_data_dict.get_packer = ullage.engines.nemo_rl.get_packer
+
+Signatures, option names and metrics are those of ``nemo_rl/data/packing`` and of
+``nemo_rl/distributed/batched_data_dict.py`` (August 2026). NeMo-RL need not be installed.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ullage.engines.dealing import bins_of, fill_empty
+from ullage.errors import InputError
+from ullage.layout import Int64, Integers, as_lengths
+from ullage.planning.cost import Cost, TransformerCost, integer_costs
+from ullage.planning.planner import plan
+
+#: NeMo-RL's names of algorithms. The first keeps arrival order; the others ask for good packing, and get the plan.
+ARRIVAL = "CONCATENATIVE"
+ALGORITHMS = (ARRIVAL, "FIRST_FIT_DECREASING", "FIRST_FIT_SHUFFLE", "MODIFIED_FIRST_FIT_DECREASING", "BALANCED")
+
+
+class SequencePacker:
+    """Packs sequences into bins whose work is balanced, in as few bins as there must be.
+
+    ``bin_capacity``: tokens of a bin, never exceeded. ``min_bin_count``, ``bin_count_multiple``: the number of bins is
+    at least the one and a multiple of the other; bins of one multiple run together on that many ranks. ``cost``: as
+    for ``ullage.plan``. ``strategy``: ``"balanced"``, or ``"next_fit"`` for arrival order. ``collect_metrics`` keeps
+    what :meth:`get_aggregated_metrics` tells. Raises ``InputError``, a ``ValueError``, for numbers out of range.
+
+    >>> SequencePacker(8, bin_count_multiple=2).pack([5, 3, 4, 4])
+    [[0, 1], [2, 3]]
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+        *,
+        cost: Cost | None = None,
+        strategy: str = "balanced",
+    ) -> None:
+        if min_bin_count is not None and min_bin_count < 0:
+            raise InputError("min_bin_count must be nonnegative", found=min_bin_count)
+        if bin_count_multiple is not None and bin_count_multiple < 1:
+            raise InputError("bin_count_multiple must be positive", found=bin_count_multiple)
+        self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.min_bin_count = min_bin_count
+        self.bin_count_multiple = bin_count_multiple
+        self.cost = TransformerCost() if cost is None else cost
+        self.strategy = strategy
+        self._packed: list[dict[str, float]] = []
+
+    def pack(self, sequence_lengths: Integers) -> list[list[int]]:
+        """The ids of each bin, none of them empty; ``[]`` without sequences where no number of bins is asked for.
+
+        Raises ``InputError``, a ``ValueError``, for a sequence above the capacity, and for fewer sequences than bins.
+        """
+        lengths = as_lengths(sequence_lengths, "sequence_lengths")
+        ranks = self.bin_count_multiple or 1
+        least = -(-(self.min_bin_count or 0) // ranks)
+        made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, strategy=self.strategy)
+        if 0 < made.num_microbatches < least and self.strategy == "balanced":
+            made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, microbatch_multiple=least)
+        bins = bins_of(made)
+        bins += [[] for _ in range(least * ranks - len(bins))]
+        costs, _, _ = integer_costs(self.cost, lengths)
+        bins = fill_empty(bins, costs.tolist())
+        if self.collect_metrics:
+            self._packed.append(self.compute_metrics(lengths, bins))
+        return bins
+
+    def compute_metrics(self, sequence_lengths: Integers, bins: Sequence[Sequence[int]]) -> dict[str, float]:
+        """How full ``bins`` are, under NeMo-RL's names."""
+        lengths = as_lengths(sequence_lengths, "sequence_lengths")
+        filled = [int(lengths[list(ids)].sum()) / self.bin_capacity for ids in bins]
+        tokens = int(lengths.sum()) if bins else 0
+        room = len(bins) * self.bin_capacity
+        least = -(-tokens // self.bin_capacity)
+        mean = tokens / room if room else 0.0
+        spread = statistics.stdev(filled) / mean if len(filled) > 1 and mean else 0.0
+        return {
+            "num_sequences": len(lengths) if bins else 0,
+            "num_bins": len(bins),
+            "total_sequence_length": tokens,
+            "total_bin_capacity": room,
+            "total_waste": room - tokens,
+            "average_utilization": mean,
+            "waste_ratio": 1.0 - mean if room else 0.0,
+            "bin_balance": 1.0 - spread if bins else 0.0,
+            "theoretical_min_bins": least,
+            "bin_efficiency": least / len(bins) if bins else 0.0,
+        }
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """The same over every call of :meth:`pack` since the last :meth:`reset_metrics`; ``{}`` if there was none."""
+        if not self._packed:
+            return {}
+        total = {name: sum(each[name] for each in self._packed) for name in self._packed[0]}
+        each = [one["average_utilization"] for one in self._packed]
+        mean = total["total_sequence_length"] / max(1, total["total_bin_capacity"])
+        return {
+            "total_sequences": total["num_sequences"],
+            "total_bins": total["num_bins"],
+            "average_utilization": mean,
+            "min_utilization": min(each),
+            "max_utilization": max(each),
+            "average_waste_ratio": 1.0 - mean,
+            "min_waste_ratio": 1.0 - max(each),
+            "max_waste_ratio": 1.0 - min(each),
+            "average_bin_count": total["num_bins"] / len(each),
+            "bin_efficiency": -(-total["total_sequence_length"] // self.bin_capacity) / max(1, total["num_bins"]),
+        }
+
+    def reset_metrics(self) -> None:
+        """Forgets what was collected."""
+        self._packed.clear()
+
+    def print_metrics(self) -> None:
+        """Prints :meth:`get_aggregated_metrics`, a line each."""
+        for name, value in self.get_aggregated_metrics().items():
+            print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def get_packer(
+    algorithm: enum.Enum | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
+    """A packer, in the place of NeMo-RL's factory of this name.
+
+    ``algorithm``: one of NeMo-RL's names in any case, or a member of its enum. ``concatenative`` keeps arrival order;
+    the others, and ``balanced``, are the plan. Raises ``InputError``, a ``ValueError``, for another name.
+    """
+    name = algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)
+    if name.upper() not in ALGORITHMS:
+        raise InputError("Unknown packing algorithm", expected=" or ".join(ALGORITHMS), found=name)
+    strategy = "next_fit" if name.upper() == ARRIVAL else "balanced"
+    return SequencePacker(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, strategy=strategy)
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A batch that can give some of its rows as a batch, as NeMo-RL's ``BatchedDataDict``."""
+
+    def select_indices(self, indices: list[int]) -> Any: ...
+
+
+class PackedShard(UserDict):
+    """The rows of one data-parallel rank, one after another as it runs them, with NeMo-RL's words about microbatches.
+
+    For each global batch: ``micro_batch_indices``, ``[begin, end]`` rows of each microbatch; ``micro_batch_lengths``,
+    its slots in tokens; ``elem_counts_per_gb``, its number of rows.
+    """
+
+    micro_batch_indices: list[list[list[int]]]
+    micro_batch_lengths: list[list[int]]
+    elem_counts_per_gb: list[int]
+
+    def microbatches(self) -> Iterator[dict[str, Any]]:
+        """The rows of each microbatch, as columns, in the order in which they run."""
+        start = 0
+        for cuts, count in zip(self.micro_batch_indices, self.elem_counts_per_gb):
+            for begin, end in cuts:
+                yield {name: column[start + begin : start + end] for name, column in self.data.items()}
+            start += count
+
+
+def shard_by_batch_size(
+    batch: Mapping[str, Any] | Rows,
+    shards: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    dynamic_batching_args: None = None,
+    sequence_packing_args: Mapping[str, Any] | None = None,
+) -> tuple[list[Any], list[int]]:
+    """The rows of each shard, and the row of ``batch`` that each of them was, shard after shard.
+
+    ``batch``: columns of equal length (tensors, arrays or lists), or a ``BatchedDataDict``. Each ``batch_size`` rows,
+    one optimizer step, are planned apart. ``sequence_packing_args``: NeMo-RL's ``max_tokens_per_microbatch``,
+    ``input_lengths_key``, ``algorithm``, ``sequence_length_pad_multiple``, ``microbatch_order``. Every shard gets as
+    many microbatches as the others, none of them empty. Numbers of rows may differ, and need not be divisible, so
+    ``allow_uneven_shards`` changes nothing; dynamic batching pads, and is left to NeMo-RL.
+
+    Shards are :class:`PackedShard`, or of ``batch``'s own type with the same attributes. :func:`reorder_data` is the
+    way back. Waits for the device if the lengths lie there. Raises ``InputError`` for a batch that ``batch_size`` does
+    not divide, columns of unequal length, a sequence above the capacity, and fewer rows than shards.
+    """
+    if dynamic_batching_args is not None or sequence_packing_args is None:
+        raise InputError("only sequence packing is planned", expected="sequence_packing_args alone")
+    how = _Options.read(sequence_packing_args)
+    columns: Mapping[str, Any] = batch  # type: ignore[assignment]  # a BatchedDataDict is a mapping too
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) != 1:
+        raise InputError("the columns of a batch must have one length", found=sizes)
+    total = next(iter(sizes.values()))
+    step = total if batch_size is None else batch_size
+    if step < 1 or total % step:
+        raise InputError("batch_size must divide the batch", expected=f"a divisor of {total}", found=step)
+    slots = how.slots(columns)
+    packer = get_packer(how.algorithm, how.capacity, min_bin_count=shards, bin_count_multiple=shards)
+    bins = [packer.pack(slots[start : start + step]) for start in range(0, total, step)]
+    made, rows = [], []
+    for shard in range(shards):
+        mine = []
+        for start, each in zip(range(0, total, step), bins):
+            ids = [[start + i for i in part] for part in each[shard::shards]]
+            if how.largest_first:
+                ids.sort(key=lambda part: -int(slots[part].sum()))
+            mine.append(ids)
+        rows.append([i for ids in mine for part in ids for i in part])
+        made.append(_shard(batch, rows[-1], mine, slots))
+    return made, [i for each in rows for i in each]
+
+
+@dataclass(frozen=True)
+class _Options:
+    capacity: int
+    lengths_key: str
+    algorithm: str
+    multiple: int
+    largest_first: bool
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> _Options:
+        names = ("max_tokens_per_microbatch", "input_lengths_key", "algorithm")
+        for name in names:
+            if name not in given:
+                raise InputError("sequence_packing_args lacks a key", where=name)
+        order = given.get("microbatch_order")
+        if order not in (None, "packer", "largest_first"):
+            raise InputError("no such microbatch_order", expected="'packer' or 'largest_first'", found=repr(order))
+        multiple = int(given.get("sequence_length_pad_multiple") or 1)
+        capacity, key, algorithm = (given[name] for name in names)
+        return cls(capacity, key, algorithm, multiple, order == "largest_first")
+
+    def slots(self, columns: Mapping[str, Any]) -> Int64:
+        """The padded length of each row."""
+        if self.lengths_key not in columns:
+            raise InputError("the batch lacks its lengths", expected=self.lengths_key, found=sorted(columns))
+        given = columns[self.lengths_key]
+        host = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else given
+        return -(-as_lengths(host, self.lengths_key) // self.multiple) * self.multiple
+
+
+def _shard(batch: Any, rows: list[int], steps: list[list[list[int]]], slots: Int64) -> Any:
+    """``steps``: for each global batch, the rows of each microbatch."""
+    if isinstance(batch, Rows):
+        shard = batch.select_indices(rows)
+    else:
+        shard = PackedShard({name: _select(column, rows) for name, column in batch.items()})
+    ends = [list(accumulate(map(len, parts), initial=0)) for parts in steps]
+    shard.micro_batch_indices = [[list(pair) for pair in pairwise(each)] for each in ends]
+    shard.micro_batch_lengths = [[int(slots[part].sum()) for part in parts] for parts in steps]
+    shard.elem_counts_per_gb = [each[-1] for each in ends]
+    return shard
+
+
+def _select(column: Any, rows: list[int]) -> Any:
+    if isinstance(column, Tensor):
+        return column[torch.tensor(rows, dtype=torch.long, device=column.device)]
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    return [column[i] for i in rows]
+
+
+def reorder_data(values: Any, reordered_indices: Sequence[int]) -> Any:
+    """What was computed shard after shard, in the order of the batch.
+
+    ``values``: a tensor, array or list of rows, or a mapping of them, in the order of the shards;
+    ``reordered_indices``: what :func:`shard_by_batch_size` gave. Raises ``InputError`` if their lengths disagree.
+    """
+    if isinstance(values, Mapping):
+        return {name: reorder_data(column, reordered_indices) for name, column in values.items()}
+    if len(values) != len(reordered_indices):
+        raise InputError("rows and indices disagree", expected=f"{len(reordered_indices)} rows", found=len(values))
+    return _select(values, np.argsort(np.asarray(reordered_indices, np.int64)).tolist())

@@ -1,0 +1,258 @@
+"""``ullage.engines.nemo_rl``: NeMo-RL's signatures and contract, its own examples, and what its packers do not give."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from ullage.engines.nemo_rl import ALGORITHMS, SequencePacker, get_packer, reorder_data, shard_by_batch_size
+
+# What nemo_rl.data.packing and nemo_rl.distributed.batched_data_dict are called with, August 2026.
+UPSTREAM = {
+    get_packer: [
+        ("algorithm", None),
+        ("bin_capacity", None),
+        ("collect_metrics", False),
+        ("min_bin_count", None),
+        ("bin_count_multiple", None),
+    ],
+    SequencePacker: [
+        ("bin_capacity", None),
+        ("collect_metrics", False),
+        ("min_bin_count", None),
+        ("bin_count_multiple", None),
+    ],
+    SequencePacker.pack: [("self", None), ("sequence_lengths", None)],
+    SequencePacker.compute_metrics: [("self", None), ("sequence_lengths", None), ("bins", None)],
+    shard_by_batch_size: [
+        ("batch", None),  # self there
+        ("shards", None),
+        ("batch_size", None),
+        ("allow_uneven_shards", False),
+        ("dynamic_batching_args", None),
+        ("sequence_packing_args", None),
+    ],
+}
+
+
+def arguments(callable_):
+    parameters = inspect.signature(callable_).parameters.values()
+    return [(p.name, None if p.default is p.empty else p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("callable_", UPSTREAM, ids=lambda c: c.__qualname__)
+def test_signatures_are_upstreams(callable_):
+    assert arguments(callable_) == UPSTREAM[callable_]
+
+
+def critical_path(bins, lengths, ranks):
+    """As NeMo-RL deals them: bin k to shard k mod ranks; the dearest shard of each microbatch, over the mean."""
+    cost = [sum(24576 * lengths[i] + lengths[i] ** 2 for i in ids) for ids in bins]
+    rows = [cost[k : k + ranks] for k in range(0, len(cost), ranks)]
+    return sum(map(max, rows)) / max(1e-9, sum(cost) / ranks)
+
+
+def first_fit_decreasing(lengths, capacity, multiple):
+    """The oracle: NeMo-RL's FFD, with its way to reach a number of bins (one sequence at a time, fullest bins first)."""
+    bins, room = [], []
+    for length, i in sorted(((length, i) for i, length in enumerate(lengths)), reverse=True):
+        k = next((k for k, left in enumerate(room) if left >= length), None)
+        if k is None:
+            bins.append([])
+            room.append(capacity)
+            k = len(bins) - 1
+        bins[k].append(i)
+        room[k] -= length
+    sources = sorted(range(len(bins)), key=lambda k: (len(bins[k]), k), reverse=True)
+    for _ in range(-len(bins) % multiple):
+        source = next(k for k in sources if len(bins[k]) > 1)
+        bins.append([bins[source].pop()])
+    return bins
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("lengths", [[50], [30] * 5, [100] * 3, [10, 50, 100, 20, 80, 30, 70, 40, 60, 90]])
+def test_upstreams_edge_cases(algorithm, lengths):
+    bins = get_packer(algorithm, 100).pack(lengths)
+    assert sorted(i for ids in bins for i in ids) == list(range(len(lengths)))
+    assert all(ids and sum(lengths[i] for i in ids) <= 100 for ids in bins)
+    assert get_packer(algorithm.lower(), 100).pack([]) == []
+
+
+def test_upstreams_example_of_arrival_order():
+    lengths = [4, 1, 3, 2, 1, 3, 4, 5]
+    assert get_packer("concatenative", 5).pack(lengths) == [[0, 1], [2, 3], [4, 5], [6], [7]]
+    assert get_packer("concatenative", 8).pack(lengths) == [[0, 1, 2], [3, 4, 5], [6], [7]]
+
+
+def test_an_enum_names_an_algorithm():
+    algorithm = enum.Enum("PackingAlgorithm", {"MODIFIED_FIRST_FIT_DECREASING": "modified_first_fit_decreasing"})
+    assert get_packer(algorithm.MODIFIED_FIRST_FIT_DECREASING, 8).pack([8, 8]) == [[0], [1]]
+    with pytest.raises(ValueError, match=r"Unknown packing algorithm: expected CONCATENATIVE or .* found best_fit"):
+        get_packer("best_fit", 8)
+
+
+@pytest.mark.parametrize("algorithm", ["concatenative", "balanced"])
+@pytest.mark.parametrize("least", [None, 0, 5, 7])
+@pytest.mark.parametrize("multiple", [None, 2, 4])
+def test_the_number_of_bins_is_what_was_asked_for(algorithm, least, multiple):
+    lengths = [10, 50, 100, 20, 80, 30, 70, 40, 60, 90]
+    bins = get_packer(algorithm, 200, min_bin_count=least, bin_count_multiple=multiple).pack(lengths)
+    assert len(bins) >= (least or 0)
+    assert len(bins) % (multiple or 1) == 0
+    assert all(bins)
+    assert sorted(i for ids in bins for i in ids) == list(range(10))
+    needed = len(get_packer(algorithm, 200).pack(lengths))
+    assert len(bins) < max(needed, least or 0) + (multiple or 1)  # and no more than that
+
+
+def test_what_cannot_be_packed_is_said():
+    with pytest.raises(ValueError, match=r"does not fit .*sequence 1.*at most the capacity of 100 tokens, found 150"):
+        get_packer("balanced", 100).pack([50, 150, 70])
+    with pytest.raises(ValueError, match=r"fewer sequences than bins.*at least 4 sequences, found 3"):
+        get_packer("balanced", 100, min_bin_count=4, bin_count_multiple=4).pack([50, 50, 70])
+    with pytest.raises(ValueError, match="min_bin_count must be nonnegative"):
+        SequencePacker(8, min_bin_count=-1)
+    with pytest.raises(ValueError, match="bin_count_multiple must be positive"):
+        SequencePacker(8, bin_count_multiple=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(0, 12))
+def test_every_sequence_once_within_the_capacity(lengths, multiple, least):
+    packer = SequencePacker(100, min_bin_count=least, bin_count_multiple=multiple)
+    needed = ullage.plan(lengths, ranks=multiple, capacity=100).num_microbatches
+    count = max(needed, -(-least // multiple)) * multiple
+    if len(lengths) < count:
+        with pytest.raises(ValueError, match="fewer sequences than bins"):
+            packer.pack(lengths)
+        return
+    bins = packer.pack(lengths)
+    assert sorted(i for ids in bins for i in ids) == list(range(len(lengths)))
+    assert all(ids for ids in bins)
+    assert all(sum(lengths[i] for i in ids) <= 100 for ids in bins)
+    assert len(bins) == count
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_plan_survives_the_dealing_and_beats_first_fit_decreasing(ranks, seed):
+    lengths = np.random.default_rng(seed).lognormal(6, 1.1, 256).astype(int).clip(1, 8192).tolist()
+    ours = get_packer("modified_first_fit_decreasing", 8192, min_bin_count=ranks, bin_count_multiple=ranks)
+    theirs = first_fit_decreasing(lengths, 8192, ranks)
+    bins = ours.pack(lengths)
+    assert len(bins) <= len(theirs)
+    planned = ullage.plan(lengths, ranks=ranks, capacity=8192).statistics().critical_path
+    assert critical_path(bins, lengths, ranks) == pytest.approx(planned)
+    assert critical_path(bins, lengths, ranks) <= critical_path(theirs, lengths, ranks)
+
+
+def test_metrics_have_upstreams_names_and_conserve():
+    packer = SequencePacker(10, collect_metrics=True)
+    assert packer.get_aggregated_metrics() == {}
+    bins = packer.pack([10, 5, 4, 6])
+    metrics = packer.compute_metrics([10, 5, 4, 6], bins)
+    assert metrics["num_bins"] == 3
+    assert metrics["total_bin_capacity"] == metrics["total_sequence_length"] + metrics["total_waste"] == 30
+    assert metrics["theoretical_min_bins"] == 3
+    assert metrics["bin_efficiency"] == 1.0
+    packer.pack([10])
+    total = packer.get_aggregated_metrics()
+    assert (total["total_sequences"], total["total_bins"], total["max_utilization"]) == (5, 4, 1.0)
+    assert total["average_utilization"] == 35 / 40
+    assert packer.compute_metrics([], [])["num_bins"] == 0
+    packer.reset_metrics()
+    assert packer.get_aggregated_metrics() == {}
+
+
+LENGTHS = [700, 90, 300, 512, 61, 230, 8, 900, 64, 17, 350]
+PACKING = {
+    "max_tokens_per_microbatch": 1024,
+    "input_key": "input_ids",
+    "input_lengths_key": "input_lengths",
+    "algorithm": "modified_first_fit_decreasing",
+    "sequence_length_pad_multiple": 16,
+}
+
+
+def rows(lengths):
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for i, length in enumerate(lengths):
+        ids[i, :length] = i + 1
+    return {
+        "input_ids": ids,
+        "input_lengths": torch.tensor(lengths),
+        "idx": list(range(len(lengths))),
+        "reward": np.arange(len(lengths)) / 2,
+    }
+
+
+@pytest.mark.parametrize("order", [None, "packer", "largest_first"])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_batch_is_sharded_by_plan_and_comes_back(shards, order):
+    batch = rows(LENGTHS)
+    made, indices = shard_by_batch_size(batch, shards, sequence_packing_args={**PACKING, "microbatch_order": order})
+    assert sorted(indices) == list(range(len(LENGTHS)))
+    assert len({len(shard.micro_batch_indices[0]) for shard in made}) == 1  # as many microbatches on every rank
+    for shard in made:
+        [cuts], [held] = shard.micro_batch_indices, shard.micro_batch_lengths
+        assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
+        assert shard.elem_counts_per_gb == [cuts[-1][1]]
+        parts = list(shard.microbatches())
+        slots = [int((-(-part["input_lengths"] // 16) * 16).sum()) for part in parts]
+        assert slots == held
+        assert max(slots) <= 1024
+        assert all(part["idx"] for part in parts)
+        if order == "largest_first":
+            assert held == sorted(held, reverse=True)
+    back = reorder_data({"logprobs": torch.cat([s["input_ids"] for s in made]), "idx": indices}, indices)
+    assert torch.equal(back["logprobs"], batch["input_ids"])
+    assert back["idx"] == batch["idx"]
+
+
+def test_each_global_batch_is_planned_apart():
+    batch = rows(LENGTHS[:8])
+    made, indices = shard_by_batch_size(batch, 2, 4, sequence_packing_args=PACKING)
+    for shard in made:
+        first = shard.elem_counts_per_gb[0]
+        assert len(shard.elem_counts_per_gb) == 2
+        assert all(i < 4 for i in shard["idx"][:first])
+        assert all(i >= 4 for i in shard["idx"][first:])
+        seen = [i for part in shard.microbatches() for i in part["idx"]]
+        assert seen == shard["idx"]
+    assert sorted(indices) == list(range(8))
+
+
+def test_a_batch_of_its_own_kind_stays_of_that_kind():
+    class Batch(dict):
+        def select_indices(self, indices):
+            return Batch({name: [column[i] for i in indices] for name, column in self.items()})
+
+    made, _ = shard_by_batch_size(Batch(input_lengths=[5, 6, 7]), 2, sequence_packing_args=PACKING)
+    assert all(type(shard) is Batch for shard in made)
+    assert made[0].micro_batch_lengths == [[32]] or made[1].micro_batch_lengths == [[32]]
+
+
+def test_bad_batches_are_refused():
+    with pytest.raises(ValueError, match="must have one length"):
+        shard_by_batch_size({"input_lengths": [1, 2], "x": [1]}, 1, sequence_packing_args=PACKING)
+    with pytest.raises(ValueError, match="batch_size must divide the batch: expected a divisor of 11, found 4"):
+        shard_by_batch_size(rows(LENGTHS), 2, 4, sequence_packing_args=PACKING)
+    with pytest.raises(ValueError, match="lacks its lengths: expected input_lengths"):
+        shard_by_batch_size({"x": [1, 2]}, 1, sequence_packing_args=PACKING)
+    how = {name: value for name, value in PACKING.items() if name != "algorithm"}
+    with pytest.raises(ValueError, match=r"lacks a key \(algorithm\)"):
+        shard_by_batch_size(rows(LENGTHS), 2, sequence_packing_args=how)
+    with pytest.raises(ValueError, match="no such microbatch_order"):
+        shard_by_batch_size(rows(LENGTHS), 2, sequence_packing_args={**PACKING, "microbatch_order": "random"})
+    with pytest.raises(ValueError, match="only sequence packing is planned"):
+        shard_by_batch_size(rows(LENGTHS), 2)
+    with pytest.raises(ValueError, match="rows and indices disagree: expected 2 rows, found 3"):
+        reorder_data([1, 2, 3], [1, 0])
