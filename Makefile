@@ -16,16 +16,28 @@ help:  ## show this list
 
 install: $(STAMP)  ## build .venv with every extra (first time only)
 
+# What the machine lacks is said in one line, before anything is fetched.
+define CHECKS
+import shutil, sys
+version = sys.version_info
+version >= (3, 11) or sys.exit(f"ullage needs Python 3.11 or newer, found {version[0]}.{version[1]}: make PYTHON=python3.11")
+free = shutil.disk_usage(".").free / 1e9
+free > 4 or sys.exit(f"too little disk: the environment takes 4 GB here, found {free:.1f} GB free")
+shutil.which("c++") or sys.exit("there is no C++ compiler, which DeepSpeed needs (Debian: apt install g++)")
+endef
+export CHECKS
+
 # torch goes first: DeepSpeed's build step imports it.
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c "$$CHECKS"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(BIN)/python -m ullage.planning.warm
 	@touch $(STAMP)
 
-quickstart: install  ## train a small model on real text, on CPU, in a few minutes
-	$(BIN)/ullage train --output_dir runs/quickstart
+quickstart: install  ## one run on four layouts: packed, stopped, converted, continued; some minutes on two cores
+	$(BIN)/ullage quickstart
 
 test: install  ## the tests, under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(PYTEST_ARGS)
