@@ -1,6 +1,6 @@
 """A batch of sequences of unequal length, in every form that something else wants it in.
 
-    python examples/01_a_batch.py
+python examples/01_a_batch.py
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """A small llama on docstrings, packed: microbatches without padding, each optimizer step planned and balanced.
 
-    python examples/02_train_packed.py
-    torchrun --standalone --nproc_per_node 2 examples/02_train_packed.py      # the same losses
+python examples/02_train_packed.py
+torchrun --standalone --nproc_per_node 2 examples/02_train_packed.py      # the same losses
 """
 
 import argparse

@@ -53,7 +53,10 @@ def join_deepspeed() -> None:
     """
     import deepspeed
 
+    from ullage.training.extensions import remove_abandoned_locks
+
     if not deepspeed.comm.is_initialized():
+        remove_abandoned_locks()
         with contextlib.redirect_stdout(io.StringIO()):  # what it says it has built, on every rank
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 

@@ -1,0 +1,51 @@
+"""Locks that a killed process left in torch's folder of compiled extensions, and that the next would wait for, forever.
+
+torch compiles an extension under a lock: a file that exists while a process holds it open. Whoever is killed while it
+compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its CPU communication
+when it is first used, so the first run is the one that is interrupted there.
+Source: ``torch/utils/file_baton.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def remove_abandoned_locks(folder: Path | None = None, grace: float = 0.5) -> list[Path]:
+    """Removes the locks that no running process holds; returns them. Does nothing where /proc does not tell who does.
+
+    ``folder``: torch's folder of extensions, found by itself. ``grace``: seconds between two looks, because a lock
+    that is just being released is held by nobody for a moment.
+    """
+    if folder is None:
+        from torch.utils.cpp_extension import get_default_build_root
+
+        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not Path("/proc/self/fd").is_dir():
+        return []
+    abandoned = _unheld(_locks(folder))
+    if abandoned:
+        time.sleep(grace)
+        abandoned = _unheld(abandoned)
+    for lock in abandoned:
+        lock.unlink(missing_ok=True)
+    return abandoned
+
+
+def _locks(folder: Path) -> list[Path]:
+    return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
+
+
+def _unheld(locks: list[Path]) -> list[Path]:
+    """Those that exist and that no process has open."""
+    wanted = {lock.stat().st_ino: lock for lock in locks if lock.exists()}
+    if wanted:
+        for handle in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                held = handle.stat()
+            except OSError:  # gone, or somebody else's
+                continue
+            wanted.pop(held.st_ino, None)
+    return list(wanted.values())
