@@ -10,6 +10,7 @@ sample.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,16 @@ _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module that a ``torch.compile`` wrapper, DDP or an engine holds."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)  # pyright: ignore[reportReturnType]
+    """The module that a ``torch.compile`` wrapper, DDP, an engine or adapters in its layers (PEFT) hold.
+
+    One with a learned prompt stays wrapped: its own forward, which lengthens every row, is what has to be fed.
+    """
+    module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    peft = sys.modules.get("peft")  # whoever holds such a model has loaded it
+    if peft is not None and isinstance(module, (peft.PeftModel, peft.PeftMixedModel)):
+        prompts = [config.is_prompt_learning for config in module.peft_config.values()]
+        return module if any(prompts) else module.base_model.model
+    return module
 
 
 def form_of(model: nn.Module) -> str:
