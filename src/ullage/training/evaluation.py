@@ -183,9 +183,7 @@ class EvaluationMixin(PackingMixin):
 
     def _metrics_of_step(self, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
         assert self.compute_metrics is not None
-        found = {
-            name: combined([held[name] for held in ranks]) for name in ("predictions", "labels", "inputs", "losses")
-        }
+        found = {name: combined([held[name] for held in ranks]) for name in _KINDS}
         if found["predictions"] is None or found["labels"] is None:
             return None
         compute: Any = self.compute_metrics
