@@ -144,15 +144,9 @@ def test_a_step_without_labels_is_named(tmp_path):
         trainer(tmp_path, language_model(), samples).train()
 
 
-def test_dispatching_and_batched_metrics_are_refused(tmp_path):
+def test_dispatching_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"dispatch_batches would cut packed batches apart .* found True"):
         trainer(tmp_path, language_model(), [], accelerator_config={"dispatch_batches": True})
-    with pytest.raises(InputError, match="batch_eval_metrics is not supported"):
-        Trainer(
-            language_model(),
-            arguments(tmp_path, batch_eval_metrics=True, eval_strategy="no"),
-            compute_metrics=lambda p, compute_result: {},
-        )
 
 
 def test_a_model_that_cannot_tell_sequences_apart_is_refused(tmp_path):

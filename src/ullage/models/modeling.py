@@ -153,7 +153,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if past is None:
             return ((),) * len(self.layers)
         expected = (sequences.num_sequences, self.config.hidden_size)
-        parts = sum(len(cast(Cell, cell).state_names) for cell in cast(RecurrentLayer, self.layers[0]).cells)
+        cells = cast(RecurrentLayer, self.layers[0]).cells  # an adapter around a cell does not tell its states
+        parts = len(cells) * len(cell_class(self.config.cell).state_names)
         if len(past.layers) != len(self.layers) or any(len(layer) != parts for layer in past.layers):
             raise InputError(
                 "the state is of another model",

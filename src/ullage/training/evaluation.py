@@ -2,27 +2,34 @@
 
 Each sample counts exactly once (``shares``), losses are weighed by the labels that count and reduced once, after the
 loop (``records``), and outputs come back sample by sample in the order of the dataset (``forms``). A problem on one
-rank travels with that reduction, so every rank raises.
+rank travels with that reduction, so every rank raises; where ranks also meet after each batch
+(``batch_eval_metrics``), it travels with that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError
+from ullage.errors import DistributedError, InputError
 from ullage.training import counting, forms
 from ullage.training.packing import PackingMixin
-from ullage.training.records import Record, missing_labels
+from ullage.training.records import Record, combined, missing_labels
 from ullage.training.shares import EvaluationLoader
+
+#: What is kept sample by sample, by the names of ``EvalPrediction``.
+_KINDS = ("predictions", "labels", "inputs", "losses")
+#: Losses of models that give one output a sequence, and of those that give one a token, by transformers' names.
+_ROW_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
+_TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class EvaluationMixin(PackingMixin):
@@ -39,28 +46,72 @@ class EvaluationMixin(PackingMixin):
         """Each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
         Predictions and labels are lists with one array a sample in the order of the dataset (an array [N, ...] where
-        they are one a sequence). Reduces once, after the loop; waits for the device.
+        they are one a sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
+        the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
+        the device. Raises ``InputError`` for a dataset that turns out to be empty.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         model = self._prepare_for_evaluation(description)
-        record, problem = Record(), None
+        share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
+        batchwise = self.args.batch_eval_metrics and self.compute_metrics is not None and not prediction_loss_only
+        self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
+
+        def evaluate(inputs: Any) -> None:
+            for microbatch in self._within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
+                self._evaluate_batch(model, microbatch, record, description, prediction_loss_only, ignore_keys)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+        record, metrics, problem = Record(), None, None
         self._evaluating = True
         try:
-            self.callback_handler.eval_dataloader = dataloader
-            for inputs in dataloader:
-                record.begin()
-                for microbatch in self._within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
-                    self._evaluate_batch(model, microbatch, record, description, prediction_loss_only, ignore_keys)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            if batchwise:
+                metrics, problem = self._batch_by_batch(dataloader, evaluate, record, keep=description == "Prediction")
+            else:
+                for inputs in dataloader:
+                    record.begin()
+                    evaluate(inputs)
         except Exception as error:
             problem = error
         finally:
             self._evaluating = False
-        if problem is None and isinstance(dataloader, EvaluationLoader):
-            record.cut(dataloader.share.num_real)
+        if problem is None and share is not None:
+            record.cut(share.num_real)
         totals = self._reduce_or_raise(record, problem)
-        return self._output(record, totals, metric_key_prefix)
+        if totals[2] == 0:
+            raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
+        return self._output(record, totals, metric_key_prefix, metrics)
+
+    def _batch_by_batch(
+        self, dataloader: Any, evaluate: Callable[[Any], None], record: Record, *, keep: bool
+    ) -> tuple[dict[str, Any], Exception | None]:
+        """The metrics that ``compute_metrics`` gives after the last batch, and what went wrong on this rank.
+
+        All ranks meet after each batch; one that has a problem comes to the next meeting, and to no further one.
+        """
+        share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
+        batches, last, metrics, problem = _with_last(dataloader), False, {}, None
+        while not last:
+            record.begin()
+            try:
+                if problem is None:
+                    inputs, last = next(batches)
+                    evaluate(inputs)
+            except StopIteration:  # an empty dataset
+                return metrics, None
+            except Exception as error:
+                problem = error
+            real = share is None or len(record.batches) <= share.num_real
+            ranks = self._meet(record, real, problem)
+            if ranks is None:
+                break
+            try:
+                metrics = self._metrics_of_step(ranks, last) or metrics
+            except Exception as error:
+                problem = error
+            if not keep:
+                record.forget_batch()
+        return metrics, problem
 
     def _prepare_for_evaluation(self, description: str) -> nn.Module:
         """The model as transformers prepares it for evaluation: its own loop, over nothing."""
@@ -90,17 +141,62 @@ class EvaluationMixin(PackingMixin):
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:
             return
+        if "loss" in self.args.include_for_metrics and loss is not None:
+            record.keep("losses", [loss] * rows.num, False)
         if "inputs" in self.args.include_for_metrics and self._main_input in inputs:
             record.keep("inputs", *forms.by_sample(inputs, self._main_input, rows))
-        per_row = False
-        if self._label_name is not None and self._label_name in inputs:
-            entries, ragged = forms.by_sample(inputs, self._label_name, rows)
-            record.keep("labels", entries, ragged)
-            per_row = not ragged
+        per_row = self._gives_rows
+        names = self._labels_in(inputs)
+        if names:
+            each = [forms.by_sample(inputs, name, rows, per_row=bool(per_row)) for name in names]
+            ragged = tuple(flag for _, flag in each)
+            if len(names) == 1:
+                record.keep("labels", each[0][0], ragged[0])
+            else:
+                record.keep("labels", list(zip(*(entries for entries, _ in each))), ragged)
+            if per_row is None:
+                per_row = not any(ragged)
         if outputs is not None:
             if self.preprocess_logits_for_metrics is not None:
                 outputs = self.preprocess_logits_for_metrics(outputs, labels)  # pyright: ignore[reportArgumentType]
-            record.keep("predictions", *rows.split(outputs, per_row=per_row))
+            record.keep("predictions", *rows.split(outputs, per_row=bool(per_row)))
+
+    def _labels_in(self, inputs: Any) -> list[str]:
+        """The fields that ``compute_metrics`` gets as labels: all that the model names if they are there."""
+        if len(self.label_names) > 1 and all(name in inputs for name in self.label_names):
+            return list(self.label_names)
+        return [self._label_name] if self._label_name is not None and self._label_name in inputs else []
+
+    @property
+    def _gives_rows(self) -> bool | None:
+        """Whether the model gives one output a sequence, as transformers reads it from its class; None: not told."""
+        kind = str(getattr(self._bare_model, "loss_type", None))
+        return True if kind in _ROW_LOSSES else (False if kind in _TOKEN_LOSSES else None)
+
+    def _meet(self, record: Record, real: bool, problem: Exception | None) -> list[dict[str, Any]] | None:
+        """What all ranks hold of this step, those that repeat a batch left out; None if one of them has a problem."""
+        mine = {name: record.of_batch(name) for name in _KINDS} if problem is None and real else {}
+        ranks = [(problem is not None, mine)]
+        if self.args.world_size > 1:
+            ranks = gather_object(ranks)
+        return None if any(failed for failed, _ in ranks) else [held for _, held in ranks if held]
+
+    def _metrics_of_step(self, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
+        assert self.compute_metrics is not None
+        found = {name: combined([held[name] for held in ranks]) for name in _KINDS}
+        if found["predictions"] is None or found["labels"] is None:
+            return None
+        compute: Any = self.compute_metrics
+        return compute(self._prediction(**found), compute_result=last)
+
+    def _prediction(self, predictions: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
+        wanted = self.args.include_for_metrics
+        return EvalPrediction(
+            predictions=predictions,
+            label_ids=labels,
+            inputs=inputs if "inputs" in wanted else None,
+            losses=losses if "loss" in wanted else None,
+        )
 
     def _rows_of(self, inputs: Any) -> forms.Rows:
         labels = inputs.get(self._label_name) if self._label_name is not None else None
@@ -150,23 +246,32 @@ class EvaluationMixin(PackingMixin):
             raise DistributedError("another rank could not evaluate its batches", hint="see its error")
         return reduced
 
-    def _output(self, record: Record, totals: Tensor, prefix: str) -> EvalLoopOutput:
+    def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
+        """``metrics``: those computed batch by batch, if they were."""
         loss, count, num_samples, _ = totals.tolist()
-        world = self.args.world_size
-        predictions, labels, inputs = (
-            record.gathered(name, gather_object, world) for name in ("predictions", "labels", "inputs")
-        )
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and predictions is not None and labels is not None:
-            extra = {"inputs": inputs} if "inputs" in self.args.include_for_metrics else {}
-            metrics = dict(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra)))
-        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        world, concatenate = self.args.world_size, self.args.eval_do_concat_batches
+        found = {name: record.gathered(name, gather_object, world, concatenate=concatenate) for name in _KINDS}
+        predictions, labels = found["predictions"], found["labels"]
+        if metrics is None and self.compute_metrics is not None and predictions is not None and labels is not None:
+            metrics = self.compute_metrics(self._prediction(**found))
+        numbers: Any = denumpify_detensorize(dict(metrics or {}))
         if record.has_loss:
-            metrics["loss"] = loss / count if count else float("nan")
+            numbers["loss"] = loss / count if count else float("nan")
         if self.model_preparation_time:
-            metrics["model_preparation_time"] = self.model_preparation_time
-        metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
-        return EvalLoopOutput(predictions, labels, metrics, int(num_samples))  # pyright: ignore[reportArgumentType]
+            numbers["model_preparation_time"] = self.model_preparation_time
+        numbers = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in numbers.items()}
+        return EvalLoopOutput(predictions, labels, numbers, int(num_samples))  # pyright: ignore[reportArgumentType]
+
+
+def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether none comes after it; reads one ahead."""
+    ahead: list[Any] = []
+    for batch in batches:
+        if ahead:
+            yield ahead.pop(), False
+        ahead.append(batch)
+    if ahead:
+        yield ahead.pop(), True
 
 
 class _Nothing:
@@ -182,14 +287,25 @@ class _Nothing:
 
 
 def _predictions(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
-    """The outputs that are predictions, detached; one of them, or a tuple."""
-    if isinstance(outputs, dict):
+    """The outputs that are predictions; one of them, or a tuple."""
+    if isinstance(outputs, Mapping):
         kept = [value for name, value in outputs.items() if name not in (*ignore_keys, "loss")]
     elif isinstance(outputs, (Tensor, PackedSequence)):
         kept = [outputs]
     else:
         kept = list(outputs[1:] if has_loss else outputs)
-    kept = [value for value in kept if isinstance(value, (Tensor, PackedSequence, tuple, list))]
+    kept = [tensors for tensors in map(_tensors_of, kept) if tensors is not None]
     if not kept:
         return None
     return kept[0] if len(kept) == 1 else tuple(kept)
+
+
+def _tensors_of(value: Any) -> Any:
+    """``value`` without what is no tensor, in tuples and dicts of tuples and dicts too; None if nothing is left."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(part for part in map(_tensors_of, value) if part is not None) or None
+    if isinstance(value, Mapping):
+        return {name: part for name, each in value.items() if (part := _tensors_of(each)) is not None} or None
+    return None

@@ -10,6 +10,7 @@ sample.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,16 @@ _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module that a ``torch.compile`` wrapper, DDP or an engine holds."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)  # pyright: ignore[reportReturnType]
+    """The module that a ``torch.compile`` wrapper, DDP, an engine or adapters in its layers (PEFT) hold.
+
+    One with a learned prompt stays wrapped: its own forward, which lengthens every row, is what has to be fed.
+    """
+    module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    peft = sys.modules.get("peft")  # whoever holds such a model has loaded it
+    if peft is not None and isinstance(module, (peft.PeftModel, peft.PeftMixedModel)):
+        prompts = [config.is_prompt_learning for config in module.peft_config.values()]
+        return module if any(prompts) else module.base_model.model
+    return module
 
 
 def form_of(model: nn.Module) -> str:
@@ -104,21 +113,26 @@ class Rows:
     width: int | None = None
     order: tuple[int, ...] | None = None
 
-    def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], bool]:
-        """``value`` by sample, and whether its entries are one a token. Tuples are split part by part.
+    def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], Any]:
+        """``value`` by sample, and whether its entries are one a token; tuples and dicts part by part, both alike.
 
-        ``per_row`` settles what a shape alone leaves open. Raises ``InputError`` for a shape that fits no sample.
+        ``per_row`` settles what a shape of at most two dims leaves open: [N, C] where C is also the width of the rows.
+        Raises ``InputError`` for a shape that fits no sample.
         """
         if isinstance(value, PackedSequence):
             batch = RaggedBatch.from_packed_sequence(value, "value")
             return [sample["value"] for sample in batch.samples()], True
+        if isinstance(value, Mapping):
+            named = {name: self.split(part, per_row=per_row) for name, part in value.items()}
+            entries = [{name: part[i] for name, (part, _) in named.items()} for i in range(self.num)]
+            return entries, {name: each for name, (_, each) in named.items()}
         if isinstance(value, (tuple, list)):
-            parts = [self.split(part, per_row=per_row) for part in value if part is not None]
-            return [tuple(part[i] for part, _ in parts) for i in range(self.num)], any(each for _, each in parts)
+            parts = [self.split(part, per_row=per_row) for part in value]
+            return [tuple(part[i] for part, _ in parts) for i in range(self.num)], tuple(each for _, each in parts)
         if value.is_nested:
             return list(value.unbind()), True
         rows_fit = value.ndim >= 1 and value.shape[0] == self.num
-        if not (per_row and rows_fit):
+        if not (per_row and rows_fit and value.ndim <= 2):
             tokens = self._tokens(value)
             if tokens is not None:
                 return tokens, True
@@ -138,9 +152,12 @@ class Rows:
                 starts, lengths = self.layout.starts.tolist(), self.layout.lengths.tolist()
                 return [flat[start : start + length] for start, length in zip(starts, lengths)]
         if self.starts is not None and self.lengths is not None and value.ndim >= 2 and value.shape[0] == self.num:
+            spans = [slice(start, start + length) for start, length in zip(self.starts, self.lengths)]
+            if value.ndim == 4 and value.shape[2] == value.shape[3] == self.width:  # attention [N, heads, L, L]
+                return self._reordered([value[i, :, span, span] for i, span in enumerate(spans)])
             whole = value.shape[1] == max(self.lengths, default=0) and not any(self.starts)
             if value.shape[1] == self.width or whole:
-                return self._reordered([value[i, s : s + n] for i, (s, n) in enumerate(zip(self.starts, self.lengths))])
+                return self._reordered([value[i, span] for i, span in enumerate(spans)])
         if self.packed is not None and value.ndim >= 1 and value.shape[0] == self.packed.data.shape[0]:
             return self.split(_like(self.packed, value))[0]
         return None
@@ -219,9 +236,13 @@ def target_rows(labels: Tensor) -> Rows:
     return Rows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
 
 
-def by_sample(inputs: Any, name: str, rows: Rows) -> tuple[list[Any], bool]:
-    """A field of the batch as it was collated, by sample, and whether it is one entry a token."""
+def by_sample(inputs: Any, name: str, rows: Rows, *, per_row: bool = False) -> tuple[list[Any], Any]:
+    """A field of the batch as it was collated, by sample, and whether it is one entry a token.
+
+    ``per_row``: it is known to be one entry a sequence, whatever its shape looks like.
+    """
     if isinstance(inputs, RaggedBatch):
         return [sample[name] for sample in inputs.samples()], name not in inputs.per_sequence
     value = inputs[name]
-    return rows.split(value, per_row=isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows.num)
+    one_each = isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows.num
+    return rows.split(value, per_row=per_row or one_each)

@@ -49,11 +49,6 @@ class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
         self._divides_by_count: bool | None = None
         self._evaluating = False
         self._tokens = counting.TokenMeter()
-        if self.args.batch_eval_metrics:
-            raise InputError(
-                "batch_eval_metrics is not supported: predictions are kept sample by sample",
-                hint="leave it off; compute_metrics gets all samples, each in its true length",
-            )
         if self.accelerator.dispatch_batches:
             raise InputError(
                 "dispatch_batches would cut packed batches apart",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,20 +70,38 @@ class PackingMixin(ReadingMixin):
                 found=self.args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        model = self._bare_model
-        if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in self._forward_parameters:
-            if packed_attention.supports_packing(model) is not None:
-                with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
-                    model.set_attn_implementation("ullage")
-            packed_attention.check_model(model)
-        if forms.form_of(model) != "flattened":
-            packed_attention.check_model(model)
+        self._pack_attention(self._bare_model)
         if not collator_given:
             self.data_collator = RaggedCollator(labels_from="input_ids")
         if self.args.average_tokens_across_devices is False:
             raise InputError(
                 "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
             )
+
+    @staticmethod
+    def _pack_attention(model: nn.Module) -> None:
+        """Puts an attention that keeps packed sequences apart into a model that needs one, or raises."""
+        if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
+            if packed_attention.supports_packing(model) is not None:
+                with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
+                    model.set_attn_implementation("ullage")
+            packed_attention.check_model(model)
+        if forms.form_of(model) != "flattened":
+            packed_attention.check_model(model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model that packs as the first one did; what was known of the one before it is forgotten."""
+        model = super().call_model_init(trial)
+        for name in ("_form", "_cost", "_num_parameters"):
+            self.__dict__.pop(name, None)
+        self._divides_by_count = None
+        if self._packing is not None:
+            self._pack_attention(forms.bare(model))
+        return model
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.__dict__.pop("_packing", None)  # a trial may set any argument
 
     # Planning and exchange.
 

@@ -6,7 +6,7 @@ float64 and reduced over ranks once. Predictions are put back in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from ullage.errors import InputError
 
+#: Whether an entry has one value a token; nested as the entry is.
+Ragged = Any
+
 
 @dataclass
 class _Batch:
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_samples: int = 0
-    entries: dict[str, list[Any]] = field(default_factory=lambda: {"predictions": [], "labels": [], "inputs": []})
+    entries: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Record:
 
     batches: list[_Batch] = field(default_factory=list)
     has_loss: bool = False
-    ragged: set[str] = field(default_factory=set)
+    ragged: dict[str, Ragged] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Starts a batch of the dataset; what follows belongs to it."""
@@ -43,11 +46,10 @@ class Record:
             self.has_loss = True
             self.batches[-1].losses.append((loss, torch.tensor(num_samples) if count is None else count))
 
-    def keep(self, name: str, entries: list[Any], ragged: bool) -> None:
-        """Adds entries to ``predictions``, ``labels`` or ``inputs``, as arrays on the host."""
-        self.batches[-1].entries[name].extend(_as_array(entry) for entry in entries)
-        if ragged:
-            self.ragged.add(name)
+    def keep(self, name: str, entries: list[Any], ragged: Ragged) -> None:
+        """Adds entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
+        self.batches[-1].entries.setdefault(name, []).extend(_as_array(entry) for entry in entries)
+        self.ragged[name] = _either(self.ragged.get(name), ragged)
 
     def cut(self, num_real: int) -> None:
         """Forgets the batches that were repetitions."""
@@ -64,36 +66,74 @@ class Record:
                     totals[:2] += torch.tensor([float(loss) * n, n], dtype=torch.float64)
         return totals
 
-    def gathered(self, name: str, gather: Callable[[list[Any]], list[Any]], world: int) -> Any:
-        """All entries of a kind in the order of the dataset; None if there are none.
+    def of_batch(self, name: str) -> tuple[list[Any], Ragged]:
+        """The entries of a kind in the batch that was begun last, and which of their parts are ragged."""
+        return self.batches[-1].entries.get(name, []), self.ragged.get(name)
 
-        One array [N, ...] if every entry is one a sequence and of one shape, else a list of N arrays.
+    def forget_batch(self) -> None:
+        """Drops the entries of the batch that was begun last; its losses stay."""
+        self.batches[-1].entries.clear()
+
+    def gathered(
+        self, name: str, gather: Callable[[list[Any]], list[Any]], world: int, *, concatenate: bool = True
+    ) -> Any:
+        """All entries of a kind in the order of the dataset, as :func:`combined` gives them; None if there are none.
+
+        Without ``concatenate``, a list with such a thing for each step of all ranks.
         """
-        mine = [([batch.entries[name] for batch in self.batches], name in self.ragged)]
+        mine = [([batch.entries.get(name, []) for batch in self.batches], self.ragged.get(name))]
         ranks = gather(mine) if world > 1 else mine
-        entries: list[Any] = []
-        for k in range(max(len(batches) for batches, _ in ranks)):
-            for batches, _ in ranks:
-                entries.extend(batches[k] if k < len(batches) else [])
-        if not entries:
-            return None
-        ragged = any(flag for _, flag in ranks)
-        if isinstance(entries[0], tuple):
-            return tuple(_combined([entry[k] for entry in entries], ragged) for k in range(len(entries[0])))
-        return _combined(entries, ragged)
+        steps = [
+            [(batches[k], ragged) for batches, ragged in ranks if k < len(batches)]
+            for k in range(max(len(batches) for batches, _ in ranks))
+        ]
+        if concatenate:
+            return combined([part for step in steps for part in step])
+        return [one for one in map(combined, steps) if one is not None] or None
+
+
+def combined(parts: Sequence[tuple[list[Any], Ragged]]) -> Any:
+    """Entries of several batches as one thing, in their order; None if there are none.
+
+    An array [N, ...] where an entry is one a sequence and of one shape, else a list of N arrays; tuples and dicts of
+    such where the entries are tuples and dicts.
+    """
+    entries = [entry for some, _ in parts for entry in some]
+    ragged = None
+    for _, each in parts:
+        ragged = _either(ragged, each)
+    return _combined(entries, ragged) if entries else None
+
+
+def _combined(entries: list[Any], ragged: Ragged) -> Any:
+    first = entries[0]
+    if isinstance(first, tuple):
+        return tuple(_combined([entry[k] for entry in entries], ragged[k]) for k in range(len(first)))
+    if isinstance(first, dict):
+        return {name: _combined([entry[name] for entry in entries], ragged[name]) for name in first}
+    return entries if ragged or any(entry.shape != first.shape for entry in entries) else np.stack(entries)
+
+
+def _either(one: Ragged, other: Ragged) -> Ragged:
+    """Part by part, whether one of them is ragged; None says nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tuple):
+        return tuple(map(_either, one, other))
+    if isinstance(one, dict):
+        return {name: _either(one[name], other[name]) for name in one}
+    return one or other
 
 
 def _as_array(entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(_as_array(part) for part in entry)
+    if isinstance(entry, Mapping):
+        return {name: _as_array(part) for name, part in entry.items()}
     if isinstance(entry, Tensor):
         entry = entry.detach().cpu()
         return (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
     return np.asarray(entry)
-
-
-def _combined(entries: list[np.ndarray], ragged: bool) -> Any:
-    return entries if ragged or any(entry.shape != entries[0].shape for entry in entries) else np.stack(entries)
 
 
 def missing_labels(label_names: list[str], parameters: list[str], fields: list[str], main_input: str) -> InputError:

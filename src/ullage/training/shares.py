@@ -7,6 +7,7 @@ batch less than another repeats a batch whose results are thrown away, so that e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +15,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 class _Share:
-    """This rank's batches of a stream of batches: ``num_real`` of them, after which come repetitions."""
+    """This rank's batches of a stream of batches: ``num_real`` of them, after which come repetitions.
+
+    Of a dataset of unknown size ``num_real`` is known once its last real batch was read; until then it is no bound.
+    """
 
     num_real: int
 
     def __init__(self, batch_size: int, rank: int, world: int) -> None:
         self.batch_size, self.rank, self.world = batch_size, rank, world
-        self.num_real = 0
+        self.num_real = sys.maxsize
 
 
 class _ShareOfIndices(_Share, Sampler[list[int]]):

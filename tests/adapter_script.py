@@ -1,0 +1,56 @@
+"""Trains an adapter packed, continues it, and writes down the losses and the adapter; run by torchrun.
+
+``adapter_script.py FOLDER``.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.models.adapters import lora_targets
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+
+LENGTHS = (3, 17, 1, 9, 2, 5, 30, 4, 11, 6, 1, 8, 20, 2, 13, 7)
+
+
+def run(folder, batch_size, packing, resume=None):
+    torch.manual_seed(0)
+    model = RecurrentForCausalLM(RecurrentConfig(cell="lstm", vocab_size=16, hidden_size=12, num_hidden_layers=2))
+    model = get_peft_model(model, LoraConfig(r=3, **lora_targets(model)))
+    generator = torch.Generator().manual_seed(1)
+    samples = [{"input_ids": torch.randint(0, 4, (n,), generator=generator).tolist()} for n in LENGTHS]
+    options = {"packing": True, "capacity": 40} if packing else {}
+    arguments = TrainingArguments(
+        folder, max_steps=4, save_steps=2, per_device_train_batch_size=batch_size, learning_rate=0.05, logging_steps=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    collator = RaggedCollator(labels_from="input_ids")
+    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=samples, eval_dataset=samples)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    adapter = {name: p.tolist() for name, p in model.named_parameters() if p.requires_grad}
+    return {"losses": losses, "adapter": adapter, "eval_loss": trainer.evaluate()["eval_loss"]}
+
+
+def everything(folder, batch_size):
+    results = {}
+    for packing in (False, True):
+        name = "packed" if packing else "plain"
+        results[name] = run(f"{folder}/{name}", batch_size, packing)
+        results[f"{name} again"] = run(f"{folder}/{name} again", batch_size, packing, f"{folder}/{name}/checkpoint-2")
+    return results
+
+
+def main():
+    folder = sys.argv[1]
+    results = everything(folder, 8 // int(os.environ["WORLD_SIZE"]))
+    with open(os.path.join(folder, f"results-{os.environ['RANK']}.json"), "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
