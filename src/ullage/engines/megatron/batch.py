@@ -111,7 +111,7 @@ def _take(data_iterator: Any, wanted: list[str], topology: Topology) -> Microbat
             "this rank should have no data iterator",
             where=f"tp rank {tp.rank} of {tp.size}",
             expected="None, except on tensor-parallel rank 0",
-            hint='wrap_data_iterator(..., owners="every") makes iterators for every rank',
+            hint='for iterators on every rank make them with wrap_data_iterator(..., owners="every")',
         )
     if not isinstance(given, Mapping):
         raise InputError("a microbatch must be a mapping", found=type(given).__name__)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ullage.attention.segments import packed_attention
 from ullage.attention.varlen import host_lengths, serves_varlen, varlen_attention
+from ullage.engines.megatron.settings import TAKES_GROUPS
 from ullage.errors import InputError
 from ullage.exchange.sharding import shard_index
 from ullage.layout import Int64, Layout
@@ -36,7 +37,7 @@ from ullage.layout import Int64, Layout
 def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """What ``GPTModel`` takes as ``transformer_layer_spec``: this stage's layers and its last norm, for packed rows.
 
-    ``config``: a ``TransformerConfig``. Raises ``InputError`` for what the attention here does not do.
+    ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree. Raises ``InputError`` for what the attention here does not do.
     """
     _refuse(config)
     layer = get_gpt_layer_local_spec(
@@ -52,6 +53,7 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
     layer.submodules.pre_mlp_layernorm = PackedNorm
     if config.qk_layernorm:
         inner.submodules.q_layernorm = inner.submodules.k_layernorm = PackedNorm
+    setattr(config, TAKES_GROUPS, True)
     count = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=PackedNorm)
 

@@ -19,6 +19,9 @@ from ullage.planning.strategies import ALIASES, PREASSIGNED, names
 
 #: The scheduler that gives each microbatch a context-parallel degree of its own.
 DYNAMIC = "default_dynamic_cp"
+#: The attribute by which ``packed_block_spec`` marks the config of a model whose attention honours
+#: ``PackedSeqParams.cp_group``. Megatron-LM's own switch for that, where it has one, is ``dynamic_context_parallel``.
+TAKES_GROUPS = "attention_takes_cp_group"
 
 
 def schedulers() -> list[str]:
@@ -63,12 +66,8 @@ class Settings:
             raise _missing("virtual_pipeline_model_parallel_size", "None without virtual stages")
         virtual = 1 if virtual is None else _positive(config, "virtual_pipeline_model_parallel_size")
         mtp = _mtp_stages(config)
-        if scheduler == DYNAMIC and mtp:
-            raise InputError(
-                "megatron-core rolls multi-token-prediction labels over one fixed context-parallel group",
-                where=f"sequence_packing_scheduler {DYNAMIC!r} with mtp_num_layers",
-                hint="choose 'balanced', which keeps one degree",
-            )
+        if scheduler == DYNAMIC:
+            _refuse_dynamic(config, mtp)
         return cls(
             capacity=capacity,
             scheduler=scheduler,
@@ -127,6 +126,22 @@ def _positive(config: Any, name: str) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
         raise InputError("a field of the config must be a positive integer", where=name, found=value)
     return int(value)
+
+
+def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
+    """A model that does not honour the group of its microbatch would train on wrong positions without a word."""
+    reason = None
+    if mtp_stages:
+        reason = "megatron-core rolls multi-token-prediction labels over the model's one context-parallel group"
+    elif not (getattr(config, TAKES_GROUPS, False) or getattr(config, "dynamic_context_parallel", False)):
+        reason = "megatron-core 0.16.1 applies rotary positions by the model's one context-parallel group"
+    if reason is not None:
+        raise InputError(
+            f"{reason}, so microbatches cannot have degrees of their own",
+            where=f"sequence_packing_scheduler {DYNAMIC!r}",
+            hint="choose 'balanced', which keeps one degree"
+            + ("" if mtp_stages else ", or build the model with ullage.engines.megatron.packed_block_spec(config)"),
+        )
 
 
 def _cost(config: Any) -> TransformerCost:

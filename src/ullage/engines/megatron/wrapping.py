@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
@@ -23,6 +24,7 @@ from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_items
 from ullage.engines.megatron.settings import Settings, is_dynamic
 from ullage.errors import InputError
+from ullage.exchange.agreement import verify
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker
 from ullage.exchange.topology import Topology
@@ -81,6 +83,7 @@ def packed_step(
         raise InputError("no such owners", expected="'ends' or 'every'", found=repr(owners))
     dynamic = is_dynamic(config)
     topology = Topology.from_megatron(pg_collection, owners=owners, flatten_cp=dynamic)
+    _verify_once(topology)
     source = None
     if settings is not None:
         source, failure = tried(lambda: _source(data_iterator, settings, topology))
@@ -93,6 +96,18 @@ def packed_step(
         degree_groups(topology.dp)
     iterators = _iterators(made, settings, topology)
     return WrappedStep(iterators, made.num_microbatches, made.num_tokens, made.sum_squared_lengths, made.plan)
+
+
+_verified: dict[tuple[Any, ...], object] = {}
+
+
+def _verify_once(topology: Topology) -> None:
+    """Collective the first time that these groups are seen: raises on every rank unless they make up a grid."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    key = (topology.owners, *(tuple(axis.ranks) for axis in topology.axes))
+    if key not in _verified or _verified[key] is not world:
+        verify(topology, {"settings": {}, "source": None}, None)
+        _verified[key] = world
 
 
 def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
@@ -189,8 +204,6 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
 
 def home_device(topology: Topology) -> torch.device | None:
     """Where Megatron wants the data: on this process's GPU if its groups are NCCL's, otherwise where they are."""
-    import torch.distributed as dist
-
     groups = [axis.group for axis in topology.axes if axis.group is not None]
     if torch.cuda.is_available() and any("nccl" in dist.get_backend_config(group) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
