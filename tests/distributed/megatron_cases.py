@@ -320,10 +320,7 @@ def everywhere(rank, world):
     return {"dp": dp, "tokens": seen, "rewards": rewards, "agree": agree, "lengths": lengths}
 
 
-def all_behaviours(rank, world):
-    cases = (few, bad_input, bad_batches, middle_stage_with_prediction, another_order, everywhere)
-    return {case.__name__: case(rank, world) for case in cases}
-
-
-def all_layouts(rank, world, shapes):
-    return [layouts(rank, world, *shape) for shape in shapes]
+def everything(rank, world, shapes):
+    behaviours = (few, bad_input, bad_batches, middle_stage_with_prediction, another_order, everywhere)
+    found = {case.__name__: case(rank, world) for case in behaviours}
+    return found, [layouts(rank, world, *shape) for shape in shapes]

@@ -8,9 +8,19 @@ from tests.distributed import megatron_cases as cases  # noqa: E402
 from tests.distributed.processes import run, values  # noqa: E402
 
 
+# tp, pp, cp, virtual stages, form of the samples
+SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "one"), (2, 2, 1, 2, "packed")]
+
+
 @pytest.fixture(scope="module")
-def behaviours():
-    return values(run(cases.all_behaviours, 4))
+def ranks():
+    """What each of four ranks found, in one launch: it costs seconds to load megatron-core."""
+    return values(run(cases.everything, 4, SHAPES))
+
+
+@pytest.fixture
+def behaviours(ranks):
+    return [behaviours for behaviours, _ in ranks]
 
 
 def test_fewer_sequences_than_ranks_are_padding_that_counts_nothing(behaviours):
@@ -145,14 +155,9 @@ def test_groups_that_are_no_grid_are_refused(behaviours):
     assert all("ranks disagree on the dp axis" in rank["another_order"]["crooked"] for rank in behaviours)
 
 
-# tp, pp, cp, virtual stages, form of the samples
-SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "one"), (2, 2, 1, 2, "packed")]
-
-
-@pytest.fixture(scope="module")
-def layouts():
-    ranks = values(run(cases.all_layouts, 4, SHAPES))
-    return {shape: [rank[i] for rank in ranks] for i, shape in enumerate(SHAPES)}
+@pytest.fixture
+def layouts(ranks):
+    return {shape: [found[i] for _, found in ranks] for i, shape in enumerate(SHAPES)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
