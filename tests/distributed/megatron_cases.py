@@ -1,6 +1,7 @@
 """What the ranks of the Megatron tests run: its entry points on gloo worlds, without a model."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -102,15 +103,15 @@ def bad_input(rank, world):
 
     found = {"nothing": raised(step)}
     for field in ("max_seqlen_per_dp_cp_rank", "sequence_packing_scheduler", "virtual_pipeline_model_parallel_size"):
-        found[f"no {field}"] = raised(lambda: step(**{field: ...}))
-        found[f"no {field} on rank 3"] = raised(lambda: step(**({field: ...} if rank == 3 else {})))
+        found[f"no {field}"] = raised(partial(step, **{field: ...}))
+        found[f"no {field} on rank 3"] = raised(partial(step, **({field: ...} if rank == 3 else {})))
     found["virtual without group size"] = raised(
         lambda: step([iter([]), None] if owns() else [None] * 2, virtual_pipeline_model_parallel_size=2)
     )
     found["capacity 0"] = raised(lambda: step(max_seqlen_per_dp_cp_rank=0))
     found["unknown scheduler"] = raised(lambda: step(sequence_packing_scheduler="tetris"))
     for key in FIELDS:
-        found[f"no {key}"] = raised(lambda: step(lacking(key)))
+        found[f"no {key}"] = raised(partial(step, lacking(key)))
     both = [{k: v for k, v in one.items() if not k.endswith("seq_len")} for one in good]
     found["no length"] = raised(lambda: step((iter(both if dp else good)) if owns() else None))
     found["iterator on tp 1"] = raised(lambda: step(iter(good) if rank == 1 or owns() else None))
@@ -152,7 +153,7 @@ def bad_batches(rank, world):
     found["none on tp 0"] = raised(lambda: get_batch_on_this_rank_for_sequence_packing(None))
     found["at its end"] = raised(lambda: get_batch_on_this_rank_for_sequence_packing(iter([]) if first else None))
     for name in (*FIELDS, "cu_seqlens"):
-        found[f"no {name}"] = raised(lambda: batch({k: v for k, v in row.items() if k != name}))
+        found[f"no {name}"] = raised(partial(batch, {k: v for k, v in row.items() if k != name}))
     found["too short"] = raised(lambda: batch({**row, "labels": torch.arange(7)}))
     found["float tokens"] = raised(lambda: batch({**row, "tokens": torch.ones(8)}))
     found["still sound"] = raised(lambda: batch(row))

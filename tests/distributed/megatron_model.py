@@ -3,7 +3,6 @@
 import hashlib
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
@@ -135,7 +134,7 @@ def summed_loss(mask, losses):
 
 def forward_step(iterator, model, config):
     vp = bare(model).vp_stage
-    tokens, labels, mask, _, positions, params, padding = get_batch_on_this_rank_for_sequence_packing(
+    tokens, labels, mask, _, positions, params, _ = get_batch_on_this_rank_for_sequence_packing(
         iterator, config.virtual_pipeline_model_parallel_size, vp_stage=vp
     )
     out = model(tokens, positions, None, labels=labels, packed_seq_params=params)
@@ -230,8 +229,3 @@ def relative_error(found, expected):
         float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-12))
         for name in expected
     )
-
-
-def deterministic(seed=0):
-    torch.manual_seed(seed)
-    np.random.seed(seed)

@@ -4,9 +4,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from tests.distributed import megatron_cases as cases  # noqa: E402
-from tests.distributed.processes import run, values  # noqa: E402
-
+from tests.distributed import megatron_cases as cases
+from tests.distributed.processes import run, values
 
 # tp, pp, cp, virtual stages, form of the samples
 SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "one"), (2, 2, 1, 2, "packed")]
@@ -68,7 +67,7 @@ def test_a_step_without_samples_is_an_error(behaviours):
         ("no length", "original_seq_len or cu_seqlens", "2"),
         ("iterator on tp 1", "should have no data iterator", "1"),
         ("no iterator on tp 0", "must have a data iterator", "2"),
-        ("no iterator but a list", "one entry a virtual stage", "02"),
+        ("no iterator but a list", "one entry a virtual stage: expected one iterator, found list of 2", "02"),
         ("ends early", "ended within a step: expected 2 microbatches, found 1", "0"),
         ("longer than its tokens", "expected 1 to 8, found 99", "02"),
         ("dynamic without our attention", "packed_block_spec", "0123"),
@@ -162,7 +161,7 @@ def layouts(ranks):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_rank_has_its_part_and_nobody_another(layouts, shape):
-    tp, pp, cp, vpp, _ = shape
+    _, pp, cp, vpp, _ = shape
     ranks = layouts[shape]
     lengths = ranks[0]["lengths"]
     for rank in ranks:

@@ -69,11 +69,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     topology = _inner_axes(pg_collection)
     first = topology.is_first_stage and vp_stage in (None, 0)
     last = topology.is_last_stage and (vp_stage is None or vpp_size is None or vp_stage == vpp_size - 1)
-    wanted = [
-        name
-        for name in FIELDS
-        if mtp_on_this_rank or (first if name in ("tokens", "position_ids") else last)
-    ]
+    wanted = [name for name in FIELDS if mtp_on_this_rank or (first if name in ("tokens", "position_ids") else last)]
     given, failure = tried(lambda: _take(data_iterator, wanted, topology))
     everywhere = given is not None and given.everywhere
     _agree(topology.tp, failure, everywhere)
@@ -91,8 +87,12 @@ def _inner_axes(groups: Any) -> Topology:
     """The axes within one data-parallel coordinate; a collection need not have more than these."""
     if groups is None:
         return Topology.from_megatron()
-    held = {name: getattr(groups, name, None) for name in ("cp", "tp", "pp")}
-    return Topology(**{name: replace(axis_of(group), name=name) for name, group in held.items() if group is not None})
+    cp, tp, pp = (_axis(name, getattr(groups, name, None)) for name in ("cp", "tp", "pp"))
+    return Topology(cp=cp, tp=tp, pp=pp)
+
+
+def _axis(name: str, group: ProcessGroup | None) -> Axis:
+    return Axis(name) if group is None else replace(axis_of(group), name=name)
 
 
 def _take(data_iterator: Any, wanted: list[str], topology: Topology) -> Microbatch | None:
@@ -196,9 +196,7 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
     return RaggedBatch({**values, _ROWS: described}, piece.layout, (_ROWS,))
 
 
-def _finish(
-    part: RaggedBatch, wanted: list[str], topology: Topology, pg_collection: Any, mtp: bool
-) -> Batch:
+def _finish(part: RaggedBatch, wanted: list[str], topology: Topology, pg_collection: Any, mtp: bool) -> Batch:
     rows = part[_ROWS].cpu().numpy()
     layout = Layout.from_slots(rows[:, 0], rows[:, 1])
     cut = _slice_of(int(rows[0, 2]), topology, pg_collection)
@@ -237,6 +235,7 @@ def _packed_seq_params(
     places = mtp or layout.num_tokens == layout.size or importlib.util.find_spec("transformer_engine") is not None
     real = padded if places else torch.from_numpy(layout.cu_seqlens()).to(device)
     longest = int(layout.slots.max(initial=0))
+    own: dict[str, Any] = {"local_cp_size": degree, "cp_group": group} if degree else {}
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=real,
@@ -245,6 +244,5 @@ def _packed_seq_params(
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=degree or None,
-        cp_group=group,
+        **own,
     )

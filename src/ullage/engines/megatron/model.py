@@ -33,14 +33,19 @@ from ullage.errors import InputError
 from ullage.exchange.sharding import shard_index
 from ullage.layout import Int64, Layout
 
+# torch renames these collectives; the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """What ``GPTModel`` takes as ``transformer_layer_spec``: this stage's layers and its last norm, for packed rows.
 
-    ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree. Raises ``InputError`` for what the attention here does not do.
+    ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree.
+    Raises ``InputError`` for what the attention here does not do.
     """
     _refuse(config)
-    layer = get_gpt_layer_local_spec(
+    layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
@@ -55,7 +60,8 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
         inner.submodules.q_layernorm = inner.submodules.k_layernorm = PackedNorm
     setattr(config, TAKES_GROUPS, True)
     count = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=PackedNorm)
+    norm: Any = PackedNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
 def _refuse(config: Any) -> None:
@@ -68,7 +74,10 @@ def _refuse(config: Any) -> None:
     for name, value in asked.items():
         if value:
             raise InputError(
-                "packed_block_spec does not do this", where=f"config.{name}", found=value, hint="use a Transformer Engine spec"
+                "packed_block_spec does not do this",
+                where=f"config.{name}",
+                found=value,
+                hint="use a Transformer Engine spec",
             )
 
 
@@ -100,12 +109,11 @@ class PackedSelfAttention(SelfAttention):
     """Self-attention that applies rotary positions by the group its microbatch came with."""
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        degree = None if packed_seq_params is None else packed_seq_params.local_cp_size
-        if degree is None:
+        if packed_seq_params is None or packed_seq_params.local_cp_size is None:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        usual = self.pg_collection
-        self.pg_collection = copy.copy(usual)
-        self.pg_collection.cp = packed_seq_params.cp_group or _Alone()
+        usual: Any = self.pg_collection
+        self.pg_collection = own = copy.copy(usual)
+        own.cp = packed_seq_params.cp_group or _Alone()
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
@@ -129,10 +137,8 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise InputError(
-                "packed attention is causal self-attention", found=f"{attention_type}, {attn_mask_type}"
-            )
-        self.group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+            raise InputError("packed attention is causal self-attention", found=f"{attention_type}, {attn_mask_type}")
+        self.group: Any = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -176,7 +182,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
         ctx.group = group
         whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
+        _all_gather(whole, mine.contiguous(), group=group)
         return whole
 
     @staticmethod
@@ -186,7 +192,7 @@ class _Gather(torch.autograd.Function):
             dist.all_reduce(gradient, group=group)
             return gradient.chunk(group.size())[group.rank()], None
         mine = gradient.new_empty(len(gradient) // group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient, group=group)
+        _reduce_scatter(mine, gradient, group=group)
         return mine, None
 
 

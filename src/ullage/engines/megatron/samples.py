@@ -11,6 +11,7 @@ Source: ``_unpack_batch`` in Megatron-LM, ``megatron/core/datasets/data_schedule
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def read_items(items: Iterable[Any]) -> list[dict[str, Tensor]]:
 
 def _sequences(samples: Sequence[Any], i: int, sample: Any) -> list[dict[str, Tensor]]:
     if not isinstance(sample, Mapping):
-        raise InputError("a sample is not a mapping of keys to values", where=f"sample {i}", found=type(sample).__name__)
+        raise InputError(
+            "a sample is not a mapping of keys to values", where=f"sample {i}", found=type(sample).__name__
+        )
     missing = [name for name in FIELDS if sample.get(name) is None]
     one, several = "original_seq_len" in sample or "padded_seq_len" in sample, "cu_seqlens" in sample
     if missing or not (one or several):
@@ -78,9 +81,7 @@ def _sequences(samples: Sequence[Any], i: int, sample: Any) -> list[dict[str, Te
             found=", ".join(name for name in _LENGTHS if name in sample),
         )
     size = _flat(sample_value(samples, i, "tokens"), None).shape[0]
-    values = {
-        name: _flat(sample_value(samples, i, name), size) for name in sample if name not in _LENGTHS
-    }
+    values = {name: _flat(sample_value(samples, i, name), size) for name in sample if name not in _LENGTHS}
     for name, dtype in FIELDS.items():
         if values[name].ndim != 1 or len(values[name]) != size:
             raise InputError(
@@ -116,11 +117,10 @@ def _length(samples: Sequence[Any], i: int, size: int) -> int:
 def _cuts(samples: Sequence[Any], i: int, size: int) -> list[tuple[int, int]]:
     """Start and length of each sequence of a pre-packed sample; slots without tokens are left out."""
     ends = sample_value(samples, i, "cu_seqlens").reshape(-1).tolist()
-    places = sample_value(samples, i, "cu_seqlens_padded").reshape(-1).tolist() if (
-        samples[i].get("cu_seqlens_padded") is not None
-    ) else ends
-    lengths = [b - a for a, b in zip(ends, ends[1:])]
-    slots = [b - a for a, b in zip(places, places[1:])]
+    padded = samples[i].get("cu_seqlens_padded")
+    places = ends if padded is None else sample_value(samples, i, "cu_seqlens_padded").reshape(-1).tolist()
+    lengths = [b - a for a, b in pairwise(ends)]
+    slots = [b - a for a, b in pairwise(places)]
     sound = ends[:1] == places[:1] == [0] and len(ends) == len(places) and places[-1] <= size
     if not sound or any(not 0 <= length <= slot for length, slot in zip(lengths, slots)):
         raise InputError(

@@ -112,16 +112,16 @@ def _verify_once(topology: Topology) -> None:
 
 def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
     """This rank's iterator, ``None`` where it should have none."""
-    given = data_iterator
-    if settings.virtual > 1 or isinstance(given, (list, tuple)):
-        chunks = given if isinstance(given, (list, tuple)) else None
-        if chunks is None and given is not None or chunks is not None and len(chunks) != settings.virtual:
-            raise InputError(
-                "data_iterator must be a list with one entry a virtual stage",
-                expected=f"{settings.virtual} entries",
-                found=type(given).__name__ if chunks is None else len(chunks),
-            )
-        given = next((one for one in chunks or () if one is not None), None)
+    given, count = data_iterator, 1
+    if isinstance(given, (list, tuple)):
+        count = len(given)
+        given = next((one for one in given if one is not None), None)
+    if count != settings.virtual and data_iterator is not None:
+        raise InputError(
+            "data_iterator must have one entry a virtual stage",
+            expected=f"a list of {settings.virtual}" if settings.virtual > 1 else "one iterator",
+            found=f"{type(data_iterator).__name__} of {count}" if count > 1 else type(data_iterator).__name__,
+        )
     where = ", ".join(f"{axis.name} rank {axis.rank} of {axis.size}" for axis in topology.axes)
     if given is None and topology.owns_data:
         raise InputError("this rank must have a data iterator", where=where, found="None")
