@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def _take(data_iterator: Any, wanted: list[str], topology: Topology) -> Microbat
             hint="a middle stage gets fields if the config that wrap_data_iterator was given places a "
             "multi-token-prediction layer there",
         )
-    return given if isinstance(given, Microbatch) else Microbatch(dict(given), _layout(given))
+    return given if isinstance(given, Microbatch) else Microbatch(dict(given), _layout(given), clean=False)
 
 
 def _layout(given: Mapping[str, Any]) -> Layout:
@@ -169,11 +170,13 @@ def _slice_of(degree: int, topology: Topology, pg_collection: Any) -> _Slice:
 
 
 def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collection: Any) -> RaggedBatch:
-    """What this rank and its tensor-parallel peers run, padding made harmless."""
+    """What this rank and its tensor-parallel peers run."""
     layout, local = given.layout, given.get("local_cp_size")
     degree = 0 if local is None else int(local)
     part = _slice_of(degree, topology, pg_collection)
     home = home_device(topology)
+    # What wrap_data_iterator made is clean; anyone else's padding may hold what a kernel cannot take.
+    clean = None if given.clean or layout.num_tokens == layout.size else padding_mask(layout)
     values: dict[str, Tensor] = {}
     for name in wanted:
         value = given[name].reshape(-1)
@@ -185,9 +188,7 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
                 expected=f"{str(FIELDS[name])[6:]} [{layout.size}]",
                 found=f"{str(value.dtype)[6:]} [{value.numel()}]",
             )
-        if layout.num_tokens < layout.size:
-            value = value.masked_fill(padding_mask(layout, value.device), 0)
-        values[name] = value
+        values[name] = value if clean is None else value.masked_fill(clean.to(value.device), 0)
     piece = shard(RaggedBatch(values, layout), part.size, part.rank, shift_labels=False).batch
     on_gpu = int(any(value.is_cuda for value in values.values()))
     rows = np.stack([layout.lengths, layout.slots, np.full(len(layout), degree), np.full(len(layout), on_gpu)], 1)
@@ -220,6 +221,11 @@ def _finish(part: RaggedBatch, wanted: list[str], topology: Topology, pg_collect
     )
 
 
+@cache
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def _packed_seq_params(
     layout: Layout, device: torch.device, degree: int, group: ProcessGroup | None, mtp: bool
 ) -> PackedSeqParams:
@@ -232,7 +238,7 @@ def _packed_seq_params(
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = torch.from_numpy(layout.cu_seqlens(padded=True)).to(device)
-    places = mtp or layout.num_tokens == layout.size or importlib.util.find_spec("transformer_engine") is not None
+    places = mtp or layout.num_tokens == layout.size or _has_transformer_engine()
     real = padded if places else torch.from_numpy(layout.cu_seqlens()).to(device)
     longest = int(layout.slots.max(initial=0))
     own: dict[str, Any] = {"local_cp_size": degree, "cp_group": group} if degree else {}

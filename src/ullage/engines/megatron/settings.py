@@ -87,6 +87,13 @@ class Settings:
         halves = 2 * cp if cp > 1 else 1
         return math.lcm(halves * (tp if self.sequence_parallel else 1), self.fp8_multiple * cp, self.alignment)
 
+    def row_multiple(self, topology: Topology, degree: int | None) -> int:
+        """What a whole row is a multiple of. Slots of a degree of their own are multiples of twice that degree, which
+        with sequence parallelism each rank may not be able to cut further."""
+        if degree is None or degree == 1:
+            return self.align(topology)
+        return math.lcm(self.align(topology) * degree, 2 * degree)
+
     def planner(self, topology: Topology) -> Callable[[Int64], Plan]:
         """A function of the lengths; ``topology`` has dp flattened over cp if the degree is dynamic."""
 

@@ -36,12 +36,13 @@ from ullage.planning.plan import Plan
 class Microbatch(dict[str, Any]):
     """One packed microbatch under Megatron's keys, its lengths kept on the host beside them.
 
-    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast.
+    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast. ``clean``: whether
+    padding holds zeros.
     """
 
-    def __init__(self, values: dict[str, Any], layout: Layout, everywhere: bool = False) -> None:
+    def __init__(self, values: dict[str, Any], layout: Layout, everywhere: bool = False, clean: bool = True) -> None:
         super().__init__(values)
-        self.layout, self.everywhere = layout, everywhere
+        self.layout, self.everywhere, self.clean = layout, everywhere, clean
 
 
 @dataclass(frozen=True)
@@ -188,18 +189,33 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
         return [None] * settings.virtual if settings.virtual > 1 else None
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    device = home_device(topology)
-    rank = topology.dp.rank
+    device, rank = home_device(topology), topology.dp.rank
     microbatches = []
     for k, batch in enumerate(step.microbatches):
         degree = step.plan.degree(k, rank) if settings.dynamic else None
-        empty = settings.align(topology) if degree in (None, 1) else step.plan.multiple_of(k, rank)
-        microbatches.append(_microbatch(batch, device, empty, degree, everywhere))
+        multiple = settings.row_multiple(topology, degree)
+        microbatches.append(_microbatch(_fill_up(batch, multiple), device, degree, everywhere))
     iterators = [
         RerunDataIterator(iter([Microbatch(dict(m), m.layout, everywhere) for m in microbatches]))
         for _ in range(settings.virtual)
     ]
     return iterators if settings.virtual > 1 else iterators[0]
+
+
+def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
+    """The batch with one more slot, all padding, where its row is empty or no multiple of what its ranks can share."""
+    size = batch.layout.size
+    rest = multiple if size == 0 else -size % multiple
+    if not rest:
+        return batch
+    layout = Layout.from_slots([*batch.layout.lengths, 0], [*batch.layout.slots, rest])
+    values = {
+        name: torch.cat(
+            [batch[name], batch[name].new_zeros(1 if name in batch.per_sequence else rest, *batch[name].shape[1:])]
+        )
+        for name in batch.names
+    }
+    return RaggedBatch(values, layout, batch.per_sequence)
 
 
 def home_device(topology: Topology) -> torch.device | None:
@@ -210,18 +226,9 @@ def home_device(topology: Topology) -> torch.device | None:
     return None
 
 
-def _microbatch(
-    batch: RaggedBatch, device: torch.device | None, empty: int, degree: int | None, everywhere: bool
-) -> Microbatch:
-    """A batch under Megatron's keys. One without sequences becomes a slot of padding, which a model can run."""
-    if not len(batch):
-        values = {
-            name: batch[name].new_zeros(0 if name in batch.per_sequence else empty, *batch[name].shape[1:])
-            for name in batch.names
-        }
-        layout = Layout.from_slots([0], [empty])
-    else:
-        values, layout = {name: batch[name] for name in batch.names}, batch.layout
+def _microbatch(batch: RaggedBatch, device: torch.device | None, degree: int | None, everywhere: bool) -> Microbatch:
+    """A batch under Megatron's keys."""
+    values, layout = {name: batch[name] for name in batch.names}, batch.layout
     if device is not None:
         values = {name: value.to(device, non_blocking=True) for name, value in values.items()}
     if "labels" in values and layout.num_tokens < layout.size:
