@@ -77,10 +77,12 @@ def few(rank, world):
     found["no sequence at all"] = raised(lambda: wrap_data_iterator(iter([[]]), config(), 1))
     state.destroy_model_parallel()
     state.initialize_model_parallel(2)
-    mine = iter([sample(4)]) if owns() else None
-    step = wrap_data_iterator(mine, config(max_seqlen_per_dp_cp_rank=16), 1)
-    held = rows(step[0], step[1])
-    found["lengths 4 and 4, cap 16"] = [step[1:], held and [row["cu_seqlens"].tolist() for row in held]]
+    for scheduler in ("balanced", "dp_balanced"):
+        mine = iter([sample(4)]) if owns() else None
+        made = config(max_seqlen_per_dp_cp_rank=16, sequence_packing_scheduler=scheduler)
+        step = wrap_data_iterator(mine, made, 1)
+        held = rows(step[0], step[1])
+        found[f"4 and 4, {scheduler}"] = [step[1:], held and [row["cu_seqlens"].tolist() for row in held]]
     state.destroy_model_parallel()
     return found
 

@@ -32,9 +32,12 @@ def test_fewer_sequences_than_ranks_are_padding_that_counts_nothing(behaviours):
 
 def test_two_sequences_that_fit_one_microbatch_go_to_two_ranks(behaviours):
     """dp 2, lengths [4, 4], capacity 16: upstream packs both into one and finds none to move."""
-    found = [rank["few"]["lengths 4 and 4, cap 16"] for rank in behaviours]
+    found = [rank["few"]["4 and 4, balanced"] for rank in behaviours]
     assert [step for step, _ in found] == [[1, 8, 32]] * 4
     assert [rows for _, rows in found] == [[[0, 4]], None, [[0, 4]], None]
+    by_arrival = [rank["few"]["4 and 4, dp_balanced"] for rank in behaviours]
+    assert [step for step, _ in by_arrival] == [[1, 8, 32]] * 4
+    assert [rows for _, rows in by_arrival] == [[[0, 4, 8]], None, [[0, 0]], None]
 
 
 def test_an_oversize_sequence_is_named_everywhere(behaviours):

@@ -198,6 +198,22 @@ def test_flops_are_those_of_the_same_hugging_face_model():
     assert transformer_terms(SimpleNamespace(**vars(megatron), num_moe_experts=8)) is None
 
 
+def test_stages_of_prediction_layers_are_read_from_megatron_s_layout():
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = PipelineParallelLayerLayout("Et|t|m|tL", 4)
+    made = config(mtp_num_layers=1, pipeline_model_parallel_layout=layout)
+    assert Settings.of(made).mtp_stages == {2}
+    assert Settings.of(config(mtp_num_layers=1)).mtp_stages == {-1}
+    assert Settings.of(config(pipeline_model_parallel_layout=layout)).mtp_stages == set()
+
+
+def test_a_collection_without_a_group_is_named():
+    with pytest.raises(InputError, match="lacks one"):
+        Topology.from_megatron(SimpleNamespace(tp=None, pp=None, dp=None))
+    assert Topology.from_megatron().world_size == 1
+
+
 def test_the_plan_is_kept():
     step = packed_step(iter([sample(5, 8), sample(20, 24)]), config(), 2)
     assert step.plan.lengths.tolist() == [5, 20]

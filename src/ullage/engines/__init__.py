@@ -1,1 +1,1 @@
-"""Thin adapters to other training frameworks, each imported only when it is asked for."""
+"""Thin adapters to other training frameworks, imported only when asked for."""
