@@ -79,9 +79,10 @@ def test_every_real_token_arrives_once_and_is_counted(drawn, capacity, scheduler
     iterator, count, tokens, squares = wrap_data_iterator(iter(samples), made, len(samples))
     seen = []
     for _ in range(count):
-        batch = get_batch_on_this_rank_for_sequence_packing(iterator)
-        assert batch[0].shape[1] <= capacity
-        seen += batch[0][~batch[6]].tolist()
+        row, *_, padding = get_batch_on_this_rank_for_sequence_packing(iterator)
+        assert row is not None
+        assert row.shape[1] <= capacity
+        seen += row[~padding].tolist()
     assert sorted(seen) == sorted(k for s, n in zip(samples, lengths) for k in s["tokens"][:n].tolist())
     assert (tokens, squares) == (sum(lengths), sum(n * n for n in lengths))
     assert isinstance(squares, int)

@@ -17,7 +17,7 @@ from ullage.engines.megatron.settings import schedulers
 from ullage.engines.megatron.wrapping import WrappedStep, packed_step, wrap_data_iterator
 
 if TYPE_CHECKING:
-    from ullage.engines.megatron.model import PackedCoreAttention, packed_block_spec
+    from ullage.engines.megatron.model import PackedCoreAttention, packed_block_spec, packed_layer_spec
 
 __all__ = [
     "PackedCoreAttention",
@@ -25,6 +25,7 @@ __all__ = [
     "get_batch_on_this_rank_for_sequence_packing",
     "on_cpu",
     "packed_block_spec",
+    "packed_layer_spec",
     "packed_step",
     "schedulers",
     "transformer_terms",
@@ -33,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("PackedCoreAttention", "packed_block_spec"):  # its classes are megatron-core's
+    if name in ("PackedCoreAttention", "packed_block_spec", "packed_layer_spec"):  # its classes are megatron-core's
         from ullage.engines.megatron import model
 
         return getattr(model, name)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from torch.distributed import ProcessGroup
 
-#: What travels beside the fields: for each sequence its length, its slot, the degree (0 if fixed), and whether the
-#: fields lie on a GPU.
-_ROWS = "length, slot, degree, on a GPU"
+#: What travels beside the fields: for each sequence its length, its slot, the degree (0 if fixed), whether the fields
+#: lie on a GPU, and whether the last stage rolls its labels.
+_ROWS = "length, slot, degree, on a GPU, rolled"
 
 Batch = tuple[Tensor | None, Tensor | None, Tensor | None, None, Tensor | None, "PackedSeqParams", Tensor]
 
@@ -190,8 +190,9 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
             )
         values[name] = value if clean is None else value.masked_fill(clean.to(value.device), 0)
     piece = shard(RaggedBatch(values, layout), part.size, part.rank, shift_labels=False).batch
-    on_gpu = int(any(value.is_cuda for value in values.values()))
-    rows = np.stack([layout.lengths, layout.slots, np.full(len(layout), degree), np.full(len(layout), on_gpu)], 1)
+    on_gpu = any(value.is_cuda for value in values.values())
+    rows = np.empty((len(layout), 5), np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2:] = layout.lengths, layout.slots, (degree, on_gpu, given.rolled)
     described = torch.from_numpy(rows)
     values = {name: piece[name] for name in wanted}
     return RaggedBatch({**values, _ROWS: described}, piece.layout, (_ROWS,))
@@ -209,7 +210,7 @@ def _finish(part: RaggedBatch, wanted: list[str], topology: Topology, pg_collect
     mask = padding_mask(layout)
     if cut.size > 1:
         mask = mask[torch.from_numpy(shard_index(layout, cut.size, cut.rank))]
-    params = _packed_seq_params(layout, device, int(rows[0, 2]), cut.group, mtp)
+    params = _packed_seq_params(layout, device, int(rows[0, 2]), cut.group, mtp or bool(rows[0, 4]))
     return (
         fields.get("tokens"),
         fields.get("labels"),
@@ -227,7 +228,7 @@ def _has_transformer_engine() -> bool:
 
 
 def _packed_seq_params(
-    layout: Layout, device: torch.device, degree: int, group: ProcessGroup | None, mtp: bool
+    layout: Layout, device: torch.device, degree: int, group: ProcessGroup | None, rolled: bool
 ) -> PackedSeqParams:
     """Lengths and places, each under its own name.
 
@@ -238,7 +239,7 @@ def _packed_seq_params(
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = torch.from_numpy(layout.cu_seqlens(padded=True)).to(device)
-    places = mtp or layout.num_tokens == layout.size or _has_transformer_engine()
+    places = rolled or layout.num_tokens == layout.size or _has_transformer_engine()
     real = padded if places else torch.from_numpy(layout.cu_seqlens()).to(device)
     longest = int(layout.slots.max(initial=0))
     own: dict[str, Any] = {"local_cp_size": degree, "cp_group": group} if degree else {}

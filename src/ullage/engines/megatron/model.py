@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,14 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
     ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree.
     Raises ``InputError`` for what the attention here does not do.
     """
+    layer, norm = packed_layer_spec(config), cast(Any, PackedNorm)
+    count = get_num_layers_to_build(config, vp_stage)
+    setattr(config, TAKES_GROUPS, True)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def packed_layer_spec(config: Any) -> Any:
+    """One layer of :func:`packed_block_spec`, a ``ModuleSpec``: for ``get_gpt_mtp_block_spec``, for example."""
     _refuse(config)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -58,10 +66,7 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
     layer.submodules.pre_mlp_layernorm = PackedNorm
     if config.qk_layernorm:
         inner.submodules.q_layernorm = inner.submodules.k_layernorm = PackedNorm
-    setattr(config, TAKES_GROUPS, True)
-    count = get_num_layers_to_build(config, vp_stage)
-    norm: Any = PackedNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    return layer
 
 
 def _refuse(config: Any) -> None:

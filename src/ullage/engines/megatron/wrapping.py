@@ -36,13 +36,22 @@ from ullage.planning.plan import Plan
 class Microbatch(dict[str, Any]):
     """One packed microbatch under Megatron's keys, its lengths kept on the host beside them.
 
-    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast. ``clean``: whether
-    padding holds zeros.
+    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast. ``rolled``: whether a
+    multi-token-prediction layer somewhere in the model makes the last stage roll its labels. ``clean``: whether padding
+    holds zeros.
     """
 
-    def __init__(self, values: dict[str, Any], layout: Layout, everywhere: bool = False, clean: bool = True) -> None:
+    def __init__(
+        self,
+        values: dict[str, Any],
+        layout: Layout,
+        *,
+        everywhere: bool = False,
+        rolled: bool = False,
+        clean: bool = True,
+    ) -> None:
         super().__init__(values)
-        self.layout, self.everywhere, self.clean = layout, everywhere, clean
+        self.layout, self.everywhere, self.rolled, self.clean = layout, everywhere, rolled, clean
 
 
 @dataclass(frozen=True)
@@ -194,9 +203,11 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
     for k, batch in enumerate(step.microbatches):
         degree = step.plan.degree(k, rank) if settings.dynamic else None
         multiple = settings.row_multiple(topology, degree)
-        microbatches.append(_microbatch(_fill_up(batch, multiple), device, degree, everywhere))
+        full = _fill_up(batch, multiple)
+        microbatches.append((_values(full, device, degree), full.layout))
+    traits = {"everywhere": everywhere, "rolled": bool(settings.mtp_stages)}
     iterators = [
-        RerunDataIterator(iter([Microbatch(dict(m), m.layout, everywhere) for m in microbatches]))
+        RerunDataIterator(iter([Microbatch(values, layout, **traits) for values, layout in microbatches]))
         for _ in range(settings.virtual)
     ]
     return iterators if settings.virtual > 1 else iterators[0]
@@ -226,7 +237,7 @@ def home_device(topology: Topology) -> torch.device | None:
     return None
 
 
-def _microbatch(batch: RaggedBatch, device: torch.device | None, degree: int | None, everywhere: bool) -> Microbatch:
+def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None) -> dict[str, Any]:
     """A batch under Megatron's keys."""
     values, layout = {name: batch[name] for name in batch.names}, batch.layout
     if device is not None:
@@ -243,7 +254,7 @@ def _microbatch(batch: RaggedBatch, device: torch.device | None, degree: int | N
     if degree is not None:
         described["local_cp_size"] = torch.tensor(degree, dtype=torch.int32, device=where)
     missing = {name: None for name in FIELDS if name not in values}
-    return Microbatch({**values, **missing, **described}, layout, everywhere)
+    return {**values, **missing, **described}
 
 
 def padding_mask(layout: Layout, device: torch.device | str = "cpu") -> Tensor:
