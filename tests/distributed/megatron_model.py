@@ -7,13 +7,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
     packed_block_spec,
+    packed_layer_spec,
     packed_step,
 )
 
@@ -70,6 +73,9 @@ def build(config, wrapped=True):
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
             vp_stage=vp,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, packed_layer_spec(config), False, vp)
+            if config.mtp_num_layers
+            else None,
         )
         draw(model)
         chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(), model) if wrapped else model)
@@ -134,10 +140,11 @@ def summed_loss(mask, losses):
 
 def forward_step(iterator, model, config):
     vp = bare(model).vp_stage
+    mtp = mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp)
     tokens, labels, mask, _, positions, params, _ = get_batch_on_this_rank_for_sequence_packing(
-        iterator, config.virtual_pipeline_model_parallel_size, vp_stage=vp
+        iterator, config.virtual_pipeline_model_parallel_size, mtp, vp
     )
-    out = model(tokens, positions, None, labels=labels, packed_seq_params=params)
+    out = model(tokens, positions, None, labels=labels, packed_seq_params=params, loss_mask=mask)
     return out, partial(summed_loss, mask)
 
 
@@ -198,9 +205,9 @@ def gradients(chunks):
     return {name: gradient for part in everyone for name, gradient in part.items()}
 
 
-def one_by_one(samples):
+def one_by_one(samples, **options):
     """Loss and gradients of plain batches of one sequence each, in this process alone; then the optimizer's step."""
-    config = config_of()
+    config = config_of(**options)
     [model] = build(config, wrapped=False)
     optimizer = Optimizer([model])
     losses, first = [], None
@@ -211,7 +218,7 @@ def one_by_one(samples):
             tokens, labels, positions, mask = (
                 sample[name][None, :length] for name in ("tokens", "labels", "position_ids", "loss_mask")
             )
-            loss = (model(tokens, positions, None, labels=labels) * mask).sum()
+            loss = (model(tokens, positions, None, labels=labels, loss_mask=mask) * mask).sum()
             loss.backward()
             total, count = total + float(loss.detach().double()), count + int(mask.sum())
         for parameter in model.parameters():

@@ -41,7 +41,11 @@ def batches():
 def sizes(case):
     found = {name: int(number) for name, number in re.findall(r"(dp|tp|pp|cp|vpp)(\d+)", case)}
     found.pop("dp", None)
-    options = {"sp": "sp" in case.split("+")}
+    options: dict = {"sp": "sp" in case.split("+")}
+    if "mtp" in case:
+        options["mtp_num_layers"] = 1
+    if "middle" in case:  # the prediction layer alone on the third of four stages, the loss on the last
+        options["pipeline_model_parallel_layout"] = "Etttt|tttt|m|L"
     if "auto" in case:
         options |= {"scheduler": "default_dynamic_cp", "capacity": 32}
     return {**found, **options}
@@ -50,7 +54,12 @@ def sizes(case):
 def run_case(case, samples, losses, expected):
     options = sizes(case)
     state.initialize_model_parallel(
-        options.get("tp", 1), options.get("pp", 1), options.get("vpp"), context_parallel_size=options.get("cp", 1)
+        options.get("tp", 1),
+        options.get("pp", 1),
+        options.get("vpp"),
+        context_parallel_size=options.get("cp", 1),
+        # The stages that hold the word embedding: the first, and the one that predicts.
+        get_embedding_ranks=(lambda ranks, *_: [ranks[0], ranks[2]]) if "middle" in case else None,
     )
     begin = time.monotonic()
     config = config_of(**options)
@@ -88,10 +97,14 @@ def main(cases):
     samples = batches()
     with on_cpu(required=True):
         state.initialize_model_parallel()
-        losses, expected = one_by_one(samples)
+        expected = {}
+        if any("mtp" not in case for case in cases):
+            expected[False] = one_by_one(samples)
+        if any("mtp" in case for case in cases):
+            expected[True] = one_by_one(samples, mtp_num_layers=1)
         state.destroy_model_parallel()
         for case in cases:
-            run_case(case, samples, losses, expected)
+            run_case(case, samples, *expected["mtp" in case])
     dist.destroy_process_group()
 
 
