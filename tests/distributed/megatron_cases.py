@@ -158,6 +158,8 @@ def bad_batches(rank, world):
         found[f"no {name}"] = raised(partial(batch, {k: v for k, v in row.items() if k != name}))
     found["too short"] = raised(lambda: batch({**row, "labels": torch.arange(7)}))
     found["float tokens"] = raised(lambda: batch({**row, "tokens": torch.ones(8)}))
+    nothing = torch.zeros(1, dtype=torch.int32)
+    found["no sequence"] = raised(lambda: batch({**row, "cu_seqlens": nothing, "cu_seqlens_padded": nothing}))
     found["still sound"] = raised(lambda: batch(row))
     state.destroy_model_parallel()
     return found

@@ -107,6 +107,7 @@ def test_sound_steps_follow_faulty_ones(behaviours):
         ("no cu_seqlens", "lacks a key ('cu_seqlens'", (0, 2)),
         ("too short", "expected int64 [8], found int64 [7]", (0, 2)),
         ("float tokens", "found float32 [8]", (0, 2)),
+        ("no sequence", "holds no sequence", (0, 2)),
     ],
 )
 def test_a_faulty_microbatch_is_an_error_on_all_tensor_parallel_ranks(behaviours, fault, words, at_fault):

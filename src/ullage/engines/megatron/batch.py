@@ -135,6 +135,8 @@ def _layout(given: Mapping[str, Any]) -> Layout:
         np.diff(torch.as_tensor(given[name]).reshape(-1).cpu().numpy().astype(np.int64))
         for name in ("cu_seqlens", "cu_seqlens_padded")
     )
+    if not len(lengths):
+        raise InputError("a microbatch holds no sequence", expected="cu_seqlens of at least two numbers")
     return Layout.from_slots(lengths, slots)
 
 
