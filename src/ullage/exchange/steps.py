@@ -94,10 +94,13 @@ class StepMaker:
             self._reader.seek(int(given[self.topology.dp.rank]))
         self.given, self._live = given.copy(), np.ones(len(given), bool)
 
-    def make(self) -> PackedStep | None:
-        """The next step, ``None`` at the end of the stream. Raises on every rank if any rank failed."""
+    def make(self, failure: Exception | None = None) -> PackedStep | None:
+        """The next step, ``None`` at the end of the stream. Raises on every rank if any rank failed.
+
+        ``failure``: of a rank that exchanges nothing and has failed already.
+        """
         topology = self.topology
-        columns, gathered, failure = None, None, None
+        columns, gathered = None, None
         if topology.exchanges:
             taken, failure = tried(self._take_and_gather)
             if taken is not None:
@@ -131,7 +134,7 @@ class StepMaker:
         return tried(lambda: self._finish(microbatches, plan))
 
     def _take_and_gather(self) -> tuple[Columns, Lengths]:
-        samples, failure = self._take()
+        samples, failure = self.take()
         columns: Columns | None = None
         if failure is None:
             columns, failure = tried(
@@ -141,8 +144,11 @@ class StepMaker:
         assert columns is not None  # or it would have raised
         return columns, gathered
 
-    def _take(self) -> tuple[list[Any], Exception | None]:
-        """This rank's samples of the step. Collective over dp for iterables, whose ends are not known beforehand."""
+    def take(self) -> tuple[list[Any], Exception | None]:
+        """This rank's samples of the step, or why it has none; other sources of samples override it.
+
+        Collective over dp for iterables, whose ends are not known beforehand.
+        """
         axis, stream, wanted = self.topology.dp, self.stream, self.options.global_batch_size
         mine = axis.rank if axis.rank < stream.streams else None
         if stream.kind != ITERABLE:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -197,6 +198,31 @@ class Topology:
         topology._require_world()
         return topology
 
+    @classmethod
+    def from_megatron(cls, groups: Any = None, *, owners: str = "ends", flatten_cp: bool = False) -> Topology:
+        """The topology of Megatron-Core's process groups, their ranks in any order.
+
+        ``groups``: a ``ProcessGroupCollection``, or whatever has its ``dp``, ``cp``, ``tp``, ``pp`` and ``dp_cp``;
+        ``None`` asks ``parallel_state``, and without ``torch.distributed`` is one process. ``flatten_cp``: let the
+        ``dp`` axis span dp·cp, in the order of the ``dp_cp`` group, as a context-parallel degree for each microbatch
+        wants it. Raises ``InputError`` for a group that is not there, and as :meth:`from_groups` does.
+        """
+        if groups is None and not _initialized():
+            return cls(owners=owners)
+        found = _parallel_state() if groups is None else groups
+        names = ("dp_cp", "tp", "pp") if flatten_cp else ("dp", "cp", "tp", "pp")
+        held = {name: getattr(found, name, None) for name in names}
+        if held.get("cp", ...) is None and held["dp"] is not None:
+            whole = getattr(found, "dp_cp", None)
+            if whole is None or whole.size() == held["dp"].size():  # without context parallelism nobody needs it
+                del held["cp"]
+        missing = [name for name, group in held.items() if group is None]
+        if missing:
+            raise InputError("a collection of process groups lacks one", where=missing[0], expected=", ".join(names))
+        if flatten_cp:
+            held["dp"] = held.pop("dp_cp")
+        return cls.from_groups(**held, owners=owners)
+
     @property
     def axes(self) -> tuple[Axis, Axis, Axis, Axis]:
         """``dp``, ``cp``, ``tp``, ``pp``."""
@@ -271,6 +297,21 @@ def _initialized() -> bool:
 
 def _global_rank() -> int:
     return dist.get_rank() if _initialized() else 0
+
+
+def _parallel_state() -> Any:
+    """The groups of Megatron-Core's global state, by the names of its collection."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        raise InputError("Megatron's parallel state is not initialised", hint="call initialize_model_parallel first")
+    return SimpleNamespace(
+        dp=state.get_data_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def _members(group: ProcessGroup | None, name: str) -> list[int]:

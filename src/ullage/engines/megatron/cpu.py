@@ -1,0 +1,82 @@
+"""Lets megatron-core run on CPUs with gloo, for tests and laptops; does nothing where there is CUDA.
+
+megatron-core asks torch for the current CUDA device when it makes buffers, moves batches with ``Tensor.cuda`` and
+counts tokens in a tensor with ``device="cuda"``. Within :func:`on_cpu` these mean the host. What has no meaning there,
+synchronising and the tracker of CUDA random states, does nothing; so dropout draws from torch's own generator.
+Checked with megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ullage.errors import InputError
+
+
+class _HostTorch(types.ModuleType):
+    """``torch`` as one module of megatron-core sees it: its new tensors lie on the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, **options: Any) -> Tensor:
+        return torch.zeros(*args, **{**options, "device": "cpu"})
+
+
+class _NoTracker:
+    """Stands for the tracker of CUDA random states."""
+
+    def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def add(self, *_: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def on_cpu(required: bool = False) -> Iterator[None]:
+    """Within it megatron-core runs on the host, if torch has no CUDA. Models and steps both belong within.
+
+    ``required``: raise ``InputError`` where there is CUDA, instead of doing nothing.
+    """
+    if torch.cuda.is_available():
+        if required:
+            raise InputError("megatron-core runs on the GPU that is here", hint="hide it with CUDA_VISIBLE_DEVICES=''")
+        yield
+        return
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random
+
+    host = torch.device("cpu")
+    replaced = [
+        (torch.cuda, "current_device", lambda: host),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (Tensor, "cuda", lambda self, *_, **__: self),
+        (random, "_CUDA_RNG_STATE_TRACKER", _NoTracker()),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        (schedules, "torch", _HostTorch("torch")),
+    ]
+    usual = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, stand_in in replaced:
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for owner, name, value in usual:
+            setattr(owner, name, value)

@@ -1,0 +1,44 @@
+"""The process groups of dynamic context parallelism: one for each power of two and each block of neighbours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ullage.exchange.topology import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_made: dict[tuple[int, ...], tuple[object, dict[int, ProcessGroup]]] = {}
+
+
+def degree_groups(axis: Axis) -> dict[int, ProcessGroup]:
+    """The groups of 2, 4, 8, ... neighbours along dp·cp that this rank belongs to, by their size.
+
+    Made once for each world and axis, with the backend of the axis's group; the first call is collective over the
+    world. Neighbours are aligned: the group of *d* ranks at coordinate *r* is that of *r // d*.
+    """
+    key, world = tuple(axis.ranks), dist.group.WORLD if dist.is_initialized() else None
+    held = _made.get(key)
+    if held is not None and held[0] is world:
+        return held[1]
+    groups: dict[int, ProcessGroup] = {}
+    if axis.size > 1:
+        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, key)
+        backend = dist.get_backend(axis.group)
+        # All ranks make all groups, in one order: the only way that every backend takes.
+        for ranks in sorted(set(everyone)):
+            degree = 2
+            while degree <= len(ranks):
+                for first in range(0, len(ranks) - degree + 1, degree):
+                    block = list(ranks[first : first + degree])
+                    group = dist.new_group(block, backend=backend, group_desc=f"ullage cp {degree}")
+                    if dist.get_rank() in block:
+                        assert isinstance(group, dist.ProcessGroup)
+                        groups[degree] = group
+                degree *= 2
+    _made[key] = (world, groups)
+    return groups

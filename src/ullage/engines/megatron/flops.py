@@ -1,0 +1,27 @@
+"""The FLOPs of a Megatron-Core GPT by its config: what its sequences cost, and what a step should be told in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | None:
+    """Forward FLOPs a token, and FLOPs a squared token, of a GPT with this ``TransformerConfig``; causal half only.
+
+    A batch costs ``terms[0]·Σlength + terms[1]·Σlength²`` forward and three times that with backward. ``vocab_size``:
+    of the output layer, 0 to leave it out. ``None`` where the config does not say, or describes experts or latent
+    attention, for which there is no formula here.
+    """
+    hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not hidden or not layers or not heads:
+        return None
+    if getattr(config, "num_moe_experts", None) or getattr(config, "multi_latent_attention", False):
+        return None
+    dim = getattr(config, "kv_channels", None) or hidden // heads
+    keys = getattr(config, "num_query_groups", None) or heads
+    inner = getattr(config, "ffn_hidden_size", None) or 4 * hidden
+    matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
+    projections = 2 * hidden * heads * dim + 2 * hidden * keys * dim
+    linear = 2 * (layers * (projections + matrices * hidden * inner) + hidden * vocab_size)
+    return linear, 2 * layers * heads * dim

@@ -1,0 +1,179 @@
+"""What Megatron's config says about packing, read once and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ullage.engines.megatron.flops import transformer_terms
+from ullage.errors import InputError
+from ullage.exchange.topology import Topology
+from ullage.layout import Int64
+from ullage.planning import TransformerCost, plan
+from ullage.planning.plan import Plan
+from ullage.planning.strategies import ALIASES, PREASSIGNED, names
+
+#: The scheduler that gives each microbatch a context-parallel degree of its own.
+DYNAMIC = "default_dynamic_cp"
+#: The attribute by which ``packed_block_spec`` marks the config of a model whose attention honours
+#: ``PackedSeqParams.cp_group``. Megatron-LM's own switch for that, where it has one, is ``dynamic_context_parallel``.
+TAKES_GROUPS = "attention_takes_cp_group"
+
+
+def schedulers() -> list[str]:
+    """Every name that ``config.sequence_packing_scheduler`` may have: ours and upstream's."""
+    return [name for name in names() if ALIASES.get(name, name) != PREASSIGNED]
+
+
+def is_dynamic(config: Any) -> bool:
+    """Whether the config asks for a context-parallel degree for each microbatch."""
+    return _scheduler(config) == DYNAMIC
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``capacity``: slots a dp·cp rank holds in one microbatch. ``virtual``: virtual pipeline stages, 1 without.
+    ``multiple``: of the number of microbatches. ``mtp_stages``: pipeline stages with multi-token-prediction layers."""
+
+    capacity: int
+    scheduler: str
+    virtual: int
+    multiple: int
+    mtp_stages: frozenset[int]
+    cost: TransformerCost
+    fp8_multiple: int
+    sequence_parallel: bool
+    alignment: int
+
+    @property
+    def dynamic(self) -> bool:
+        return self.scheduler == DYNAMIC
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """Raises ``InputError`` for a field that is missing or cannot be used, and for an unknown scheduler."""
+        capacity = _positive(config, "max_seqlen_per_dp_cp_rank")
+        _field(config, "sequence_packing_scheduler", hint=f"set one of {', '.join(schedulers())}")
+        scheduler = _scheduler(config)
+        if scheduler not in schedulers():
+            raise InputError("no such sequence_packing_scheduler", expected=" or ".join(schedulers()), found=scheduler)
+        virtual = getattr(config, "virtual_pipeline_model_parallel_size", ...)
+        if virtual is ...:
+            raise _missing("virtual_pipeline_model_parallel_size", "None without virtual stages")
+        virtual = 1 if virtual is None else _positive(config, "virtual_pipeline_model_parallel_size")
+        mtp = _mtp_stages(config)
+        if scheduler == DYNAMIC:
+            _refuse_dynamic(config, mtp)
+        return cls(
+            capacity=capacity,
+            scheduler=scheduler,
+            virtual=virtual,
+            multiple=_positive(config, "microbatch_group_size_per_vp_stage") if virtual > 1 else 1,
+            mtp_stages=mtp,
+            cost=_cost(config),
+            fp8_multiple=_fp8_multiple(config),
+            sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
+            alignment=int(getattr(config, "pad_packed_seq_alignment", None) or 1),
+        )
+
+    def align(self, topology: Topology) -> int:
+        """What a slot is a multiple of: two chunks for each context-parallel rank, each rank's part for sequence
+        parallelism, and what FP8 kernels take."""
+        cp, tp = topology.cp.size, topology.tp.size
+        halves = 2 * cp if cp > 1 else 1
+        return math.lcm(halves * (tp if self.sequence_parallel else 1), self.fp8_multiple * cp, self.alignment)
+
+    def row_multiple(self, topology: Topology, degree: int | None) -> int:
+        """What a whole row is a multiple of. Slots of a degree of their own are multiples of twice that degree, which
+        with sequence parallelism each rank may not be able to cut further."""
+        if degree is None or degree == 1:
+            return self.align(topology)
+        return math.lcm(self.align(topology) * degree, 2 * degree)
+
+    def planner(self, topology: Topology) -> Callable[[Int64], Plan]:
+        """A function of the lengths; ``topology`` has dp flattened over cp if the degree is dynamic."""
+
+        def make_plan(lengths: np.ndarray) -> Plan:
+            return plan(
+                lengths,
+                ranks=topology.dp.size,
+                capacity=self.capacity * topology.cp.size,
+                align=self.align(topology),
+                strategy="balanced" if self.dynamic else self.scheduler,
+                context_parallel="auto" if self.dynamic else 1,
+                microbatch_multiple=self.multiple,
+                cost=self.cost,
+            )
+
+        return make_plan
+
+
+def _scheduler(config: Any) -> str:
+    value = getattr(config, "sequence_packing_scheduler", None)
+    return str(getattr(value, "value", value)).lower()
+
+
+def _missing(name: str, hint: str | None) -> InputError:
+    return InputError("the config lacks a field that packing needs", where=name, hint=hint)
+
+
+def _field(config: Any, name: str, hint: str | None = None) -> Any:
+    value = getattr(config, name, None)
+    if value is None:
+        raise _missing(name, hint)
+    return value
+
+
+def _positive(config: Any, name: str) -> int:
+    value = _field(config, name, hint=f"set config.{name}")
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise InputError("a field of the config must be a positive integer", where=name, found=value)
+    return int(value)
+
+
+def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
+    """A model that does not honour the group of its microbatch would train on wrong positions without a word."""
+    reason = None
+    if mtp_stages:
+        reason = "megatron-core rolls multi-token-prediction labels over the model's one context-parallel group"
+    elif not (getattr(config, TAKES_GROUPS, False) or getattr(config, "dynamic_context_parallel", False)):
+        reason = "megatron-core 0.16.1 applies rotary positions by the model's one context-parallel group"
+    if reason is not None:
+        raise InputError(
+            f"{reason}, so microbatches cannot have degrees of their own",
+            where=f"sequence_packing_scheduler {DYNAMIC!r}",
+            hint="choose 'balanced', which keeps one degree"
+            + ("" if mtp_stages else ", or build the model with ullage.engines.megatron.packed_block_spec(config)"),
+        )
+
+
+def _cost(config: Any) -> TransformerCost:
+    terms = transformer_terms(config)
+    return TransformerCost() if terms is None else TransformerCost(linear=terms[0], quadratic=terms[1])
+
+
+def _fp8_multiple(config: Any) -> int:
+    """Tokens that FP8 kernels want a rank's row to be a multiple of, by recipe. Source: Megatron-LM's padding."""
+    if not getattr(config, "fp8", None):
+        return 1
+    recipe = str(getattr(config, "fp8_recipe", ""))
+    return 128 if "blockwise" in recipe else 32 if "mxfp8" in recipe else 16
+
+
+def _mtp_stages(config: Any) -> frozenset[int]:
+    """The pipeline stages that hold multi-token-prediction layers; -1 is the last. Source: ``mtp_on_this_rank``."""
+    if not getattr(config, "mtp_num_layers", None):
+        return frozenset()
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is None:
+        return frozenset([-1])
+    stages = getattr(layout, "layout", layout)
+    return frozenset(
+        stage
+        for stage, chunks in enumerate(stages)
+        if any(getattr(layer, "name", layer) == "mtp" for chunk in chunks for layer in chunk)
+    )

@@ -1,0 +1,263 @@
+"""``wrap_data_iterator``: one global batch taken from the iterators, planned, exchanged and packed.
+
+Collective over all ranks; whatever goes wrong on one of them is raised on all. Tensor-parallel rank 0 of the first and
+of the last pipeline stage bring samples, in lock-step, as in Megatron-LM; stages between learn every length, and get
+the fields too if they hold multi-token-prediction layers. With ``owners="every"`` each rank brings the samples of its
+data-parallel coordinate, and nothing is broadcast along tp and pp.
+
+Source of signature and returned tuple: ``megatron/core/datasets/data_schedule.py`` of Megatron-LM (its pull request
+2924 and what became of it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ullage.batch import RaggedBatch
+from ullage.engines.megatron.dynamic import degree_groups
+from ullage.engines.megatron.samples import FIELDS, pull, read_items
+from ullage.engines.megatron.settings import Settings, is_dynamic
+from ullage.errors import InputError
+from ullage.exchange.agreement import verify
+from ullage.exchange.source import ITERABLE, Stream
+from ullage.exchange.steps import Options, PackedStep, StepMaker
+from ullage.exchange.topology import Topology
+from ullage.exchange.wire import tried
+from ullage.layout import Layout
+from ullage.planning.plan import Plan
+
+
+class Microbatch(dict[str, Any]):
+    """One packed microbatch under Megatron's keys, its lengths kept on the host beside them.
+
+    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast. ``rolled``: whether a
+    multi-token-prediction layer somewhere in the model makes the last stage roll its labels. ``clean``: whether padding
+    holds zeros.
+    """
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        layout: Layout,
+        *,
+        everywhere: bool = False,
+        rolled: bool = False,
+        clean: bool = True,
+    ) -> None:
+        super().__init__(values)
+        self.layout, self.everywhere, self.rolled, self.clean = layout, everywhere, rolled, clean
+
+
+@dataclass(frozen=True)
+class WrappedStep:
+    """A step as Megatron takes it. ``data_iterator``: an iterator, ``None``, or a list of them, one a virtual stage.
+    The other fields are equal on every rank; ``num_tokens`` and ``sum_squared_lengths`` count real tokens, exactly."""
+
+    data_iterator: Any
+    num_microbatches: int
+    num_tokens: int
+    sum_squared_lengths: int
+    plan: Plan = field(repr=False)
+
+
+def wrap_data_iterator(
+    data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None, *, owners: str = "ends"
+) -> tuple[Any, int, int, int]:
+    """(data iterator, number of microbatches, Σlength, Σlength²) of one step; see :func:`packed_step`."""
+    step = packed_step(data_iterator, config, num_microbatches, pg_collection, owners=owners)
+    return step.data_iterator, step.num_microbatches, step.num_tokens, step.sum_squared_lengths
+
+
+def packed_step(
+    data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None, *, owners: str = "ends"
+) -> WrappedStep:
+    """Takes a step's samples from the iterators and gives back packed microbatches, planned over all ranks.
+
+    ``data_iterator``: on a rank that brings samples, an iterator of samples or of lists of samples, or with virtual
+    stages a list with one iterator and ``None`` otherwise; elsewhere ``None``. ``config``: needs
+    ``max_seqlen_per_dp_cp_rank``, ``sequence_packing_scheduler``, ``virtual_pipeline_model_parallel_size``, and with
+    virtual stages ``microbatch_group_size_per_vp_stage``. ``num_microbatches``: items to take from each iterator.
+    ``pg_collection``: process groups; Megatron's parallel state if ``None``. ``owners``: ``"ends"``, or ``"every"``
+    where every rank brings samples.
+
+    Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
+    """
+    settings, failure = tried(lambda: Settings.of(config))
+    if owners not in ("ends", "every"):
+        raise InputError("no such owners", expected="'ends' or 'every'", found=repr(owners))
+    dynamic = is_dynamic(config)
+    topology = Topology.from_megatron(pg_collection, owners=owners, flatten_cp=dynamic)
+    _verify_once(topology)
+    source = None
+    if settings is not None:
+        source, failure = tried(lambda: _source(data_iterator, settings, topology))
+    maker = _maker(topology, settings, source, num_microbatches, failure, pg_collection)
+    made = maker.make(failure)
+    if made is None:
+        raise InputError("no rank has any sample for this step", expected=f"{num_microbatches} a rank")
+    assert settings is not None
+    if settings.dynamic:
+        degree_groups(topology.dp)
+    iterators = _iterators(made, settings, topology)
+    return WrappedStep(iterators, made.num_microbatches, made.num_tokens, made.sum_squared_lengths, made.plan)
+
+
+_verified: dict[tuple[Any, ...], object] = {}
+
+
+def _verify_once(topology: Topology) -> None:
+    """Collective the first time that these groups are seen: raises on every rank unless they make up a grid."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    key = (topology.owners, *(tuple(axis.ranks) for axis in topology.axes))
+    if key not in _verified or _verified[key] is not world:
+        verify(topology, {"settings": {}, "source": None}, None)
+        _verified[key] = world
+
+
+def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
+    """This rank's iterator, ``None`` where it should have none."""
+    given, count = data_iterator, 1
+    if isinstance(given, (list, tuple)):
+        count = len(given)
+        given = next((one for one in given if one is not None), None)
+    if count != settings.virtual and data_iterator is not None:
+        raise InputError(
+            "data_iterator must have one entry a virtual stage",
+            expected=f"a list of {settings.virtual}" if settings.virtual > 1 else "one iterator",
+            found=f"{type(data_iterator).__name__} of {count}" if count > 1 else type(data_iterator).__name__,
+        )
+    where = ", ".join(f"{axis.name} rank {axis.rank} of {axis.size}" for axis in topology.axes)
+    if given is None and topology.owns_data:
+        raise InputError("this rank must have a data iterator", where=where, found="None")
+    if given is not None and not topology.owns_data:
+        if topology.tp.rank == 0 and topology.pp.rank in settings.mtp_stages:
+            return None  # a stage in the middle gets its fields from the first one
+        raise InputError(
+            "this rank should have no data iterator",
+            where=where,
+            expected="None, except on tensor-parallel rank 0 of the first and of the last pipeline stage",
+            hint='pass owners="every" if every rank brings samples of its own',
+        )
+    if given is not None and not hasattr(given, "__next__"):
+        raise InputError("data_iterator must be an iterator", found=type(given).__name__, hint="pass iter(...) of it")
+    return given
+
+
+class _Taken(StepMaker):
+    """The step of samples that an iterator gave, or of a failure to get them."""
+
+    taken: tuple[list[Any], Exception | None] = ([], None)
+
+    def take(self) -> tuple[list[Any], Exception | None]:
+        return self.taken
+
+
+def _maker(
+    topology: Topology,
+    settings: Settings | None,
+    source: Any,
+    num_microbatches: int,
+    failure: Exception | None,
+    pg_collection: Any,
+) -> _Taken:
+    def stage_fields(stage: int, stages: int) -> tuple[str, ...] | None:
+        mtp = settings.mtp_stages if settings is not None else frozenset()
+        ends = stage in (0, stages - 1) or topology.owners == "every"
+        return None if ends or stage in mtp else ()
+
+    def make_plan(lengths: np.ndarray) -> Plan:
+        assert settings is not None  # or it would have raised before
+        return settings.planner(topology)(lengths)
+
+    options = Options(global_batch_size=0, make_plan=make_plan, stage_fields=stage_fields, cp_order=None)
+    maker = _Taken(topology, Stream(ITERABLE, topology.dp.size, shared=False), None, options)
+    if topology.owns_data and failure is None:
+        samples, failure = tried(lambda: read_items(pull(source, num_microbatches)))
+        if settings is not None and settings.dynamic and not _is_first_copy(topology, pg_collection):
+            samples = []
+        maker.taken = (samples or [], failure)
+    elif topology.owns_data:
+        maker.taken = ([], failure)
+    return maker
+
+
+def _is_first_copy(topology: Topology, pg_collection: Any) -> bool:
+    """Whether this rank's samples count: the ranks of one context-parallel group all bring the same ones."""
+    return Topology.from_megatron(pg_collection, owners=topology.owners).cp.rank == 0
+
+
+def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
+    everywhere = topology.owners == "every"
+    if topology.tp.rank and not everywhere:
+        return [None] * settings.virtual if settings.virtual > 1 else None
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    device, rank = home_device(topology), topology.dp.rank
+    microbatches = []
+    for k, batch in enumerate(step.microbatches):
+        degree = step.plan.degree(k, rank) if settings.dynamic else None
+        multiple = settings.row_multiple(topology, degree)
+        full = _fill_up(batch, multiple)
+        microbatches.append((_values(full, device, degree), full.layout))
+    traits = {"everywhere": everywhere, "rolled": bool(settings.mtp_stages)}
+    iterators = [
+        RerunDataIterator(iter([Microbatch(values, layout, **traits) for values, layout in microbatches]))
+        for _ in range(settings.virtual)
+    ]
+    return iterators if settings.virtual > 1 else iterators[0]
+
+
+def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
+    """The batch with one more slot, all padding, where its row is empty or no multiple of what its ranks can share."""
+    size = batch.layout.size
+    rest = multiple if size == 0 else -size % multiple
+    if not rest:
+        return batch
+    layout = Layout.from_slots([*batch.layout.lengths, 0], [*batch.layout.slots, rest])
+    values = {
+        name: torch.cat(
+            [batch[name], batch[name].new_zeros(1 if name in batch.per_sequence else rest, *batch[name].shape[1:])]
+        )
+        for name in batch.names
+    }
+    return RaggedBatch(values, layout, batch.per_sequence)
+
+
+def home_device(topology: Topology) -> torch.device | None:
+    """Where Megatron wants the data: on this process's GPU if its groups are NCCL's, otherwise where they are."""
+    groups = [axis.group for axis in topology.axes if axis.group is not None]
+    if torch.cuda.is_available() and any("nccl" in dist.get_backend_config(group) for group in groups):
+        return torch.device("cuda", torch.cuda.current_device())
+    return None
+
+
+def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None) -> dict[str, Any]:
+    """A batch under Megatron's keys."""
+    values, layout = {name: batch[name] for name in batch.names}, batch.layout
+    if device is not None:
+        values = {name: value.to(device, non_blocking=True) for name, value in values.items()}
+    if "labels" in values and layout.num_tokens < layout.size:
+        # Kernels of the loss index by label before the mask is applied, so padding's must be a token.
+        values["labels"] = values["labels"].masked_fill(padding_mask(layout, values["labels"].device), 0)
+    where = device or next((value.device for value in values.values()), torch.device("cpu"))
+    described: dict[str, Tensor] = {
+        "cu_seqlens": torch.from_numpy(layout.cu_seqlens()).to(where),
+        "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens(padded=True)).to(where),
+        "max_seqlen": torch.tensor(int(layout.slots.max()), dtype=torch.int32, device=where),
+    }
+    if degree is not None:
+        described["local_cp_size"] = torch.tensor(degree, dtype=torch.int32, device=where)
+    missing = {name: None for name in FIELDS if name not in values}
+    return {**values, **missing, **described}
+
+
+def padding_mask(layout: Layout, device: torch.device | str = "cpu") -> Tensor:
+    """True on the padding of a row, bool [layout.size]."""
+    mask = layout.positions() >= np.repeat(layout.lengths, layout.slots)
+    return torch.from_numpy(mask).to(device)
