@@ -1,0 +1,292 @@
+"""Context parallel: one packed row over several ranks, each with a slice of its tokens.
+
+``shard_batch`` makes this rank's keywords of a row, and within ``context_parallel(group)`` the attention of
+``attn_implementation="ullage"`` gives each token what it would get on one process. Everything else in a decoder works
+on single tokens and needs no other rank. The loss divides by the labels of the whole row, so losses and gradients of
+the ranks add up to those of one process.
+
+Before the first layer of a row the ranks compare what they hold, in one exchange of two integers, so that a row cut
+for another group, or a call that one rank has to refuse, raises on every rank instead of leaving the others waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ullage.attention.gathered import gathered
+from ullage.attention.slices import Slices, cut
+from ullage.attention.ulysses import ulysses
+from ullage.batch import IGNORED_LABEL, RaggedBatch, fill_value
+from ullage.errors import DistributedError, InputError, UllageError
+from ullage.exchange.topology import Axis
+from ullage.layout import Layout
+
+#: How the attention of a row is shared.
+METHODS = ("auto", "ulysses", "gather")
+
+_ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
+#: Slices that no attention has met yet.
+_UNSERVED: WeakSet[Slices] = WeakSet()
+
+
+class ContextParallel(contextlib.ContextDecorator):
+    """What :func:`context_parallel` makes: in force while it is entered, any number of times."""
+
+    def __init__(self, group: Any, method: str, fallback: bool) -> None:
+        if method not in METHODS:
+            raise InputError("no such method", expected=" or ".join(map(repr, METHODS)), found=repr(method))
+        self.group, self.size, self.rank = _place(group)
+        if self.size > 1 and self.group is None:
+            raise InputError("context parallel needs a process group", found=f"a number of ranks, {self.size}")
+        self.method, self.fallback = method, fallback
+        self._calls = 0
+        self._entered: list[tuple[Any, int]] = []
+
+    def __enter__(self) -> ContextParallel:
+        self._entered.append((_ACTIVE.set(self), self._calls))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        token, calls = self._entered.pop()
+        _ACTIVE.reset(token)
+        if kind is None and calls == self._calls and len(_UNSERVED) > 0:
+            raise InputError(
+                "no attention ran context parallel, although a row was cut for it",
+                hint="ask check_context_parallel(model); load the model with attn_implementation='ullage'",
+            )
+
+    @torch.compiler.disable(reason="where the slices lie is data")
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slices: Slices | None,
+        *,
+        check: Callable[[], None],
+        kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+        **options: Any,
+    ) -> Tensor:
+        """Attention of this rank's slice, [1, t, heads, dim]; collective.
+
+        ``query``, ``key``, ``value`` [1, heads, t, dim]. ``check`` raises for a call that has no answer, ``kernel`` is
+        the attention of a whole row [T, heads, dim], ``options`` are those of :func:`gathered`.
+        """
+        self._calls += 1
+        slices = self._agree(slices, check, query, key)
+        by_heads = self.uses_ulysses(query.shape[1])
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if self.size == 1:
+            return kernel(query, key, value)[None]
+        if by_heads:
+            return ulysses(query, key, value, slices, self.group, kernel)[None]
+        return gathered(query, key, value, slices, self.group, **options)[None]
+
+    def uses_ulysses(self, heads: int) -> bool:
+        """Whether this many query heads, as they are on this rank, are exchanged; if not, keys are gathered.
+
+        Raises ``InputError`` where they cannot be exchanged and ``fallback`` is off.
+        """
+        if self.method == "gather":
+            return False
+        if heads % self.size == 0:
+            return True
+        if self.fallback:
+            return False
+        raise InputError(
+            "the query heads cannot be divided over the context-parallel ranks",
+            expected=f"a multiple of {self.size}",
+            found=heads,
+            hint="allow the fallback, or choose method='gather'",
+        )
+
+    def _agree(self, slices: Slices | None, check: Callable[[], None], query: Tensor, key: Tensor) -> Slices:
+        """The slices, after ``check``; for a row's first layer together with the other ranks: if one fails, all raise.
+
+        Collective and waits for the device, once a row.
+        """
+        failure: UllageError | None = None
+        try:
+            self._check(slices, query)
+            check()
+        except UllageError as error:
+            failure = error
+        if slices is None or slices.served_by is not self:
+            facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
+            self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
+        if failure is not None:
+            raise failure
+        assert slices is not None
+        slices.served_by = self
+        _UNSERVED.discard(slices)
+        return slices
+
+    def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
+        """Raises where another rank failed or has another digest; quiet on a rank that has a failure to raise."""
+        if self.size == 1:
+            return
+        mine = torch.tensor([[int(failure is not None), digest]] * self.size, device=device)
+        every, ones = torch.empty_like(mine), [1] * self.size
+        dist.all_to_all_single(every, mine, ones, ones, group=self.group)
+        if failure is not None:
+            return
+        records = every.tolist()
+        for rank, (failed, _) in enumerate(records):
+            if failed:
+                raise DistributedError(
+                    "another rank cannot attend to its slice",
+                    where=f"rank {rank} of the context-parallel group",
+                    hint="the error of that rank says why",
+                )
+        for rank, (_, other) in enumerate(records):
+            if other != records[0][1]:
+                raise DistributedError(
+                    "the ranks of a context-parallel group hold slices of different rows",
+                    where=f"rank {rank} of the group",
+                    expected="the lengths, order, method and heads of rank 0",
+                    found="others",
+                    hint="give each of them the same batch, with share(), before it is cut",
+                )
+
+    def _check(self, slices: Slices | None, query: Tensor) -> None:
+        if slices is None:
+            raise InputError(
+                "context parallel takes slices of packed rows only",
+                found="a call without context_slices",
+                hint="give the model what shard_batch makes, or leave context_parallel",
+            )
+        if (slices.size, slices.rank) != (self.size, self.rank):
+            raise InputError(
+                "a row was cut for another group",
+                expected=f"rank {self.rank} of {self.size}",
+                found=f"rank {slices.rank} of {slices.size}",
+                hint="give shard_batch the group that context_parallel has",
+            )
+        if len(slices.index) != query.shape[2]:
+            raise InputError(
+                "the model's row is not the slice that was cut for it",
+                expected=f"{len(slices.index)} tokens",
+                found=query.shape[2],
+            )
+        self.uses_ulysses(query.shape[1])
+
+
+def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True) -> ContextParallel:
+    """Makes attn_implementation="ullage" run over the ranks of ``group``, within ``with`` or on a decorated function.
+
+    ``group``: a process group, a topology's axis, a device mesh of one dimension, or None for one process. ``method``:
+    ``"ulysses"`` exchanges heads, ``"gather"`` gathers keys and values, ``"auto"`` is ulysses where the query heads
+    (those on this rank, after tensor parallel) divide by the ranks, and else gather. ``fallback``: whether "ulysses"
+    too may gather where they do not divide; off, both raise ``InputError`` on every rank. Backward may run outside.
+
+    >>> with context_parallel(None) as context:
+    ...     context.size
+    1
+    """
+    return ContextParallel(group, method, fallback)
+
+
+def serving(slices: Slices | None) -> ContextParallel | None:
+    """What serves a call; None if the call is none of ours.
+
+    A row remembers it, because a layer may be recomputed after ``with`` has ended, or on a thread of the backward pass.
+    """
+    found = _ACTIVE.get()
+    if slices is None:
+        return None if found is None or found.size == 1 else found
+    found = found or slices.served_by
+    if found is None:
+        if slices.size == 1:
+            return ContextParallel(None, "auto", fallback=True)
+        raise InputError(
+            "a slice of a row came to the attention, but no context_parallel is in force",
+            hint="call the model within context_parallel(group)",
+        )
+    return found
+
+
+def shard_batch(
+    batch: RaggedBatch, group: Any, rank: int | None = None, order: str = "zigzag", *, num_items: Any = None
+) -> dict[str, Any]:
+    """Keywords for a Hugging Face decoder: this rank's slice of a packed row.
+
+    The token-aligned fields and ``position_ids`` [1, t], cut; ``cu_seq_lens_q``, ``cu_seq_lens_k`` int32 [N + 1] and
+    ``max_length_q``, ``max_length_k`` of the whole row; ``context_slices``, by which the attention knows what the slice
+    is a slice of; and if there are labels, ``shift_labels`` [1, t], shifted within each sequence before the cut so that
+    none is lost, and ``num_items_in_batch``, by which the model divides the sum of its loss: ``num_items``, the labels
+    that count over all ranks of the step, or those of this row, at least 1. Losses and gradients then add over ranks.
+
+    ``group``: as for :func:`context_parallel`, or a number of ranks, with ``rank``. ``order``: ``"zigzag"``, which
+    gathering needs for equal work, or ``"contiguous"``. Slices differ by two tokens at most; a row with fewer tokens
+    than ranks gets padding at its end. Pure; does not wait for the device. Raises ``InputError`` for a rank or an
+    order that does not exist.
+    """
+    _, size, rank = _place(group, rank)
+    has_labels = "labels" in batch and "labels" not in batch.per_sequence
+    if has_labels and "shift_labels" not in batch:
+        batch = batch.with_shift_labels()
+    slices = cut(batch.layout, size, rank, order)
+    tail = 2 * size if min(slices.lengths) == 0 else 0  # a decoder needs a token on every rank
+    if tail:
+        lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
+        slices = cut(Layout.from_slots(lengths, slots), size, rank, order)
+    if size > 1:
+        _UNSERVED.add(slices)
+    layout = slices.layout
+    row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
+    extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
+    if has_labels:
+        starts = torch.from_numpy(batch.layout.starts[batch.layout.slots > 0]).to(batch.device)
+        row["labels"] = row["labels"].index_fill(0, starts, IGNORED_LABEL)
+        if num_items is None:
+            num_items = (row["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1)
+        extra["num_items_in_batch"] = num_items
+    if tail:
+        for name, values in row.items():
+            row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name))])
+    row.setdefault("position_ids", torch.from_numpy(layout.positions()).to(batch.device))
+    take = torch.from_numpy(slices.index).to(batch.device)
+    cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(batch.device)
+    longest = int(layout.slots.max(initial=0))
+    return {
+        **{name: values.index_select(0, take)[None] for name, values in row.items()},
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        **extra,
+    }
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _place(group: Any, rank: int | None = None) -> tuple[Any, int, int]:
+    """The process group, its size, and this rank within it; no group for None and for a number of ranks."""
+    if isinstance(group, Axis):
+        if group.size == 1:
+            return None, 1, 0
+        if group.order != list(range(group.size)):
+            raise InputError("the process group counts its ranks otherwise than the axis", found=group.order)
+        group = group.require_group()
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if group is None or isinstance(group, int):
+        if group not in (None, 1) and rank is None:
+            raise InputError("a number of ranks does not tell which of them this is", hint="pass rank, or the group")
+        return None, group or 1, rank or 0
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError("this process is not in the group, or it is none", found=group)
+    return group, group.size(), group.rank() if rank is None else rank
