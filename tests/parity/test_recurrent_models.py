@@ -18,7 +18,8 @@ from ullage.models.cells import cell_class
 from ullage.models.schedule import Schedule
 
 CPU = torch.device("cpu")
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CLASSICAL = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = (*CLASSICAL, "mingru", "minlstm")
 LENGTHS = (5, 1, 9, 3, 9, 14)
 VOCABULARY = 37
 
@@ -189,7 +190,7 @@ def test_padding_changes_no_bit_and_gets_zero_logits(side: str) -> None:
     assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", CLASSICAL)
 @pytest.mark.parametrize("packed", [False, True], ids=["staircase", "packed"])
 def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
     torch.manual_seed(1)
@@ -197,7 +198,7 @@ def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
     lengths = np.array([3, 0, 7, 1, 7, 4])
     values = torch.randn(int(lengths.sum()), 6, dtype=torch.float64)
     start = tuple(torch.randn(6, 4, dtype=torch.float64) for _ in layer.state_names)
-    schedule = Schedule.ragged(lengths, 4, CPU, keep_state=True, packed=packed)
+    schedule = Schedule.ragged(lengths, 4, CPU, keep_state=True, run_order="packed" if packed else "staircase")
     run, final = layer(schedule.place(values), schedule, start)
     outputs = schedule.take(run).split(lengths.tolist())
     assert final is not None

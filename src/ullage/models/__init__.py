@@ -10,8 +10,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ullage.models.causal_lm import RecurrentForCausalLM
 from ullage.models.cells import Cell, register_cell
+from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
+from ullage.models.scan import linear_scan
 from ullage.models.state import RecurrentState
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
@@ -20,9 +23,16 @@ AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=Tr
 
 __all__ = [
     "Cell",
+    "GRUCell",
+    "LSTMCell",
+    "MinGRUCell",
+    "MinLSTMCell",
+    "ReLUCell",
     "RecurrentConfig",
     "RecurrentForCausalLM",
     "RecurrentModel",
     "RecurrentState",
+    "TanhCell",
+    "linear_scan",
     "register_cell",
 ]

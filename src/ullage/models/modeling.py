@@ -131,7 +131,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
         else:
             flat = rows.flatten(0, 1)
         keep_state = self.config.use_cache and not self.training if use_cache is None else use_cache
-        schedule = sequences.schedule(self.config.hidden_size, rows.device, keep_state=keep_state)
+        run_order = cell_class(self.config.cell).run_order(rows.device)
+        schedule = sequences.schedule(self.config.hidden_size, rows.device, run_order, keep_state=keep_state)
         if inputs_embeds is None:
             check_tokens(flat, self.embed_tokens.num_embeddings, sequences)
             values = self.embed_tokens(schedule.place(flat))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout
-from ullage.models.schedule import Schedule
+from ullage.models.schedule import RunOrder, Schedule
 
 Lengths = Tensor | Sequence[int]
 
@@ -124,11 +124,13 @@ class Sequences:
         """Real tokens."""
         return self.num_sequences * self.length if self.lengths is None else int(self.lengths.sum())
 
-    def schedule(self, hidden_size: int, device: torch.device, *, keep_state: bool) -> Schedule:
+    def schedule(
+        self, hidden_size: int, device: torch.device, run_order: RunOrder = "staircase", *, keep_state: bool = True
+    ) -> Schedule:
         """The order in which a recurrent layer runs these sequences."""
         if self.lengths is None:
-            return Schedule.dense(self.num_sequences, self.length, hidden_size, on_cpu=device.type == "cpu")
-        return Schedule.ragged(self.lengths, hidden_size, device, keep_state=keep_state)
+            return Schedule.dense(self.num_sequences, self.length, hidden_size, run_order)
+        return Schedule.ragged(self.lengths, hidden_size, device, run_order, keep_state=keep_state)
 
     def flatten(self, rows: Tensor) -> Tensor:
         """Values [N, L, ...] of the tokens alone, [T, ...]."""
