@@ -72,7 +72,7 @@ class Cell(nn.Module):
         return "packed"
 
     def step(self, values: Tensor, state: State) -> State:
-        """One time step: ``values`` [rows, input] and states [rows, hidden] to the new states; the first is the output."""
+        """One time step: ``values`` [rows, input], states [rows, hidden] to new states; the first is the output."""
         raise NotImplementedError(f"{type(self).__name__} needs a step() or a forward()")
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:

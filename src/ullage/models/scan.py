@@ -1,4 +1,4 @@
-"""The linear recurrence ``h[t] = decay[t] * h[t - 1] + inflow[t]`` over sequences that lie end to end, parallel in time.
+"""The recurrence ``h[t] = decay[t] * h[t - 1] + inflow[t]`` over sequences that lie end to end, parallel in time.
 
 The flat batch is cut into chunks of equal length, wherever sequences end: where one starts, nothing of the one before
 it may flow on, so its first decay is taken to be zero, and what flows into it is the state it is given. All chunks
