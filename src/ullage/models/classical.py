@@ -86,7 +86,7 @@ class TorchCell(Cell):
         return [self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """On its way to CUDA the cell's weights become one buffer, which cuDNN would else put together at every call."""
+        """On CUDA the cell's weights become one buffer, which cuDNN would else put together at every call."""
         super()._apply(fn, recurse)
         weights = self._weights()
         first = weights[0]
@@ -217,9 +217,7 @@ def _opaque_backward(
 
 
 @_opaque_backward.register_fake
-def _(
-    name: str, values: Tensor, state: list[Tensor], weights: list[Tensor], grads: list[Tensor]
-) -> list[Tensor]:
+def _(name: str, values: Tensor, state: list[Tensor], weights: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in (values, *state, *weights)]
 
 
