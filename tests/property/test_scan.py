@@ -45,7 +45,9 @@ def test_scan_equals_a_loop(lengths: list[int], with_state: bool, seed: int) -> 
     found = linear_scan(decay, inflow, starts, state if with_state else None)
     assert torch.allclose(found, expected, rtol=0, atol=1e-9)
     used = inputs if with_state else inputs[:2]
-    for one, other in zip(torch.autograd.grad((found * weights).sum(), used), torch.autograd.grad((expected * weights).sum(), used)):
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), used), torch.autograd.grad((expected * weights).sum(), used)
+    ):
         assert torch.allclose(one, other, rtol=0, atol=1e-9)
 
 

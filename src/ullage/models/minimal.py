@@ -28,11 +28,14 @@ class MinimalCell(Cell):
 
     #: Rows of ``weight`` over ``hidden_size``: the gates, and the candidate last.
     num_parts: ClassVar[int]
+    #: The bias of the first gate at the start: for remembering.
+    first_bias: ClassVar[float]
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__(input_size, hidden_size)
         self.weight = nn.Parameter(torch.empty(self.num_parts * hidden_size, input_size))
-        self.bias = nn.Parameter(torch.zeros(self.num_parts * hidden_size))
+        self.bias = nn.Parameter(torch.empty(self.num_parts * hidden_size))
+        self.reset_parameters()
 
     @classmethod
     def run_order(cls, device: torch.device) -> RunOrder:
@@ -45,9 +48,6 @@ class MinimalCell(Cell):
         bias = torch.zeros_like(self.bias)
         bias[: self.hidden_size] = self.first_bias
         init.copy_(self.bias, bias)
-
-    #: The bias of the first gate at the start: for remembering.
-    first_bias: ClassVar[float]
 
     def update(self, *gates: Tensor) -> Tensor:
         """How far each token's state moves to its candidate, before a sigmoid [T, hidden]."""

@@ -41,7 +41,7 @@ class Pooling(nn.Module):
             )
         scores = self.score(torch.tanh(self.project(hidden)))
         highest = scores.new_full((sequences.num_sequences, 1), -torch.inf)
-        highest = highest.index_reduce(0, items, scores.detach(), "amax")
+        highest = highest.scatter_reduce(0, items[:, None], scores.detach(), "amax")
         weights = (scores - highest.index_select(0, items)).exp()
         weights = weights / _sums(weights, items, sequences.num_sequences).index_select(0, items)
         return _sums(hidden * weights, items, sequences.num_sequences)
