@@ -41,14 +41,16 @@ def _model(head: str = "sequence", **changes: Any) -> Any:
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("head", ["sequence", "token"])
 def test_heads_are_saved_and_loaded_through_the_auto_classes(head: str, bidirectional: bool, tmp_path: Path) -> None:
-    model = _model(head, cell="minlstm", num_hidden_layers=2, bidirectional=bidirectional, id2label={0: "a", 1: "b"})
+    model = _model(
+        head, cell="minlstm", num_hidden_layers=2, bidirectional=bidirectional, id2label={0: "a", 1: "b", 2: "c"}
+    )
     model.save_pretrained(tmp_path)
     auto = AutoModelForSequenceClassification if head == "sequence" else AutoModelForTokenClassification
     loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is HEADS[head]
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    assert (loaded.config.num_labels, loaded.config.pooling, loaded.config.id2label[1]) == (2, "attention", "b")
+    assert (loaded.config.num_labels, loaded.config.pooling, loaded.config.id2label[1]) == (3, "attention", "b")
     assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
     model.resize_token_embeddings(30)
     assert torch.isfinite(model(input_ids=IDS + 21).logits).all()
