@@ -1,4 +1,4 @@
-"""A recurrent language model on the docstrings of the standard library: trained, measured, saved, loaded, and let write.
+"""A recurrent language model on the docstrings of the standard library: trained, measured, saved, loaded, and tried.
 
     python examples/05_language_model.py
     python examples/05_language_model.py --cell minlstm --hidden_size 256 --steps 600
