@@ -87,7 +87,7 @@ class Rivals:
     def _dense(self, rows: Tensor) -> Tensor:
         embedded = self.model.model.embed_tokens(rows)
         if self.layer is None:
-            schedule = Schedule.dense(*rows.shape, embedded.shape[2], "flat")
+            schedule = Schedule.dense(rows.shape[0], rows.shape[1], embedded.shape[2], "flat")
             return _cell(self.model)(embedded.flatten(0, 1), schedule)[0].unflatten(0, rows.shape)
         # Time first inside: what torch does by itself for batch_first.
         return self.layer(embedded.transpose(0, 1))[0].transpose(0, 1)
@@ -187,7 +187,7 @@ def conversions(lengths: np.ndarray, hidden: int, repeats: int, clock: Callable[
     host = torch.tensor(lengths)
 
     def pad_and_pack() -> object:
-        rows = pad_sequence(values.split(host.tolist()), batch_first=True)
+        rows = pad_sequence(list(values.split(host.tolist())), batch_first=True)
         return pack_padded_sequence(rows, host, batch_first=True, enforce_sorted=False)
 
     def one_index() -> object:

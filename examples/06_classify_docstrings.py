@@ -107,7 +107,7 @@ def main() -> None:
 
     for text in ("Wait for the coroutine to finish.", "Parse the header into an address list.", "Pack a widget."):
         logits = model.eval()(**tokenizer(text, return_tensors="pt").to(model.device)).logits
-        print(f"  {text} -> {model.config.id2label[int(logits.argmax())]}")
+        print(f"  {text} -> {names[int(logits.argmax())]}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ SHAPES = {
 def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:
     samples = _samples()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        model = _model(cell, **SHAPES[shape]).to(dtype).train()
+        model: Any = _model(cell, **SHAPES[shape])
+        model = model.to(dtype).train()
         logits, loss, gradients = _one_by_one(model, samples)
         assert len(gradients) == len(list(model.parameters()))
         for way, make in WAYS.items():

@@ -11,7 +11,7 @@ so ranks with other lengths gather equally often. It is no ``torch.nn.RNNBase`` 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +88,13 @@ class TorchCell(Cell):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """On CUDA the cell's weights become one buffer, which cuDNN would else put together at every call."""
         super()._apply(fn, recurse)
-        weights = self._weights()
-        first = weights[0]
-        if first.is_cuda and torch.backends.cudnn.is_acceptable(first) and torch._use_cudnn_rnn_flatten_weight():
+        weights, private = self._weights(), cast(Any, torch)
+        ready = weights[0].is_cuda and torch.backends.cudnn.is_acceptable(weights[0])
+        if ready and private._use_cudnn_rnn_flatten_weight():
             mode = cudnn.get_cudnn_mode(self.kernel.upper())
-            with torch.cuda.device_of(first), torch.no_grad():
+            with torch.cuda.device_of(weights[0]), torch.no_grad():
                 sizes = (self.input_size, mode, self.hidden_size, 0, 1)
-                torch._cudnn_rnn_flatten_weight(weights, len(weights), *sizes, False, False)
+                private._cudnn_rnn_flatten_weight(weights, len(weights), *sizes, False, False)
         return self
 
 

@@ -32,7 +32,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         self.model = RecurrentModel(config)
         self.pooling = Pooling(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), config.num_labels)
+        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), cast(int, config.num_labels))
         self.loss_function = sequence_loss
         self.post_init()
 
@@ -99,7 +99,7 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = RecurrentModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), config.num_labels)
+        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), cast(int, config.num_labels))
         self.loss_function = token_loss
         self.post_init()
 
