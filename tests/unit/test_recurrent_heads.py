@@ -22,7 +22,7 @@ from ullage.models import (
     register_cell,
 )
 from ullage.models.cells import CELLS, State
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 HEADS = {
@@ -261,3 +261,38 @@ def test_bad_input_is_told_in_one_line(case: str) -> None:
 def test_a_pooling_nobody_knows() -> None:
     with pytest.raises(InputError, match="no such pooling: expected one of last, mean, attention, found 'max'"):
         RecurrentConfig(pooling="max")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) -> None:
+    """Loss of each step, eval_loss and predictions by sample, whichever collator made the batches."""
+    generator = torch.Generator().manual_seed(3)
+
+    def sample(length: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 20, (length,), generator=generator)
+        return {"input_ids": ids, "labels": {"causal": ids, "token": ids % 3}.get(head, ids[0] % 3)}
+
+    samples = [sample(length) for length in (4, 1, 9, 2, 6, 6, 3, 11)]
+    runs = []
+    for name, collator in (("ragged", RaggedCollator()), ("packed", PackedSequenceCollator())):
+        trainer = Trainer(
+            model=_model(head, cell="gru").double(),
+            args=TrainingArguments(
+                str(tmp_path / name),
+                **{"max_steps": 3, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3},
+                **{"logging_steps": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []},
+            ),
+            data_collator=collator,
+            train_dataset=samples,  # pyright: ignore[reportArgumentType]
+            eval_dataset=samples,  # pyright: ignore[reportArgumentType]
+        )
+        trainer.train()
+        predicted = trainer.predict(samples)  # pyright: ignore[reportArgumentType]
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        runs.append((losses, predicted.metrics["test_loss"], predicted.predictions))  # pyright: ignore
+    (losses, loss, rows), (packed_losses, packed_loss, packed_rows) = runs
+    assert packed_losses == pytest.approx(losses, abs=1e-9)
+    assert packed_loss == pytest.approx(loss, abs=1e-9)
+    for one, other, given in zip(rows, packed_rows, samples, strict=True):
+        assert one.shape[0] == (3 if head == "sequence" else len(given["input_ids"]))
+        assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-9)

@@ -89,7 +89,8 @@ class TorchCell(Cell):
         """On CUDA the cell's weights become one buffer, which cuDNN would else put together at every call."""
         super()._apply(fn, recurse)
         weights, private = self._weights(), cast(Any, torch)
-        ready = weights[0].is_cuda and torch.backends.cudnn.is_acceptable(weights[0])
+        own = all(isinstance(weight, nn.Parameter) for weight in weights)  # not while a parametrisation stands in
+        ready = own and weights[0].is_cuda and torch.backends.cudnn.is_acceptable(weights[0])
         if ready and private._use_cudnn_rnn_flatten_weight():
             mode = cudnn.get_cudnn_mode(self.kernel.upper())
             with torch.cuda.device_of(weights[0]), torch.no_grad():
