@@ -279,8 +279,14 @@ def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) 
             model=_model(head, cell="gru").double(),
             args=TrainingArguments(
                 str(tmp_path / name),
-                **{"max_steps": 3, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3},
-                **{"logging_steps": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []},
+                max_steps=3,
+                per_device_train_batch_size=3,
+                per_device_eval_batch_size=3,
+                logging_steps=1,
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+                report_to=[],
             ),
             data_collator=collator,
             train_dataset=samples,  # pyright: ignore[reportArgumentType]
