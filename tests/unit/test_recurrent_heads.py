@@ -125,6 +125,17 @@ def test_the_dense_path_compiles_without_a_break(cell: str) -> None:
     assert all(torch.allclose(f, e, atol=1e-6) for f, e in zip(found[1], expected[1]))
 
 
+def test_packed_labels_may_lie_in_an_order_of_their_own() -> None:
+    """Two sequences of one length, which either may come first in a PackedSequence."""
+    ids = nn.utils.rnn.pack_sequence([IDS[0], IDS[1]])
+    labels = IDS % 3
+    turned = nn.utils.rnn.pack_sequence([labels[1], labels[0]])
+    order = torch.tensor([1, 0])
+    model = _model("token")
+    found = model(input_ids=ids, labels=nn.utils.rnn.PackedSequence(turned.data, turned.batch_sizes, order, order))
+    assert torch.allclose(found.loss, model(input_ids=IDS, labels=labels).loss)
+
+
 def test_only_the_logits_asked_for() -> None:
     model = _model("causal")
     whole = model(input_ids=IDS).logits
@@ -147,7 +158,7 @@ def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
         def __init__(self, input_size: int, hidden_size: int) -> None:
             super().__init__(input_size, hidden_size)
             self.project = nn.Linear(input_size, hidden_size)
-            self.rate = nn.Parameter(torch.empty(2, hidden_size))
+            self.rate = nn.Parameter(torch.zeros(2, hidden_size))
 
         def step(self, values: Tensor, state: State) -> State:
             fast, slow = state
@@ -204,7 +215,7 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "labels by token for sequences": (
         "sequence",
         lambda: {"input_ids": IDS, "labels": IDS % 3},
-        "labels and logits disagree: expected [2] classes, found shape [2, 3]",
+        "labels and logits disagree: expected [2] classes, found int64 of shape [2, 3]",
     ),
     "labels by sequence for tokens": (
         "token",
@@ -220,6 +231,14 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
         "token",
         lambda: {"input_ids": nn.utils.rnn.pack_sequence([IDS[0], IDS[1, :2]]), "labels": IDS},
         "labels and input_ids disagree: expected a PackedSequence of the same lengths, found shape [2, 3]",
+    ),
+    "packed labels of other lengths": (
+        "token",
+        lambda: {
+            "input_ids": nn.utils.rnn.pack_sequence([IDS[0], IDS[1, :2]]),
+            "labels": nn.utils.rnn.pack_sequence([IDS[1, :2], IDS[0]], enforce_sorted=False),
+        },
+        "labels and input_ids disagree: expected a PackedSequence of the same lengths, found lengths [2, 3]",
     ),
     "a packed sequence and a mask": (
         "token",

@@ -96,13 +96,8 @@ class Cell(nn.Module):
         return torch.cat(outputs), schedule.unranked(final)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters that lie in the cell itself, not in its submodules; for a model that is not loaded.
+        """Draws the parameters that lie in the cell itself, for a model that is not loaded; else they stay as made.
 
-        Parameters are not to be drawn twice, so loaded ones stay: ``transformers.initialization`` has functions that
-        see to it. By default each is uniform within 1/√hidden_size of zero, as in torch's recurrent layers.
+        To be done by ``transformers.initialization``, whose functions leave loaded parameters alone. Submodules are
+        drawn as everywhere in transformers.
         """
-        from transformers import initialization as init
-
-        bound = self.hidden_size**-0.5
-        for parameter in self.parameters(recurse=False):
-            init.uniform_(parameter, -bound, bound)

@@ -39,6 +39,12 @@ class TorchCell(Cell):
         self.bias_hh_l0 = nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
+    def reset_parameters(self) -> None:
+        """Draws the weights as torch's layers do."""
+        bound = self.hidden_size**-0.5
+        for parameter in self.parameters(recurse=False):
+            init.uniform_(parameter, -bound, bound)
+
     @classmethod
     def run_order(cls, device: torch.device) -> RunOrder:
         return "packed" if device.type == "cuda" else "staircase"

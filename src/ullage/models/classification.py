@@ -200,4 +200,6 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _shape_error(labels: Tensor, expected: object) -> InputError:
-    return InputError("labels and logits disagree", expected=expected, found=f"shape {list(labels.shape)}")
+    found = f"{str(labels.dtype)[6:]} of shape {list(labels.shape)}"
+    hint = "config.problem_type says whether labels are classes, numbers, or several 0 and 1"
+    return InputError("labels and logits disagree", expected=expected, found=found, hint=hint)

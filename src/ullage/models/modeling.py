@@ -97,8 +97,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             cu_seq_lens=cu_seq_lens,
             position_ids=position_ids,
         )
-        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-        return sequences, self.model(**{name: sequences.flatten(rows)[None]}, sequences=sequences, **kwargs)
+        kwargs["input_ids" if inputs_embeds is None else "inputs_embeds"] = sequences.flatten(rows)[None]
+        return sequences, self.model(sequences=sequences, return_dict=True, **kwargs)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):

@@ -191,15 +191,16 @@ class Sequences:
     def flatten_labels(self, labels: Rows, name: str = "labels") -> Tensor:
         """Labels of the tokens alone [T]. Raises ``InputError`` for labels that do not lie as the input does."""
         if self.packed is not None:
-            if not isinstance(labels, PackedSequence) or not torch.equal(labels.batch_sizes, self.packed.batch_sizes):
-                raise InputError(
-                    f"{name} and input_ids disagree",
-                    expected="a PackedSequence of the same lengths",
-                    found=f"batch sizes {labels.batch_sizes.tolist()[:8]}"
-                    if isinstance(labels, PackedSequence)
-                    else _shape(labels),
-                )
-        elif isinstance(labels, PackedSequence) or tuple(labels.shape) != self.shape:
+            expected = "a PackedSequence of the same lengths"
+            if not isinstance(labels, PackedSequence):
+                raise InputError(f"{name} and input_ids disagree", expected=expected, found=_shape(labels))
+            batch = RaggedBatch.from_packed_sequence(labels, name)  # packed in an order of its own, perhaps
+            own = self.lengths if self.lengths is not None else np.full(self.num_sequences, self.length)
+            if not np.array_equal(batch.layout.lengths, own):
+                found = batch.layout.lengths.tolist()[:8]
+                raise InputError(f"{name} and input_ids disagree", expected=expected, found=f"lengths {found}")
+            return batch[name]
+        if isinstance(labels, PackedSequence) or tuple(labels.shape) != self.shape:
             found = "a PackedSequence" if isinstance(labels, PackedSequence) else _shape(labels)
             raise InputError(f"{name} and input_ids disagree", expected=list(self.shape), found=found)
         return self.flatten(labels)
