@@ -1,7 +1,7 @@
 """Which package is a docstring from? A bidirectional recurrent classifier that pools over the bytes of each text.
 
     python examples/06_classify_docstrings.py
-    python examples/06_classify_docstrings.py --cell mingru --pooling attention --steps 400
+    python examples/06_classify_docstrings.py --cell lstm --pooling attention --steps 400
 
 Texts of unequal length go into the Trainer as they are, and ``compute_metrics`` gets one row a text. Accuracy on texts
 held out is printed beside that of always naming the largest package.

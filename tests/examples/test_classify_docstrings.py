@@ -1,4 +1,4 @@
-"""examples/06_classify_docstrings.py, as a person runs it, but shorter: it beats naming the largest package."""
+"""examples/06_classify_docstrings.py, as a person runs it, a little shorter: it beats naming the largest package."""
 
 import re
 import subprocess
@@ -10,12 +10,10 @@ from tests.launch import ROOT, environment
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choices", [("gru", "mean"), ("mingru", "attention")])
-def test_the_classifier_beats_the_majority(choices, tmp_path):
+def test_the_classifier_beats_the_majority(tmp_path):
     script = ROOT / "examples" / "06_classify_docstrings.py"
-    sizes = ["--steps", "80", "--hidden_size", "32", "--cell", choices[0], "--pooling", choices[1]]
     done = subprocess.run(
-        [sys.executable, str(script), *sizes],
+        [sys.executable, str(script), "--steps", "120"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
