@@ -6,23 +6,44 @@ what was saved.
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from ullage.models.causal_lm import RecurrentForCausalLM
 from ullage.models.cells import Cell, register_cell
+from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
+from ullage.models.classification import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
+from ullage.models.scan import linear_scan
 from ullage.models.state import RecurrentState
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
 AutoModel.register(RecurrentConfig, RecurrentModel, exist_ok=True)
 AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(RecurrentConfig, RecurrentForTokenClassification, exist_ok=True)
 
 __all__ = [
     "Cell",
+    "GRUCell",
+    "LSTMCell",
+    "MinGRUCell",
+    "MinLSTMCell",
+    "ReLUCell",
     "RecurrentConfig",
     "RecurrentForCausalLM",
+    "RecurrentForSequenceClassification",
+    "RecurrentForTokenClassification",
     "RecurrentModel",
     "RecurrentState",
+    "TanhCell",
+    "linear_scan",
     "register_cell",
 ]
