@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.generation import RecurrentGenerationMixin
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import Lengths, Sequences
 from ullage.models.state import RecurrentState
@@ -23,7 +23,7 @@ from ullage.models.state import RecurrentState
 _IGNORED = -100
 
 
-class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
     """Predicts each sequence's next token. Raises ``InputError`` for a bidirectional configuration."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own attribute
@@ -64,6 +64,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
+        logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [N, L, vocabulary] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
@@ -71,7 +72,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         The ways in are those of :meth:`RecurrentModel.forward`; ``**batch.to_flattened()`` is the cheapest.
         ``labels`` [N, L] are aligned with the rows: the state after a token predicts the next label of the same
         sequence, so a sequence's first label counts nowhere, and neither does -100 or what lies in the padding.
-        ``shift_labels`` [N, L], where given, are taken as they stand. Raises ``InputError`` as the backbone does.
+        ``shift_labels`` [N, L], where given, are taken as they stand. ``logits_to_keep``: of how many of the rows' last
+        columns to give logits, where there are no labels; 0 is all. Raises ``InputError`` as the backbone does.
         """
         rows = input_ids if inputs_embeds is None else inputs_embeds
         if rows is None:
@@ -92,6 +94,12 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             sequences=sequences,
         )
+        state = outputs.past_key_values
+        if state is not None:
+            state.remember(past_key_values, input_ids if inputs_embeds is None else None)
+        if logits_to_keep and labels is None and shift_labels is None:
+            hidden = sequences.unflatten(outputs.last_hidden_state[0])[:, -logits_to_keep:]
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=state)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None or shift_labels is not None:
@@ -103,35 +111,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 **kwargs,
             )
         return CausalLMOutputWithPast(
-            loss=loss, logits=cast(Any, sequences.unflatten(logits[0])), past_key_values=outputs.past_key_values
+            loss=loss, logits=cast(Any, sequences.unflatten(logits[0])), past_key_values=state
         )
-
-    # What generate() asks for.
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own state
-
-    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        is_first_iteration: bool | None = False,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            is_first_iteration=is_first_iteration,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-        inputs.pop("position_ids", None)
-        if inputs.get("past_key_values") is not None and not is_first_iteration:
-            inputs.pop("attention_mask", None)
-        return inputs
 
 
 def next_token_loss(

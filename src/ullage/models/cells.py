@@ -51,6 +51,8 @@ class Cell(nn.Module):
 
     #: What the state of a sequence consists of; the first is the output of its last step.
     state_names: ClassVar[tuple[str, ...]] = ("hidden",)
+    #: Whether a sequence may go on from the state of another, as beam search lets it.
+    reorderable: ClassVar[bool] = True
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
         """``values`` [size, input] in run order and states [n, hidden] to outputs [size, hidden] and final states.

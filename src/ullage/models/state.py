@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 #: One tensor [n, hidden] for each part of a layer's state.
 LayerState = tuple[Tensor, ...]
+
+_TAIL = 16
 
 
 @dataclass
@@ -17,11 +20,13 @@ class RecurrentState:
     """Each sequence's state after its last token: for each layer, tensors [n, hidden].
 
     ``seen``: how many tokens wide the rows have been so far. Beam search reorders it in place, exactly, because a
-    state has no past that it shares with others.
+    state has no past that it shares with others. ``tail`` [n, at most 16]: the last tokens of the rows, where each row
+    was one sequence; ``generate()`` tells by it rows that begin with what the state has seen.
     """
 
     layers: tuple[LayerState, ...]
     seen: int = 0
+    tail: Tensor | None = None
 
     is_compileable: ClassVar[bool] = False
 
@@ -33,6 +38,17 @@ class RecurrentState:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens wide the rows have been."""
         return self.seen
+
+    def remember(self, past: RecurrentState | None, rows: Tensor | None) -> None:
+        """Keeps the end of the token ids in ``rows`` [n, L], which came after ``past``."""
+        if rows is None or len(rows) != self.num_sequences or (past is not None and past.tail is None):
+            return
+        before = [] if past is None or past.tail is None else [past.tail]
+        self.tail = torch.cat([*before, rows.detach()], 1)[:, -_TAIL:]
+
+    def copy(self, seen: int | None = None) -> RecurrentState:
+        """The same tensors in a state of its own, which can be reordered without the first."""
+        return RecurrentState(self.layers, self.seen if seen is None else seen, self.tail)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence *i* goes on from the state of sequence ``beam_idx[i]``."""
@@ -52,3 +68,4 @@ class RecurrentState:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.layers = tuple(tuple(function(state) for state in layer) for layer in self.layers)
+        self.tail = None if self.tail is None else function(self.tail)
