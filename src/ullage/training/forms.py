@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import ullage.attention as packed_attention
-from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.batch import IGNORED_LABEL, RaggedBatch, fill_value
 from ullage.errors import InputError
 from ullage.layout import Layout
 
@@ -73,15 +73,23 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
+    padded = _with_padded_targets(batch.to_padded())
     if form == "mask":
-        return batch.to_padded()
+        return padded
     order = _longest_first(batch.layout)
-    padded = batch.to_padded()
     del padded["attention_mask"]
     index = torch.from_numpy(order).to(batch.device)
     keywords: dict[str, Any] = {name: tensor.index_select(0, index) for name, tensor in padded.items()}
     keywords[form] = torch.from_numpy(batch.layout.lengths[order])  # on the host, where packing wants it
     return keywords
+
+
+def _with_padded_targets(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Padded fields in which targets, sequences of lengths of their own, are padded too."""
+    return {
+        name: torch.nested.to_padded_tensor(tensor, fill_value(name)) if tensor.is_nested else tensor
+        for name, tensor in fields.items()
+    }
 
 
 def _longest_first(layout: Layout) -> np.ndarray:
@@ -214,7 +222,14 @@ def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> Rows:
 
 
 def target_rows(labels: Tensor) -> Rows:
-    """The rows of an encoder-decoder's outputs, which are as long as its labels [N, L], not as its inputs."""
+    """The rows of an encoder-decoder's outputs, which are as long as its labels, not as its inputs.
+
+    Labels [N, L], or a nested tensor of them, whose outputs lie end to end or in padded rows.
+    """
+    if labels.is_nested:
+        lengths = tuple(len(row) for row in labels.unbind())
+        width = max(lengths, default=0)
+        return Rows(len(lengths), Layout(lengths), starts=(0,) * len(lengths), lengths=lengths, width=width)
     lengths = tuple((labels != IGNORED_LABEL).sum(1).tolist())
     return Rows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
 
@@ -222,6 +237,8 @@ def target_rows(labels: Tensor) -> Rows:
 def by_sample(inputs: Any, name: str, rows: Rows) -> tuple[list[Any], bool]:
     """A field of the batch as it was collated, by sample, and whether it is one entry a token."""
     if isinstance(inputs, RaggedBatch):
+        if inputs[name].is_nested:
+            return list(inputs[name].unbind()), True
         return [sample[name] for sample in inputs.samples()], name not in inputs.per_sequence
     value = inputs[name]
     return rows.split(value, per_row=isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows.num)
