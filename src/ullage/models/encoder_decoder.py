@@ -48,7 +48,7 @@ class _Memory:
 
 
 class StateBridge(nn.Module):
-    """The encoder's final state as the decoder's first, layer by layer; the encoder's last layer serves what is left.
+    """The encoder's final state as the decoder's first, layer by layer from the top; its top layer serves what is left.
 
     Both directions of a bidirectional encoder are mixed by a linear map; those of a single one are handed on.
     """
@@ -62,7 +62,8 @@ class StateBridge(nn.Module):
 
     def forward(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
         """Tensors [n, hidden] of each encoder layer to those of each decoder layer."""
-        given = [layers[min(i, len(layers) - 1)] for i in range(self.num_layers)]
+        lowest = max(len(layers) - self.num_layers, 0)
+        given = [layers[min(lowest + i, len(layers) - 1)] for i in range(self.num_layers)]
         if len(self.maps) == 0:
             return tuple(given)
         mixed = []
