@@ -74,7 +74,7 @@ def main():
     parser.add_argument("--task", choices=TASKS, default="reverse")
     parser.add_argument("--cell", default="gru")
     parser.add_argument("--attention", default="dot", choices=["dot", "additive"])
-    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--max_steps", type=int, default=400)
     parser.add_argument("--output_dir", default="runs/reverse_digits")
     options = parser.parse_args()
     set_seed(0)

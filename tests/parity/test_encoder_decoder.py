@@ -165,7 +165,7 @@ def test_every_way_in_equals_one_by_one(attention: str, way: str) -> None:
 )
 def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
     model = _model(**shape).double().train()
-    logits, loss, gradients = _one_by_one(model, _samples())
+    logits, _, gradients = _one_by_one(model, _samples())
     outputs = model(**_nested(_samples())[0])
     outputs.loss.backward()
     found = _gradients(model)

@@ -1,4 +1,4 @@
-"""A recurrent encoder-decoder: a source is read, its final state starts the decoder, and each decoder step attends to it.
+"""A recurrent encoder-decoder: a source is read, its final state starts the decoder, each decoder step attends to it.
 
 The context enters after the recurrence, as in Luong, Pham and Manning (2015) without input feeding: the decoder's
 layers run over all steps at once, on the same kernels as every other recurrent model here, and the hidden state on
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
-from ullage.batch import RaggedBatch
+from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64
 from ullage.models.causal_lm import next_token_loss
@@ -165,6 +165,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             input_lengths=decoder_input_lengths,
             cu_seq_lens=decoder_cu_seq_lens_q,
         )
+        self._check_labels(targets)
         if encoder_outputs is None:
             memory = self._encode(
                 input_ids, inputs_embeds, attention_mask, position_ids, input_lengths, cu_seq_lens_q, past_key_values
@@ -195,9 +196,6 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             state.remember(past_key_values, decoder_input_ids)
         loss = None
         if targets.labels is not None:
-            if (targets.labels.device.type == "cpu") and not torch.compiler.is_compiling():
-                known = targets.labels.masked_fill(targets.labels == -100, 0)
-                check_tokens(known, logits.shape[-1], targets.sequences)
             loss = self.loss_function(
                 logits=logits[None],
                 labels=None,
@@ -211,6 +209,13 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             past_key_values=state,
             cross_attentions=cast(Any, attentions),
         )
+
+    def _check_labels(self, targets: Targets) -> None:
+        """Raises ``InputError`` for a label that the head does not have; looks on the CPU only."""
+        labels = targets.labels
+        if labels is not None and labels.device.type == "cpu":
+            known = labels.masked_fill(labels == IGNORED_LABEL, 0)
+            check_tokens(known, self.lm_head.out_features, targets.sequences)
 
     def _encode(
         self,
@@ -268,7 +273,6 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         blocks = Blocks.of(_host_lengths(targets), _host_lengths(memory.sequences), hidden.device)
         contexts, weights = attention(hidden, memory.hidden, blocks)
         return contexts, (blocks.rows(weights)[:, None],) if wanted else None
-
 
     def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Sources encoded once, with their keys; targets to go on from against the right end of their rows."""

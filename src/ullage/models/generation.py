@@ -6,7 +6,6 @@ they came in. A state is small and complete: once there is one, what lies before
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch

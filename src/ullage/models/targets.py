@@ -19,7 +19,7 @@ from ullage.models.sequences import Lengths, Sequences
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What the decoder reads at each step, ``ids`` [T] (``None`` where embeddings are given), and its ``labels`` [T]."""
+    """What the decoder reads at each step, ``ids`` [T], and what it is to predict there, ``labels`` [T]."""
 
     ids: Tensor
     labels: Tensor | None

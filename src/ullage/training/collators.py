@@ -18,6 +18,7 @@ from ullage.errors import InputError
 
 _TARGETS = ("labels", "decoder_input_ids")
 
+
 @dataclass(frozen=True)
 class RaggedCollator:
     """Collates samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
@@ -69,9 +70,7 @@ class Seq2SeqCollator:
             if "decoder_attention_mask" in fields:
                 target["attention_mask"] = fields.pop("decoder_attention_mask")
             if not target:
-                raise InputError(
-                    "a sample has no target", where=f"sample {i}", expected="labels", found=list(fields)
-                )
+                raise InputError("a sample has no target", where=f"sample {i}", expected="labels", found=list(fields))
             sources.append(_without_mask(fields, i))
             targets.append(_without_mask(target, i))
         source = RaggedBatch.from_samples(sources, per_sequence=self.per_sequence)
