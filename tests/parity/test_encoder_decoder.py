@@ -32,6 +32,10 @@ def _model(**changes: Any) -> RecurrentEncoderDecoder:
     return RecurrentEncoderDecoder(RecurrentEncoderDecoderConfig(**{**options, **changes}))
 
 
+def _in(model: Any, dtype: torch.dtype) -> RecurrentEncoderDecoder:
+    return model.to(dtype).train()
+
+
 def _samples(sources: tuple[int, ...] = SOURCES, targets: tuple[int, ...] = TARGETS, seed: int = 0) -> Samples:
     generator = torch.Generator().manual_seed(seed)
 
@@ -144,7 +148,7 @@ def _check(model: RecurrentEncoderDecoder, samples: Samples, way: str, tolerance
 def test_a_ragged_batch_equals_its_pairs(cell: str, bidirectional: bool, attention: str) -> None:
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         model = _model(cell=cell, bidirectional=bidirectional, attention=attention, num_hidden_layers=2)
-        _check(model.to(dtype).train(), _samples(), "nested", tolerance)
+        _check(_in(model, dtype), _samples(), "nested", tolerance)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -337,6 +337,22 @@ def test_what_generate_returned_is_gone_on_from(kind: str) -> None:
     assert torch.equal(then, long)
 
 
+def test_going_on_again_and_again_equals_going_on_once() -> None:
+    model, prompts = _model("decoder"), _prompts()
+    how: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    for state in (
+        model(**_batch(prompts).to_flattened(), use_cache=True).past_key_values,
+        model(**_batch(prompts).to_padded(side="left"), use_cache=True).past_key_values,
+    ):
+        more = torch.tensor([[7, 8], [9, 10], [3, 3], [4, 5], [11, 12]])
+        long = model.generate(more, past_key_values=state, max_new_tokens=30, **how).sequences
+        rows, step = more, None
+        for new in (1, 2, 3, 4, 20):
+            step = model.generate(rows, past_key_values=state, max_new_tokens=new, **how)
+            rows, state = step.sequences, step.past_key_values
+        assert torch.equal(rows, long)
+
+
 # What is refused.
 
 
@@ -380,6 +396,13 @@ def test_prompts_that_do_not_fit() -> None:
         model.generate(torch.tensor([[3, 4, 5]]), attention_mask=mask, max_new_tokens=2)
     with pytest.raises(InputError, match="row of attention_mask is all padding"):
         model.generate(torch.tensor([[3, 4], [5, 6]]), attention_mask=torch.tensor([[0, 1], [0, 0]]), max_new_tokens=2)
+    for flat in (torch.tensor([3, 4]), [3, 4]):
+        with pytest.raises(
+            InputError, match=r"prompts come in rows, or as a list of them: expected \[N, L\], found shape"
+        ):
+            model.generate(flat, max_new_tokens=2)
+    with pytest.raises(InputError, match="a batch needs at least one sample"):
+        model.generate([], max_new_tokens=2)
     with pytest.raises(InputError, match="a sequence is empty"):
         model.generate([[3], []], max_new_tokens=2)
     with pytest.raises(InputError, match="input_lengths and rows disagree: expected 2 lengths, found 1"):

@@ -144,7 +144,7 @@ def _flat_labels(labels: Tensor | None, sequences: Sequences, *, first: bool) ->
         raise InputError(
             "labels and input_ids disagree", expected=list(sequences.shape), found=f"shape {list(labels.shape)}"
         )
-    flat = sequences.flatten(labels)
+    flat = sequences.flatten(labels).long()
     if not first:
         flat = flat.index_fill(0, sequences.starts(flat.device), _IGNORED)
     return flat[None]

@@ -31,9 +31,9 @@ from ullage.models.targets import Targets, shift_right
 
 @dataclass
 class RecurrentEncoderOutput(BaseModelOutputWithPast):
-    """What the decoder needs of its sources: hidden states [n, L, D], final states, and ``keys`` [n, L, hidden]."""
+    """What the decoder needs of its sources: hidden states [n, L, D], final states, and what attention compares [n, L, hidden]."""
 
-    keys: Tensor | None = None
+    attention_keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,8 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         width = config.hidden_size * (2 if config.bidirectional else 1)
         self.encoder = RecurrentModel(config.encoder_config())
         self.decoder = RecurrentModel(config.decoder_config())
-        cell = cast(Cell, cast(Any, self.decoder.layers[0]).cells[0])
+        first: Any = self.decoder.layers[0]
+        cell = cast(Cell, first.cells[0])
         self.bridge = StateBridge(config, len(cell.state_names))
         self.attention: DecoderAttention = ATTENTIONS[config.attention](config.hidden_size, width)
         self.combine = nn.Linear(width + config.hidden_size, config.hidden_size)
@@ -115,7 +116,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         if self.config.tie_word_embeddings:
             self.decoder.embed_tokens = cast(nn.Embedding, resized)
         else:
-            size = resized.weight.shape[0]
+            size = cast(nn.Embedding, resized).num_embeddings
             self.decoder.embed_tokens = self._get_resized_embeddings(self.decoder.embed_tokens, size)
         return resized
 
@@ -260,6 +261,9 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
     ) -> tuple[Tensor, tuple[Tensor] | None]:
         """Contexts of the decoder's flat hidden states [T, hidden], and the weights in rows if they are wanted."""
         attention = self.attention
+        sources = memory.sequences
+        if sources is not None and sources.lengths is None and targets.lengths is None:  # one full block
+            memory = _Memory(memory.hidden.unflatten(0, (sources.num_sequences, sources.length)), None, memory.state)
         if memory.sequences is None:
             if targets.lengths is None:  # a step of generate(), mostly: the rows as they are
                 keys = attention.key(memory.hidden) if memory.keys is None else memory.keys
@@ -287,7 +291,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         kwargs["encoder_outputs"] = RecurrentEncoderOutput(
             last_hidden_state=cast(Any, encoded.hidden),
             past_key_values=cast(Any, encoded.state),
-            keys=self.attention.key(encoded.hidden),
+            attention_keys=self.attention.key(encoded.hidden),
         )
         prompts = kwargs.get("decoder_input_ids")
         state = kwargs.get("past_key_values")
@@ -326,7 +330,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 def _given_memory(outputs: Any, mask: Tensor | None) -> _Memory:
     hidden = outputs["last_hidden_state"] if isinstance(outputs, dict) else outputs[0]
     state = outputs.get("past_key_values") if isinstance(outputs, dict) else None
-    keys = outputs.get("keys") if isinstance(outputs, dict) else None
+    keys = outputs.get("attention_keys") if isinstance(outputs, dict) else None
     if mask is not None and mask.shape != hidden.shape[:2]:
         raise InputError(
             "attention_mask and encoder_outputs disagree", expected=list(hidden.shape[:2]), found=list(mask.shape)

@@ -56,13 +56,19 @@ class RecurrentGenerationMixin(_Base):
 
     def _laid_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords with prompts and mask in rows, and a state that says whether the rows hold what it has seen."""
-        if isinstance(given, (list, tuple)) and len(given) and not isinstance(given[0], int):
+        if isinstance(given, (list, tuple)) and all(hasattr(prompt, "__len__") for prompt in given):
             given = RaggedBatch.from_samples([{name: prompt} for prompt in given])
         if isinstance(given, RaggedBatch):
             rows = given.map(lambda tensor: tensor.to(self.device))
             kwargs |= {name: rows[name][None], "cu_seq_lens_q": rows.cu_seqlens}
         else:
             kwargs[name] = torch.as_tensor(given)
+            if kwargs[name].ndim < 2:
+                raise InputError(
+                    "prompts come in rows, or as a list of them",
+                    expected="[N, L]",
+                    found=f"shape {list(kwargs[name].shape)}",
+                )
         side = "right" if self.config.is_encoder_decoder else "left"
         rows, mask = kwargs[name], kwargs.get("attention_mask")
         state = None if self.config.is_encoder_decoder else kwargs.get("past_key_values")
@@ -72,7 +78,7 @@ class RecurrentGenerationMixin(_Base):
             kwargs.setdefault("attention_mask", torch.ones_like(rows))
             return kwargs
         if state is not None:
-            kwargs["past_key_values"] = state.copy(seen=0)
+            kwargs["past_key_values"] = state.anew()
         told = {key: kwargs.pop(key, None) for key in _LAYOUT_NAMES}
         if mask is None and told["input_lengths"] is None and told["cu_seq_lens_q"] is None:
             if name == "input_ids":

@@ -46,9 +46,14 @@ class RecurrentState:
         before = [] if past is None or past.tail is None else [past.tail]
         self.tail = torch.cat([*before, rows.detach()], 1)[:, -_TAIL:]
 
-    def copy(self, seen: int | None = None) -> RecurrentState:
+    def copy(self) -> RecurrentState:
         """The same tensors in a state of its own, which can be reordered without the first."""
-        return RecurrentState(self.layers, self.seen if seen is None else seen, self.tail)
+        return RecurrentState(self.layers, self.seen, self.tail)
+
+    def anew(self) -> RecurrentState:
+        """A copy for rows that hold nothing of what it has seen: it counts and remembers from here on."""
+        state = self.layers[0][0]
+        return RecurrentState(self.layers, 0, torch.zeros(len(state), 0, dtype=torch.int64, device=state.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence *i* goes on from the state of sequence ``beam_idx[i]``."""

@@ -53,12 +53,14 @@ class Targets:
             raise InputError(
                 "labels and decoder_input_ids disagree", expected=list(rows.shape), found=f"shape {list(labels.shape)}"
             )
-        if labels is not None and attention_mask is None and input_lengths is None and cu_seq_lens is None:
+        untold = attention_mask is None and input_lengths is None and cu_seq_lens is None
+        as_they_stand = decoder_input_ids is not None and torch.compiler.is_compiling()  # data must not steer a graph
+        if labels is not None and untold and not as_they_stand:
             attention_mask = _labelled(labels, from_the_start=decoder_input_ids is not None)
         sequences = Sequences.read(
             rows, attention_mask=attention_mask, input_lengths=input_lengths, cu_seq_lens=cu_seq_lens
         )
-        flat_labels = None if labels is None else sequences.flatten(labels)
+        flat_labels = None if labels is None else sequences.flatten(labels).long()
         if decoder_input_ids is not None:
             return cls(sequences.flatten(decoder_input_ids), flat_labels, sequences)
         assert flat_labels is not None
@@ -90,7 +92,7 @@ def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
 def _end_to_end(nested: Tensor) -> tuple[Tensor, Tensor]:
     """A nested tensor [n, j] as one row [1, T] and its bounds [n + 1]."""
     if nested.layout == torch.jagged and nested.lengths() is None:  # pyright: ignore[reportAttributeAccessIssue]
-        return nested.values()[None], nested.offsets()
+        return nested.values()[None], nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
     rows = nested.unbind()
     lengths = torch.tensor([0, *(len(row) for row in rows)])
     return torch.cat(rows)[None], lengths.cumsum(0)
