@@ -19,7 +19,7 @@ def exact_match(prediction):
 def main():
     folder, world = sys.argv[1], int(sys.argv[2])
     generator = np.random.default_rng(0)
-    sources = [generator.integers(3, 8, length).tolist() for length in generator.integers(1, 7, 37)]
+    sources = [generator.integers(3, 8, length).tolist() for length in generator.integers(1, 7, 40)]
     samples = [{"input_ids": source, "labels": [*source[::-1], 2]} for source in sources]
     torch.manual_seed(0)
     config = RecurrentEncoderDecoderConfig(
@@ -45,7 +45,7 @@ def main():
         compute_metrics=exact_match,
     )
     trainer.train()
-    output = trainer.predict(samples, num_beams=2, max_new_tokens=8)
+    output = trainer.predict(samples[:37], num_beams=2, max_new_tokens=8)
     if trainer.is_world_process_zero():
         found = {"predictions": [row.tolist() for row in output.predictions], **output.metrics}
         print("RESULT " + json.dumps(found), flush=True)

@@ -31,7 +31,7 @@ from ullage.models.targets import Targets, shift_right
 
 @dataclass
 class RecurrentEncoderOutput(BaseModelOutputWithPast):
-    """What the decoder needs of its sources: hidden states [n, L, D], final states, and what attention compares [n, L, hidden]."""
+    """What the decoder needs of its sources: hidden states [n, L, D], their keys [n, L, hidden], and final states."""
 
     attention_keys: Tensor | None = None
 
