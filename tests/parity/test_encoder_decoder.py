@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 import ullage
 from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
@@ -91,6 +92,12 @@ def _end_to_end(samples: Samples) -> Way:
     return keywords, lambda logits: logits[0]
 
 
+def _packed(samples: Samples) -> Way:
+    fields = {name: [sample[name] for sample in samples] for name in ("input_ids", "labels")}
+    packed = {name: pack_sequence(rows, enforce_sorted=False) for name, rows in fields.items()}
+    return packed, lambda logits: logits[0]
+
+
 def _padded(source_side: str, target_side: str, poison: int, *, given: bool = False) -> Callable[[Samples], Way]:
     """Padded rows; ``given``: with decoder_input_ids and their mask beside the labels."""
 
@@ -120,6 +127,7 @@ def _lengths(samples: Samples) -> Way:
 WAYS: dict[str, Callable[[Samples], Way]] = {
     "nested": _nested,
     "end to end": _end_to_end,
+    "packed": _packed,
     "padded right": _padded("right", "right", 9),
     "padded left": _padded("left", "left", 9),
     "decoder_input_ids": _padded("left", "right", 9, given=True),

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 import ullage
 from ullage.errors import InputError
 from ullage.models import (
+    GRUCell,
     RecurrentConfig,
     RecurrentEncoderDecoder,
     RecurrentEncoderDecoderConfig,
     RecurrentForCausalLM,
 )
-from ullage.models.cells import CELLS, GRUCell
+from ullage.models.cells import CELLS
 
 PAD, START, END = 0, 1, 2
 NEW = 7
@@ -78,7 +80,7 @@ HOWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", "mingru"])
 def test_unequal_prompts_equal_single_prompts(cell: str, kind: str, how: str) -> None:
     model, prompts = _model(kind, cell), _prompts()
     together = _generated(model, prompts, **HOWS[how])
@@ -89,7 +91,7 @@ def test_unequal_prompts_equal_single_prompts(cell: str, kind: str, how: str) ->
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cell", ["gru", "rnn_tanh"])
+@pytest.mark.parametrize("cell", ["gru", "minlstm"])
 def test_cached_equals_uncached(cell: str, kind: str, how: str) -> None:
     model, prompts = _model(kind, cell), _prompts()
     cached = _generated(model, prompts, **HOWS[how])
@@ -207,6 +209,7 @@ def _ways(prompts: list[Tensor]) -> dict[str, dict[str, Any]]:
         "list of lists": {"input_ids": [prompt.tolist() for prompt in prompts]},
         "list of arrays": {"inputs": [prompt.numpy() for prompt in prompts]},
         "ragged": {"inputs": batch},
+        "packed": {"inputs": pack_sequence(prompts, enforce_sorted=False)},
         "flattened": batch.to_flattened(),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ullage
+from tests.recurrent_ways import WAYS, Samples, padded
 from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentModel, RecurrentState
 from ullage.models.cells import cell_class
 from ullage.models.schedule import Schedule
 
 CPU = torch.device("cpu")
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CLASSICAL = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = (*CLASSICAL, "mingru", "minlstm")
 LENGTHS = (5, 1, 9, 3, 9, 14)
 VOCABULARY = 37
-
-Samples = list[dict[str, Tensor]]
-Way = tuple[dict[str, Any], Callable[[Tensor], Tensor]]  # keywords, and how to find the real tokens' logits
 
 
 def _config(cell: str = "lstm", **changes: Any) -> RecurrentConfig:
@@ -60,61 +58,6 @@ def _one_by_one(model: RecurrentForCausalLM, samples: Samples) -> tuple[Tensor, 
     return torch.cat(logits).detach(), loss.detach(), _gradients(model)
 
 
-def _padded(samples: Samples, side: str, poison: int) -> tuple[dict[str, Tensor], Tensor]:
-    rows = ullage.RaggedBatch.from_samples(samples).to_padded(padding_value=poison, side=side)
-    mask = rows["attention_mask"].bool()
-    rows["labels"] = rows["labels"].masked_fill(~mask, poison)
-    return rows, mask
-
-
-def _flattened(samples: Samples) -> Way:
-    return ullage.RaggedBatch.from_samples(samples).to_flattened(), lambda logits: logits[0]
-
-
-def _flattened_with_host_lengths(samples: Samples) -> Way:
-    keywords, real = _flattened(samples)
-    return {**keywords, "input_lengths": [len(sample["input_ids"]) for sample in samples]}, real
-
-
-def _flattened_slots(samples: Samples) -> Way:
-    batch = ullage.RaggedBatch.from_samples(samples, multiple_of=4)
-    index = torch.tensor(batch.layout.token_index())
-    return batch.to_flattened(), lambda logits: logits[0, index]
-
-
-def _positions(samples: Samples) -> Way:
-    flat, real = _flattened(samples)
-    return {name: flat[name] for name in ("input_ids", "labels", "position_ids")}, real
-
-
-def _masked(side: str) -> Callable[[Samples], Way]:
-    def way(samples: Samples) -> Way:
-        rows, mask = _padded(samples, side, poison=11)
-        return rows, lambda logits: logits[mask]
-
-    return way
-
-
-def _lengths(as_tensor: bool) -> Callable[[Samples], Way]:
-    def way(samples: Samples) -> Way:
-        rows, mask = _padded(samples, "right", poison=7)
-        lengths = [len(sample["input_ids"]) for sample in samples]
-        del rows["attention_mask"]
-        return {**rows, "input_lengths": torch.tensor(lengths) if as_tensor else lengths}, lambda logits: logits[mask]
-
-    return way
-
-
-WAYS = {
-    "flattened": _flattened,
-    "flattened, lengths on the host": _flattened_with_host_lengths,
-    "flattened, slots of 4": _flattened_slots,
-    "position_ids": _positions,
-    "mask, right": _masked("right"),
-    "mask, left": _masked("left"),
-    "lengths, list": _lengths(False),
-    "lengths, tensor": _lengths(True),
-}
 SHAPES = {
     "one layer": {},
     "three, normed": {"num_hidden_layers": 3, "residual": True, "layer_norm": True},
@@ -123,24 +66,25 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_way_in_equals_one_by_one(cell: str, shape: str, way: str) -> None:
+def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:
     samples = _samples()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        model = _model(cell, **SHAPES[shape]).to(dtype).train()
+        model: Any = _model(cell, **SHAPES[shape])
+        model = model.to(dtype).train()
         logits, loss, gradients = _one_by_one(model, samples)
         assert len(gradients) == len(list(model.parameters()))
-        keywords, real = WAYS[way](samples)
-        outputs = model(**keywords)
-        outputs.loss.backward()
-        found = _gradients(model)
-        assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance)
-        assert abs(float(outputs.loss.detach() - loss)) < tolerance
-        assert outputs.past_key_values is None
-        for name, gradient in gradients.items():
-            assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), name
+        for way, make in WAYS.items():
+            keywords, real = make(samples)
+            outputs = model(**keywords)
+            outputs.loss.backward()
+            found = _gradients(model)
+            assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance), way
+            assert abs(float(outputs.loss.detach() - loss)) < tolerance, way
+            assert outputs.past_key_values is None
+            for name, gradient in gradients.items():
+                assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), (way, name)
 
 
 @settings(max_examples=15, deadline=None)
@@ -179,7 +123,7 @@ def test_padding_changes_no_bit_and_gets_zero_logits(side: str) -> None:
     model = _model().train()
     results = []
     for poison in (0, 36):
-        rows, mask = _padded(_samples(), side, poison)
+        rows, mask = padded(_samples(), side, poison)
         outputs = model(**rows)
         outputs.loss.backward()
         assert not outputs.logits[~mask].any()
@@ -189,15 +133,25 @@ def test_padding_changes_no_bit_and_gets_zero_logits(side: str) -> None:
     assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+def _torch_layer(cell: Any) -> torch.nn.RNNBase:
+    """Torch's own layer with the cell's weights."""
+    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell.kernel, torch.nn.RNN)
+    more = {"nonlinearity": cell.kernel[4:]} if kind is torch.nn.RNN else {}
+    layer = kind(cell.input_size, cell.hidden_size, **more).to(cell.weight_ih_l0.dtype)
+    layer.load_state_dict(cell.state_dict())
+    return layer
+
+
+@pytest.mark.parametrize("cell", CLASSICAL)
 @pytest.mark.parametrize("packed", [False, True], ids=["staircase", "packed"])
 def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
     torch.manual_seed(1)
-    layer = cell_class(cell)(6, 4).double()
+    layer: Any = cell_class(cell)(6, 4).double()
+    reference = _torch_layer(layer)
     lengths = np.array([3, 0, 7, 1, 7, 4])
     values = torch.randn(int(lengths.sum()), 6, dtype=torch.float64)
     start = tuple(torch.randn(6, 4, dtype=torch.float64) for _ in layer.state_names)
-    schedule = Schedule.ragged(lengths, 4, CPU, keep_state=True, packed=packed)
+    schedule = Schedule.ragged(lengths, 4, CPU, keep_state=True, run_order="packed" if packed else "staircase")
     run, final = layer(schedule.place(values), schedule, start)
     outputs = schedule.take(run).split(lengths.tolist())
     assert final is not None
@@ -206,7 +160,7 @@ def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
         if not len(part):  # a sequence of no tokens keeps its state
             assert all(torch.equal(f[i : i + 1], s) for f, s in zip(final, own))
             continue
-        expected, end = layer.kernel.forward(layer, part, own if len(start) > 1 else own[0])
+        expected, end = reference(part, own if len(start) > 1 else own[0])
         assert torch.allclose(outputs[i], expected, rtol=0, atol=1e-12)
         ends = end if isinstance(end, tuple) else (end,)
         assert all(torch.allclose(f[i : i + 1], e, rtol=0, atol=1e-12) for f, e in zip(final, ends))
@@ -219,7 +173,7 @@ def test_gradients_of_values_and_states_are_right(cell: str) -> None:
     lengths = np.array([2, 4, 1])
     values = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     start = tuple(torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in layer.state_names)
-    schedule = Schedule.ragged(lengths, 3, CPU, keep_state=True)
+    schedule = Schedule.ragged(lengths, 3, CPU, layer.run_order(CPU))
 
     def run(values: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
         outputs, final = layer(schedule.place(values), schedule, start)
@@ -260,7 +214,7 @@ def test_states_carry_a_batch_from_part_to_part(cell: str) -> None:
     state = model(**ullage.RaggedBatch.from_samples(firsts).to_flattened(), use_cache=True).past_key_values
     assert isinstance(state, RecurrentState)
     assert state.num_sequences == 3
-    rows, mask = _padded(seconds, "right", 5)
+    rows, mask = padded(seconds, "right", 5)
     del rows["labels"]
     outputs = model(**rows, past_key_values=state.detach(), use_cache=True)
     assert torch.allclose(outputs.logits[mask], torch.cat(whole), rtol=0, atol=1e-12)
@@ -313,7 +267,7 @@ def test_dropout_works_in_training_alone() -> None:
 
 def test_embeddings_given_equal_embeddings_looked_up() -> None:
     model = _model().eval()
-    rows, _ = _padded(_samples(), "left", 0)
+    rows, _ = padded(_samples(), "left", 0)
     embedded = model.model.embed_tokens(rows["input_ids"])
     given = model(inputs_embeds=embedded, attention_mask=rows["attention_mask"])
     looked_up = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])

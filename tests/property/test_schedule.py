@@ -19,7 +19,9 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda le
 
 @given(LENGTHS, st.booleans(), st.booleans())
 def test_place_and_take_undo_each_other(lengths: list[int], keep_state: bool, packed: bool) -> None:
-    schedule = Schedule.ragged(np.array(lengths), 4, CPU, keep_state=keep_state, packed=packed)
+    schedule = Schedule.ragged(
+        np.array(lengths), 4, CPU, keep_state=keep_state, run_order="packed" if packed else "staircase"
+    )
     flat = torch.arange(1, sum(lengths) + 1)
     run = schedule.place(flat)
     assert run.shape == (schedule.size,)
@@ -41,7 +43,9 @@ def test_a_schedule_that_keeps_states_pads_nothing(lengths: list[int]) -> None:
 
 @given(LENGTHS, st.booleans())
 def test_flip_turns_every_sequence_at_its_own_end(lengths: list[int], packed: bool) -> None:
-    schedule = Schedule.ragged(np.array(lengths), 4, CPU, keep_state=False, packed=packed)
+    schedule = Schedule.ragged(
+        np.array(lengths), 4, CPU, keep_state=False, run_order="packed" if packed else "staircase"
+    )
     flat = torch.arange(1.0, sum(lengths) + 1)
     backwards = torch.cat([part.flip(0) for part in flat.split(lengths)])
     run = schedule.place(flat)
@@ -94,4 +98,4 @@ def test_large_rectangles_are_cut_in_time() -> None:
     assert len(schedule.windows) > 1
     assert all(window.steps * window.rows * 256 <= module.MAX_ELEMENTS for window in schedule.windows)
     assert sum(window.steps for window in schedule.windows) == 512
-    assert len(Schedule.dense(64, 512, 256, on_cpu=False).windows) == 1
+    assert Schedule.dense(64, 512, 256, "packed").rows == (64,) * 512

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from ullage import RaggedBatch
 from ullage.errors import InputError
 from ullage.models import Cell, RecurrentConfig, RecurrentForCausalLM, RecurrentModel, register_cell
-from ullage.models.cells import CELLS
-from ullage.models.schedule import Schedule
+from ullage.models.cells import CELLS, State
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
@@ -90,11 +89,11 @@ def test_a_cell_of_ones_own_is_one_class() -> None:
         """Forgets nothing: the state is the input's running sum over its own steps."""
 
         def __init__(self, input_size: int, hidden_size: int) -> None:
-            super().__init__()
+            super().__init__(input_size, hidden_size)
             self.project = nn.Linear(input_size, hidden_size)
 
-        def forward(self, values: Tensor, schedule: Schedule, state: Any = None) -> tuple[Tensor, None]:
-            return self.project(values), None
+        def step(self, values: Tensor, state: State) -> State:
+            return (state[0] + self.project(values),)
 
     try:
         model = _model(cell="leaky")
@@ -108,7 +107,7 @@ def test_a_cell_of_ones_own_is_one_class() -> None:
     [
         (
             {"cell": "mamba"},
-            "no such recurrent cell: expected one of lstm, gru, rnn_tanh, rnn_relu, found 'mamba'",
+            "no such recurrent cell: expected one of lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, found 'mamba'",
         ),
         ({"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
         ({"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),

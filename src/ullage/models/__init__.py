@@ -6,14 +6,25 @@ Importing this package registers them with the Auto classes, so that ``AutoModel
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from ullage.models.causal_lm import RecurrentForCausalLM
 from ullage.models.cells import Cell, register_cell
+from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
+from ullage.models.classification import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.encoder_decoder import RecurrentEncoderDecoder
 from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
+from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
+from ullage.models.scan import linear_scan
 from ullage.models.state import RecurrentState
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
@@ -22,14 +33,25 @@ AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=Tr
 AutoConfig.register(RecurrentEncoderDecoderConfig.model_type, RecurrentEncoderDecoderConfig, exist_ok=True)
 AutoModel.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoder, exist_ok=True)
 AutoModelForSeq2SeqLM.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoder, exist_ok=True)
+AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(RecurrentConfig, RecurrentForTokenClassification, exist_ok=True)
 
 __all__ = [
     "Cell",
+    "GRUCell",
+    "LSTMCell",
+    "MinGRUCell",
+    "MinLSTMCell",
+    "ReLUCell",
     "RecurrentConfig",
     "RecurrentEncoderDecoder",
     "RecurrentEncoderDecoderConfig",
     "RecurrentForCausalLM",
+    "RecurrentForSequenceClassification",
+    "RecurrentForTokenClassification",
     "RecurrentModel",
     "RecurrentState",
+    "TanhCell",
+    "linear_scan",
     "register_cell",
 ]

@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
-from ullage.models.sequences import Lengths, Sequences
+from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import RecurrentState
 
 _IGNORED = -100
@@ -49,9 +51,10 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = cast(nn.Linear, new_embeddings)
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Rows | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         input_lengths: Lengths | None = None,
@@ -59,59 +62,65 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
+        inputs_embeds: Rows | None = None,
+        labels: Rows | None = None,
+        shift_labels: Rows | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [N, L, vocabulary] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
 
-        The ways in are those of :meth:`RecurrentModel.forward`; ``**batch.to_flattened()`` is the cheapest.
-        ``labels`` [N, L] are aligned with the rows: the state after a token predicts the next label of the same
-        sequence, so a sequence's first label counts nowhere, and neither does -100 or what lies in the padding.
-        ``shift_labels`` [N, L], where given, are taken as they stand. ``logits_to_keep``: of how many of the rows' last
-        columns to give logits, where there are no labels; 0 is all. Raises ``InputError`` as the backbone does.
+        The ways in are those of :meth:`RecurrentModel.forward`; ``**batch.to_flattened()`` is the cheapest, and a
+        ``PackedSequence`` comes out as it came in. ``labels`` lie as the input does: the state after a token predicts
+        the next label of the same sequence, so a sequence's first label counts nowhere, and neither does -100 or what
+        lies in the padding. ``shift_labels``, where given, are taken as they stand. ``logits_to_keep``: of only the
+        last so many columns, or of those in an index; not with labels. Raises ``InputError`` as the backbone does.
         """
-        rows = input_ids if inputs_embeds is None else inputs_embeds
-        if rows is None:
-            raise InputError("a model needs input_ids or inputs_embeds", found="neither")
-        sequences = Sequences.read(
-            rows,
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and labels is None and cu_seq_lens_q is None
+        sequences, outputs = self.run_backbone(
+            input_ids,
+            inputs_embeds,
             attention_mask=attention_mask,
             input_lengths=input_lengths,
             cu_seq_lens=cu_seq_lens_q,
             position_ids=position_ids,
-        )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and labels is None and cu_seq_lens_q is None
-        outputs = self.model(
-            input_ids=None if input_ids is None or inputs_embeds is not None else sequences.flatten(input_ids)[None],
-            inputs_embeds=None if inputs_embeds is None else sequences.flatten(inputs_embeds)[None],
             past_key_values=past_key_values,
             use_cache=use_cache,
-            sequences=sequences,
+            output_hidden_states=output_hidden_states,
         )
-        state = outputs.past_key_values
-        if state is not None:
-            state.remember(past_key_values, input_ids if inputs_embeds is None else None)
-        if logits_to_keep and labels is None and shift_labels is None:
-            hidden = sequences.unflatten(outputs.last_hidden_state[0])[:, -logits_to_keep:]
-            return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=state)
-        logits = self.lm_head(outputs.last_hidden_state)
+        if outputs.past_key_values is not None:
+            outputs.past_key_values.remember(past_key_values, input_ids)
+        hidden = cast(Tensor, outputs.last_hidden_state)
+        has_labels = labels is not None or shift_labels is not None
         loss = None
-        if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=_flat_labels(labels, sequences, first=False),
-                shift_labels=_flat_labels(shift_labels, sequences, first=True),
-                vocab_size=logits.shape[-1],
-                **kwargs,
-            )
+        if isinstance(logits_to_keep, int) and logits_to_keep == 0:
+            logits = self.lm_head(hidden)
+            if has_labels:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=_flat_labels(labels, sequences, first=False),
+                    shift_labels=_flat_labels(shift_labels, sequences, first=True),
+                    vocab_size=logits.shape[-1],
+                    **kwargs,
+                )
+            logits = sequences.unflatten(logits[0])
+        else:
+            rows = sequences.unflatten(hidden[0])
+            if has_labels or isinstance(rows, PackedSequence):
+                other = "labels" if has_labels else "a PackedSequence"
+                raise InputError("logits_to_keep names columns of rows", where=f"{other} beside it")
+            columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(rows[:, columns])
+        states = outputs.hidden_states
         return CausalLMOutputWithPast(
-            loss=loss, logits=cast(Any, sequences.unflatten(logits[0])), past_key_values=state
+            loss=loss,
+            logits=cast(Any, logits),
+            past_key_values=outputs.past_key_values,
+            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
         )
 
 
@@ -136,15 +145,11 @@ def next_token_loss(
     return fixed_cross_entropy(logits, targets, counted, ignore_index, **kwargs)
 
 
-def _flat_labels(labels: Tensor | None, sequences: Sequences, *, first: bool) -> Tensor | None:
+def _flat_labels(labels: Rows | None, sequences: Sequences, *, first: bool) -> Tensor | None:
     """Labels of the tokens alone, [1, T]; ``first``: whether a sequence's first label counts."""
     if labels is None:
         return None
-    if labels.shape != sequences.shape:
-        raise InputError(
-            "labels and input_ids disagree", expected=list(sequences.shape), found=f"shape {list(labels.shape)}"
-        )
-    flat = sequences.flatten(labels).long()
+    flat = sequences.flatten_labels(labels, "shift_labels" if first else "labels").long()
     if not first:
         flat = flat.index_fill(0, sequences.starts(flat.device), _IGNORED)
     return flat[None]

@@ -9,14 +9,19 @@ from transformers import PretrainedConfig
 from ullage.errors import InputError
 from ullage.models.cells import cell_class
 
+#: What can stand for a sequence in front of a classifier.
+POOLINGS = ("last", "mean", "attention")
+
 
 class RecurrentConfig(PretrainedConfig):
     """The configuration of every recurrent model of this library.
 
-    ``cell``: the name of a registered cell (lstm, gru, rnn_tanh, rnn_relu, or one's own). ``hidden_size``: of the
-    embeddings and of each direction. ``dropout``: on the output of every layer. ``residual``: each layer adds its
-    input to its output, where their sizes agree. ``layer_norm``: before every layer and after the last one. Raises
-    ``InputError`` for a cell that is not registered and for sizes that make no model.
+    ``cell``: the name of a registered cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or one's own).
+    ``hidden_size``: of the embeddings and of each direction. ``dropout``: on the output of every layer. ``residual``:
+    each layer adds its input to its output, where their sizes agree. ``layer_norm``: before every layer and after the
+    last one. ``pooling``: what stands for a sequence in front of a classifier (last, mean, attention);
+    ``classifier_dropout``: between the two. Raises ``InputError`` for a cell that is not registered and for sizes that
+    make no model.
     """
 
     model_type = "ullage_recurrent"
@@ -30,6 +35,8 @@ class RecurrentConfig(PretrainedConfig):
     dropout: float = 0.0
     residual: bool = False
     layer_norm: bool = False
+    pooling: str = "last"
+    classifier_dropout: float = 0.0
     initializer_range: float = 0.1
     use_cache: bool = True
     tie_word_embeddings: bool = False
@@ -43,5 +50,9 @@ class RecurrentConfig(PretrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be positive", expected=">= 1", found=getattr(self, name))
-        if not 0.0 <= self.dropout < 1.0:
-            raise InputError("dropout must be a probability", expected="0 <= dropout < 1", found=self.dropout)
+        for name in ("dropout", "classifier_dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise InputError(f"{name} must be a probability", expected=f"0 <= {name} < 1", found=value)
+        if self.pooling not in POOLINGS:
+            raise InputError("no such pooling", expected=f"one of {', '.join(POOLINGS)}", found=repr(self.pooling))

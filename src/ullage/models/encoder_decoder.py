@@ -24,7 +24,7 @@ from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
 from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
 from ullage.models.generation import RecurrentGenerationMixin, begins_with
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, check_tokens
-from ullage.models.sequences import Lengths, Sequences
+from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import LayerState, RecurrentState
 from ullage.models.targets import Targets, shift_right
 
@@ -131,15 +131,15 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Rows | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         input_lengths: Lengths | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: Rows | None = None,
         encoder_outputs: Any = None,
-        labels: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
+        labels: Rows | None = None,
+        decoder_input_ids: Rows | None = None,
         decoder_attention_mask: Tensor | None = None,
         decoder_input_lengths: Lengths | None = None,
         decoder_cu_seq_lens_q: Tensor | None = None,
@@ -151,8 +151,8 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         """Logits [n, L, vocabulary] in the rows of the targets, zeros in the padding; the loss if there are labels.
 
         Sources come in any of the ways of :meth:`RecurrentModel.forward`, or encoded as ``encoder_outputs``. Targets
-        come as ``labels`` [n, L] padded with -100 and *not* shifted, or with ``decoder_input_ids`` over them; where
-        the sources lie end to end, so may the targets: a jagged nested tensor, or one row [1, T] bounded by
+        come as ``labels`` [n, L] padded with -100 and *not* shifted, or with ``decoder_input_ids`` over them; or end
+        to end, as a jagged nested tensor, a ``PackedSequence``, or one row [1, T] bounded by
         ``decoder_cu_seq_lens_q``. ``past_key_values``: decoder states to go on from. ``output_attentions``: return
         ``cross_attentions``, one tensor [n, 1, longest target, longest source], each pair from its first tokens on.
         On CUDA waits for the device where lengths lie there. Raises ``InputError`` for what does not fit.
@@ -220,8 +220,8 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
     def _encode(
         self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
+        input_ids: Rows | None,
+        inputs_embeds: Rows | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         input_lengths: Lengths | None,

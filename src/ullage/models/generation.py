@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -41,10 +42,11 @@ class RecurrentGenerationMixin(_Base):
         """transformers' ``generate``, for prompts (an encoder-decoder: sources) given in any of these ways.
 
         Rows [N, L] with an ``attention_mask``, padding on either side; rows with ``input_lengths``; a list of
-        prompts of unequal length; a ``RaggedBatch``, or ``**batch.to_flattened()``. A decoder's rows come back with
-        their padding on the left. ``past_key_values``: a state to go on from. The prompts are then what comes after
-        it, unless they begin with what it has seen, as the rows that ``generate`` returns do. Raises ``InputError``
-        for prompts that do not fit, and for beam search with a cell whose state cannot be reordered.
+        prompts of unequal length; a ``PackedSequence``; a ``RaggedBatch``, or ``**batch.to_flattened()``. A
+        decoder's rows come back with their padding on the left. ``past_key_values``: a state to go on from. The
+        prompts are then what comes after it, unless they begin with what it has seen, as the rows that ``generate``
+        returns do. Raises ``InputError`` for prompts that do not fit, and for beam search with a cell whose state
+        cannot be reordered.
         """
         name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
         given = kwargs.pop(name, None) if inputs is None else inputs
@@ -56,6 +58,8 @@ class RecurrentGenerationMixin(_Base):
 
     def _laid_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords with prompts and mask in rows, and a state that says whether the rows hold what it has seen."""
+        if isinstance(given, PackedSequence):
+            given = RaggedBatch.from_packed_sequence(given, name)
         if isinstance(given, (list, tuple)) and all(hasattr(prompt, "__len__") for prompt in given):
             given = RaggedBatch.from_samples([{name: prompt} for prompt in given])
         if isinstance(given, RaggedBatch):

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from ullage.errors import InputError
 from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.schedule import Schedule
-from ullage.models.sequences import Lengths, Sequences
+from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import LayerState, RecurrentState
 
 
@@ -56,7 +57,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
-    """What all recurrent models share: configuration, initial weights, and how states are checked."""
+    """What all recurrent models share: configuration, initial weights, and how a head runs the backbone."""
 
     config_class = RecurrentConfig
     config: RecurrentConfig
@@ -72,6 +73,32 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         else:
             super()._init_weights(module)
+
+    def run_backbone(
+        self,
+        input_ids: Rows | None,
+        inputs_embeds: Rows | None,
+        *,
+        attention_mask: Tensor | None,
+        input_lengths: Lengths | None,
+        cu_seq_lens: Tensor | None,
+        position_ids: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Sequences, BaseModelOutputWithPast]:
+        """What the sequences are, and the output of ``self.model`` with hidden states [1, T, D] of tokens alone.
+
+        Heads run on those, so padding costs nothing and what it holds never matters. Raises ``InputError``.
+        """
+        rows = one_of(input_ids, inputs_embeds)
+        sequences = Sequences.read(
+            rows,
+            attention_mask=attention_mask,
+            input_lengths=input_lengths,
+            cu_seq_lens=cu_seq_lens,
+            position_ids=position_ids,
+        )
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        return sequences, self.model(**{name: sequences.flatten(rows)[None]}, sequences=sequences, **kwargs)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -93,31 +120,33 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = cast(nn.Embedding, value)
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Rows | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         input_lengths: Lengths | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: Rows | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
         sequences: Sequences | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [N, L, directions * hidden] of the tokens in rows [N, L]; zeros in the padding.
 
         One of ``attention_mask`` [N, L] (padding on either side), ``input_lengths`` (N lengths, padding on the
         right), ``cu_seq_lens_q`` [n + 1] (one row of sequences end to end) or ``position_ids`` that start anew says
-        what the sequences are; without any, each row is one. ``sequences``: the same, read before, for rows that
-        hold nothing but their tokens end to end. ``past_key_values``: states to go on from. ``use_cache``: return
-        the final states. On CUDA waits once for the device where lengths lie there, else not. Raises ``InputError``
-        for lengths, masks, states and token ids that do not fit.
+        what the sequences are; without any, each row is one. Or ``input_ids`` (or ``inputs_embeds``) are a
+        ``PackedSequence``, and so are the hidden states. ``sequences``: the same, read before, for rows that hold
+        nothing but their tokens end to end. ``past_key_values``: states to go on from. ``use_cache``: return the
+        final states. ``output_hidden_states``: also the embeddings and what each layer makes of them. On CUDA waits
+        once for the device where lengths lie there, else not. Raises ``InputError`` for lengths, masks, states and
+        token ids that do not fit.
         """
-        rows = input_ids if inputs_embeds is None else inputs_embeds
-        if rows is None:
-            raise InputError("a model needs input_ids or inputs_embeds", found="neither")
+        rows = one_of(input_ids, inputs_embeds)
         end_to_end = sequences is not None
         if sequences is None:
             sequences = Sequences.read(
@@ -129,9 +158,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
             )
             flat = sequences.flatten(rows)
         else:
-            flat = rows.flatten(0, 1)
+            flat = cast(Tensor, rows).flatten(0, 1)
         keep_state = self.config.use_cache and not self.training if use_cache is None else use_cache
-        schedule = sequences.schedule(self.config.hidden_size, rows.device, keep_state=keep_state)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        run_order = cell_class(self.config.cell).run_order(flat.device)
+        schedule = sequences.schedule(self.config.hidden_size, flat.device, run_order, keep_state=keep_state)
         if inputs_embeds is None:
             check_tokens(flat, self.embed_tokens.num_embeddings, sequences)
             values = self.embed_tokens(schedule.place(flat))
@@ -139,14 +171,23 @@ class RecurrentModel(RecurrentPreTrainedModel):
             values = schedule.place(flat)
         states = self._given_states(past_key_values, sequences)
         final: list[LayerState] = []
+        steps = [values] if output_hidden_states else []
         for layer, state in zip(self.layers, states, strict=True):
             values, *end = layer(values, schedule, *state)
             final.append(tuple(end))
+            if output_hidden_states:
+                steps.append(values)
         hidden = schedule.take(self.norm(values))
+
+        def returned(flat: Tensor) -> Any:
+            return flat[None] if end_to_end else sequences.unflatten(flat)
+
+        every = (*(returned(schedule.take(step)) for step in steps[:-1]), returned(hidden)) if steps else None
         seen = sequences.shape[1] + (past_key_values.seen if past_key_values is not None else 0)
         return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, hidden[None] if end_to_end else sequences.unflatten(hidden)),
+            last_hidden_state=returned(hidden),
             past_key_values=cast(Any, RecurrentState(tuple(final), seen) if keep_state else None),
+            hidden_states=every,
         )
 
     def _given_states(self, past: RecurrentState | None, sequences: Sequences) -> tuple[LayerState, ...]:
@@ -171,6 +212,16 @@ class RecurrentModel(RecurrentPreTrainedModel):
                         found=list(state.shape),
                     )
         return past.layers
+
+
+def one_of(input_ids: Rows | None, inputs_embeds: Rows | None) -> Rows:
+    """The one that is given. Raises ``InputError`` if neither is, or both."""
+    if input_ids is not None and inputs_embeds is not None:
+        raise InputError("a model takes input_ids or inputs_embeds", found="both")
+    rows = input_ids if inputs_embeds is None else inputs_embeds
+    if rows is None:
+        raise InputError("a model needs input_ids or inputs_embeds", found="neither")
+    return rows
 
 
 def check_tokens(flat: Tensor, vocab_size: int, sequences: Sequences) -> None:

@@ -1,15 +1,17 @@
-"""The order in which a recurrent layer works through sequences of unequal length: the staircase.
+"""The order in which a recurrent layer works through sequences of unequal length.
 
-Sort the sequences by falling length and let time run downwards: the rows that still run form a staircase. Torch's
-packed kernel takes it step by step, and on the CPU its backward pass grows with the square of the longest length
-(pytorch#149194), while the dense kernel wants a rectangle. So the staircase is cut into a few rectangles, each as wide
-as the rows that enter it, and the dense kernel runs them one after another with the state carried on. Rows that end
-inside a rectangle run on over padding whose result nobody takes. Where to cut is a shortest path over the distinct
-lengths: a rectangle costs its area and a call. On CUDA cuDNN takes the staircase itself, so there every step is as
-wide as the rows that still run and nothing is padded.
+A cell names one of three run orders, and none of them holds padding that costs more than it saves:
 
-Both orders are one idea: ``rows[t]``, how many rows step *t* is wide. The token at time *t* of the sequence of rank
-*r* lies at ``sum(rows[:t]) + r``.
+* *flat*: as the sequences came, end to end. For a cell that is parallel in time.
+* *packed*: time first, longest sequence first. Step *t* is ``rows[t]`` wide, the rows that still run. For cuDNN, and
+  for a loop over time.
+* *staircase*: packed, but cut into a few rectangles, each as wide as the rows that enter it, so that a dense kernel
+  can run them one after another with the state carried on. Rows that end inside a rectangle run on over padding whose
+  result nobody takes. Where to cut is a shortest path over the distinct lengths: a rectangle costs its area and a call.
+  Torch's packed kernel on the CPU would need no padding, but its backward pass grows with the square of the longest
+  length (pytorch#149194).
+
+The last two are one idea: the token at time *t* of the sequence of rank *r* lies at ``sum(rows[:t]) + r``.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ullage.layout import Int64, Layout
+
+RunOrder = Literal["flat", "packed", "staircase"]
 
 #: What one call of a dense kernel costs beside its area, in steps of one row (measured for hidden sizes 64 to 512).
 CALL_COST = 64
@@ -45,45 +49,54 @@ class Window:
 class Schedule:
     """Run order of one batch.
 
-    ``windows``: the rectangles, in time order; empty where the packed kernel runs. ``batch_sizes`` [max length] is the
-    width of each step, on the host, for the packed kernel alone. ``order`` [n] lists sequences by falling length and
-    ``inverse`` undoes it; both are ``None`` where the order is the given one. ``where`` [T] is the place of each flat
-    token in the run order of ``size`` places; ``None`` where all lengths are equal and a transpose does it.
-    ``keeps_state``: whether every sequence's final state can be told, because a cut lies at its end.
+    ``rows``: how many sequences each time step is wide, a list on the host; empty in flat order. ``windows``: the
+    rectangles of a staircase, in time order. ``order`` [n] lists sequences by falling length and ``inverse`` undoes
+    it; both are ``None`` where the order is the given one. ``where`` [T] is the place of each flat token in the run
+    order of ``size`` places; ``None`` where it is the same place, or where all are ``length`` tokens long and a
+    transpose does it. ``lengths`` [n] are on the host; ``None`` where all are equal. ``keeps_state``: whether every
+    sequence's final state can be told; in a staircase only where a cut lies at each end.
     """
 
     num_sequences: int
     size: int
-    windows: tuple[Window, ...]
-    keeps_state: bool
-    batch_sizes: Tensor | None = None
+    run_order: RunOrder
+    keeps_state: bool = True
+    rows: tuple[int, ...] = ()
+    windows: tuple[Window, ...] = ()
     order: Tensor | None = None
     inverse: Tensor | None = None
     where: Tensor | None = None
     lengths: Int64 | None = None
+    length: int = 0
 
     @classmethod
-    def dense(cls, num_sequences: int, length: int, hidden_size: int, *, on_cpu: bool = True) -> Schedule:
-        """The order for ``num_sequences`` of one ``length``: one rectangle, cut in time where it is large."""
-        windows = _blocks(length, num_sequences, hidden_size) if on_cpu else (Window(length, num_sequences),)
-        return cls(num_sequences, num_sequences * length, tuple(windows), keeps_state=True)
+    def dense(cls, num_sequences: int, length: int, hidden_size: int, run_order: RunOrder = "staircase") -> Schedule:
+        """The order for ``num_sequences`` of one ``length``; a rectangle is cut in time where it is large."""
+        rows = () if run_order == "flat" else (num_sequences,) * length
+        windows = tuple(_blocks(length, num_sequences, hidden_size)) if run_order == "staircase" else ()
+        return cls(num_sequences, num_sequences * length, run_order, rows=rows, windows=windows, length=length)
 
     @classmethod
     def ragged(
-        cls, lengths: Int64, hidden_size: int, device: torch.device, *, keep_state: bool, packed: bool | None = None
+        cls,
+        lengths: Int64,
+        hidden_size: int,
+        device: torch.device,
+        run_order: RunOrder = "staircase",
+        *,
+        keep_state: bool = True,
     ) -> Schedule:
-        """The order for ``lengths`` [n] (host, tokens): packed on CUDA unless told, a staircase elsewhere.
+        """The order for ``lengths`` [n] (host, tokens). Copies indices to ``device`` without waiting for it.
 
-        ``keep_state`` cuts at every distinct length, so that final states can be told. Copies indices to ``device``
-        without waiting for it.
+        ``keep_state`` cuts a staircase at every distinct length, so that final states can be told.
         """
         layout = Layout(lengths)
+        if run_order == "flat":
+            return cls(layout.num_items, layout.size, run_order, lengths=lengths)
         ranked = layout.time_major()
         windows: list[Window] = []
         rows = ranked.batch_sizes
-        if packed is None:
-            packed = device.type == "cuda"
-        if not packed:
+        if run_order == "staircase":
             points = np.unique(np.concatenate([np.zeros(1, np.int64), lengths]))
             cuts = points if keep_state else _cheapest_cuts(points, rows)
             steps = np.diff(cuts)
@@ -92,39 +105,51 @@ class Schedule:
                 windows += _blocks(int(count), int(ranked.batch_sizes[start]), hidden_size)
         base = np.cumsum(rows) - rows
         where = base[layout.positions()] + ranked.inverse[layout.item_ids()]
-
-        def index(array: Int64) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
+        order, inverse, where = (
+            torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse, where)
+        )
         return cls(
             layout.num_items,
             int(rows.sum()),
+            run_order,
+            keep_state or run_order == "packed",
+            tuple(rows.tolist()),
             tuple(windows),
-            keep_state or packed,
-            batch_sizes=torch.from_numpy(rows) if packed else None,
-            order=index(ranked.order),
-            inverse=index(ranked.inverse),
-            where=index(where),
-            lengths=lengths,
+            order,
+            inverse,
+            where,
+            lengths,
         )
+
+    # Values between flat and run order.
 
     def place(self, flat: Tensor) -> Tensor:
         """Flat values [T, ...] in run order [size, ...]; padding holds zeros."""
+        if self.run_order == "flat":
+            return flat
         if self.where is None:
             return _swap(flat, self.num_sequences)
         return flat.new_zeros(self.size, *flat.shape[1:]).index_copy(0, self.where, flat)
 
     def take(self, run: Tensor) -> Tensor:
         """Values in run order [size, ...] as flat values [T, ...]; undoes :meth:`place`."""
+        if self.run_order == "flat":
+            return run
         if self.where is None:
-            return _swap(run, self.size // self.num_sequences)
+            return _swap(run, self.length)
         return _Take.apply(run, self.where)
 
     def flip(self, run: Tensor) -> Tensor:
         """Each sequence backwards in time, at its own end, in run order [size, ...]; undoes itself."""
         if self.lengths is None:
-            return run.view(-1, self.num_sequences, *run.shape[1:]).flip(0).reshape(run.shape)
-        return self.place(self.take(run).index_select(0, self._backwards))
+            flat = self.run_order == "flat"
+            first, second = (self.num_sequences, self.length) if flat else (self.length, self.num_sequences)
+            return run.view(first, second, *run.shape[1:]).flip(1 if flat else 0).reshape(run.shape)
+        if self._turned is None:
+            return self.place(self.take(run).index_select(0, self._backwards))
+        return _Take.apply(run, self._turned)
+
+    # States between the order given and rank, which is by falling length.
 
     def ranked(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """States [n, H] of the sequences as given, by falling length."""
@@ -136,14 +161,53 @@ class Schedule:
         inverse = self.inverse
         return state if inverse is None else tuple(s.index_select(0, inverse) for s in state)
 
+    def last(self, run: Tensor, before: Tensor | None = None) -> Tensor:
+        """The values of each sequence's last token, [n, ...] in the order given, from run order without padding.
+
+        A sequence of no tokens has what was ``before`` it [n, ...]; zeros if that is ``None``.
+        """
+        if self.lengths is None:
+            if self.run_order == "flat":
+                return run.view(self.num_sequences, self.length, *run.shape[1:])[:, -1]
+            return run[-self.num_sequences :]
+        ends, empty = self._ends
+        values = run.index_select(0, ends.to(run.device))
+        if empty is None:
+            return values
+        empty = empty.to(run.device).view(-1, *(1,) * (run.ndim - 1))
+        return torch.where(empty, torch.zeros_like(values) if before is None else before, values)
+
+    @cached_property
+    def starts(self) -> Int64:
+        """The flat position of each sequence's first token, also of those that have none."""
+        if self.lengths is None:
+            return np.arange(self.num_sequences) * self.length
+        return Layout(self.lengths).starts
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor | None]:
+        assert self.lengths is not None
+        ends = torch.from_numpy(np.maximum(self.starts + self.lengths - 1, 0))
+        empty = torch.from_numpy(self.lengths == 0) if (self.lengths == 0).any() else None
+        return (ends if self.where is None else self.where.index_select(0, ends.to(self.where.device))), empty
+
     @cached_property
     def _backwards(self) -> Tensor:
+        """Flat values backwards, as an index over flat values."""
         assert self.lengths is not None
-        assert self.where is not None
         layout = Layout(self.lengths)
         last = layout.starts + layout.lengths - 1
-        index = (last + layout.starts)[layout.item_ids()] - np.arange(layout.size)
-        return torch.from_numpy(index).to(self.where.device, non_blocking=True)
+        index = torch.from_numpy((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
+        return index if self.where is None else index.to(self.where.device, non_blocking=True)
+
+    @cached_property
+    def _turned(self) -> Tensor | None:
+        """The same over values in run order; ``None`` where the run order has padding."""
+        if self.where is None:
+            return self._backwards
+        if self.size != len(self.where):
+            return None
+        return torch.empty_like(self.where).index_copy(0, self.where, self.where.index_select(0, self._backwards))
 
 
 class _Take(torch.autograd.Function):
@@ -151,6 +215,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Tensor, where: Tensor) -> Tensor:
+        where = where.to(run.device)
         ctx.save_for_backward(where)
         ctx.size = run.shape[0]
         return run.index_select(0, where)

@@ -39,9 +39,9 @@ class RecurrentState:
         """How many tokens wide the rows have been."""
         return self.seen
 
-    def remember(self, past: RecurrentState | None, rows: Tensor | None) -> None:
+    def remember(self, past: RecurrentState | None, rows: object) -> None:
         """Keeps the end of the token ids in ``rows`` [n, L], which came after ``past``."""
-        if rows is None or len(rows) != self.num_sequences or (past is not None and past.tail is None):
+        if not isinstance(rows, Tensor) or len(rows) != self.num_sequences or (past is not None and past.tail is None):
             return
         before = [] if past is None or past.tail is None else [past.tail]
         self.tail = torch.cat([*before, rows.detach()], 1)[:, -_TAIL:]

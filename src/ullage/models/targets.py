@@ -2,7 +2,8 @@
 
 Targets come as ``labels`` alone, shifted right here, or as ``decoder_input_ids`` with or without labels under them.
 Rows are padded (labels with -100, or a ``decoder_attention_mask``), or lie end to end in one row bounded by
-``decoder_cu_seq_lens_q``, or are a jagged nested tensor. What comes out is flat, and real tokens alone.
+``decoder_cu_seq_lens_q``, or are a jagged nested tensor or a
+``PackedSequence``. What comes out is flat, and real tokens alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from ullage.batch import IGNORED_LABEL
+from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.errors import InputError
-from ullage.models.sequences import Lengths, Sequences
+from ullage.models.sequences import Lengths, Rows, Sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +30,8 @@ class Targets:
     @classmethod
     def read(
         cls,
-        labels: Tensor | None,
-        decoder_input_ids: Tensor | None,
+        labels: Rows | None,
+        decoder_input_ids: Rows | None,
         *,
         start: int,
         filler: int,
@@ -42,9 +44,11 @@ class Targets:
         ``filler`` is read in the place of a label that is -100 between others. On CUDA waits once for the lengths.
         Raises ``InputError`` for rows that disagree.
         """
-        if labels is not None and labels.is_nested:
+        if isinstance(labels, PackedSequence) or (labels is not None and labels.is_nested):
             labels, cu_seq_lens = _end_to_end(labels)
-        if decoder_input_ids is not None and decoder_input_ids.is_nested:
+        if isinstance(decoder_input_ids, PackedSequence) or (
+            decoder_input_ids is not None and decoder_input_ids.is_nested
+        ):
             decoder_input_ids, cu_seq_lens = _end_to_end(decoder_input_ids)
         rows = labels if decoder_input_ids is None else decoder_input_ids
         if rows is None:
@@ -89,8 +93,11 @@ def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
     return before_the_end & ((real.cumsum(1) > 0) | ~real.any(1, keepdim=True))
 
 
-def _end_to_end(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """A nested tensor [n, j] as one row [1, T] and its bounds [n + 1]."""
+def _end_to_end(nested: Rows) -> tuple[Tensor, Tensor]:
+    """A nested tensor [n, j] or a ``PackedSequence`` as one row [1, T] and its bounds [n + 1]."""
+    if isinstance(nested, PackedSequence):
+        batch = RaggedBatch.from_packed_sequence(nested, "ids")
+        return batch["ids"][None], batch.cu_seqlens
     if nested.layout == torch.jagged and nested.lengths() is None:  # pyright: ignore[reportAttributeAccessIssue]
         return nested.values()[None], nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
     rows = nested.unbind()

@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
 
@@ -91,6 +92,10 @@ class ReadingMixin(_Base):
     def _label_elements(self, inputs: Any) -> Tensor | None:
         if self._label_name is None:
             return None
+        labels = inputs.get(self._label_name) if hasattr(inputs, "get") else None
+        ours = isinstance(self._bare_model, RecurrentPreTrainedModel)  # others' own losses count as they please
+        if ours and self._shifts and isinstance(labels, PackedSequence):
+            return labels.data[int(labels.batch_sizes[0]) :].flatten()  # first labels come first, and count nowhere
         flattened = isinstance(inputs, RaggedBatch) and self._form_of_model() == "flattened"
         return counting.label_elements(inputs, self._label_name, shifts=self._shifts, flattened=flattened)
 

@@ -1,0 +1,203 @@
+"""Recurrent classifiers: of whole sequences, and of each of their tokens.
+
+Pooling, head and loss run on real tokens only. Losses divide by ``num_items_in_batch`` where a Trainer gives it, for
+every kind of problem, so that a step's loss does not depend on how it was cut into batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from transformers.loss.loss_utils import fixed_cross_entropy
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from ullage.errors import InputError
+from ullage.models.configuration import RecurrentConfig
+from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
+from ullage.models.pooling import Pooling
+from ullage.models.sequences import Lengths, Rows
+from ullage.models.state import RecurrentState
+
+
+class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
+    """One label, several, or a number for each sequence: ``config.num_labels``, ``config.problem_type``."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = RecurrentModel(config)
+        self.pooling = Pooling(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), cast(int, config.num_labels))
+        self.loss_function = sequence_loss
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Rows | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        inputs_embeds: Rows | None = None,
+        labels: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Logits [n, num_labels] in the order of the sequences, whichever way they come in; the loss for ``labels``.
+
+        The ways in are those of :meth:`RecurrentModel.forward`. ``labels`` are classes [n] (-100 counts nowhere),
+        numbers [n] or [n, num_labels] for regression, or 0 and 1 [n, num_labels] for several labels at once. Which of
+        these it is ``config.problem_type`` says, or else the first labels that are seen. Raises ``InputError``.
+        """
+        sequences, outputs = self.run_backbone(
+            input_ids,
+            inputs_embeds,
+            attention_mask=attention_mask,
+            input_lengths=input_lengths,
+            cu_seq_lens=cu_seq_lens_q,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=bool(use_cache),
+            output_hidden_states=output_hidden_states,
+        )
+        pooled = self.pooling(cast(Tensor, outputs.last_hidden_state)[0], sequences)
+        logits = self.score(self.dropout(pooled))
+        loss = None
+        if labels is not None:
+            if labels.ndim == 0 or labels.shape[0] != sequences.num_sequences:
+                raise InputError(
+                    "labels and sequences disagree",
+                    expected=f"{sequences.num_sequences} labels, one a sequence",
+                    found=f"shape {list(labels.shape)}",
+                )
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        states = outputs.hidden_states
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
+        )
+
+
+class RecurrentForTokenClassification(RecurrentPreTrainedModel):
+    """A label for each token."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = RecurrentModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.score = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), cast(int, config.num_labels))
+        self.loss_function = token_loss
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Rows | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        inputs_embeds: Rows | None = None,
+        labels: Rows | None = None,
+        past_key_values: RecurrentState | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Logits [N, L, num_labels] of the tokens in rows [N, L], zeros in the padding; the loss for ``labels``.
+
+        The ways in are those of :meth:`RecurrentModel.forward`; a ``PackedSequence`` comes out as it came in.
+        ``labels`` lie as the input does, each under its own token; -100 counts nowhere, nor does what lies in the
+        padding. ``batch.to_flattened()`` blanks each sequence's first label, for losses that shift: give
+        ``labels=batch["labels"][None]`` beside it (the Trainer does). Raises ``InputError`` as the backbone does.
+        """
+        sequences, outputs = self.run_backbone(
+            input_ids,
+            inputs_embeds,
+            attention_mask=attention_mask,
+            input_lengths=input_lengths,
+            cu_seq_lens=cu_seq_lens_q,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.score(self.dropout(cast(Tensor, outputs.last_hidden_state)[0]))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, sequences.flatten_labels(labels), self.config, **kwargs)
+        states = outputs.hidden_states
+        return TokenClassifierOutput(
+            loss=loss,
+            logits=cast(Any, sequences.unflatten(logits)),
+            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
+        )
+
+
+def sequence_loss(
+    labels: Tensor,
+    pooled_logits: Tensor,
+    config: RecurrentConfig,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of logits [n, num_labels]: a mean, or a sum divided by ``num_items_in_batch``.
+
+    Kinds of problem are told as transformers tells them, and by the same words; unlike its own losses, those of
+    regression and of several labels are divided by the count too. float64 stays float64.
+    """
+    if config.problem_type is None:
+        if config.num_labels == 1:
+            config.problem_type = "regression"
+        else:
+            whole = not labels.is_floating_point()
+            config.problem_type = "single_label_classification" if whole else "multi_label_classification"
+    labels = labels.to(pooled_logits.device)
+    counted = cast(Any, num_items_in_batch)
+    if config.problem_type == "single_label_classification":
+        if labels.numel() != len(pooled_logits):
+            raise _shape_error(labels, f"[{len(pooled_logits)}] classes")
+        return fixed_cross_entropy(_precise(pooled_logits), labels.view(-1), counted, **kwargs)
+    scores = pooled_logits.view(-1) if labels.ndim == 1 and config.num_labels == 1 else pooled_logits
+    if labels.shape != scores.shape:
+        raise _shape_error(labels, list(scores.shape))
+    scores, labels = _precise(scores), labels.to(_precise(scores).dtype)
+    loss = mse_loss if config.problem_type == "regression" else binary_cross_entropy_with_logits
+    if counted is None:
+        return loss(scores, labels)
+    return loss(scores, labels, reduction="sum") / counted
+
+
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    config: RecurrentConfig,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Cross-entropy of logits [T, num_labels] and labels [T]: a mean, or a sum over ``num_items_in_batch``."""
+    return fixed_cross_entropy(_precise(logits), labels.to(logits.device), cast(Any, num_items_in_batch), **kwargs)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _shape_error(labels: Tensor, expected: object) -> InputError:
+    return InputError("labels and logits disagree", expected=expected, found=f"shape {list(labels.shape)}")

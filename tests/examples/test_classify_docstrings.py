@@ -1,0 +1,30 @@
+"""examples/06_classify_docstrings.py, as a person runs it, but shorter: it beats naming the largest package."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT, environment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [("gru", "mean"), ("mingru", "attention")])
+def test_the_classifier_beats_the_majority(choices, tmp_path):
+    script = ROOT / "examples" / "06_classify_docstrings.py"
+    sizes = ["--steps", "80", "--hidden_size", "32", "--cell", choices[0], "--pooling", choices[1]]
+    done = subprocess.run(
+        [sys.executable, str(script), *sizes],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = re.search(r"accuracy, held out: ([\d.]+) \(always \w+: ([\d.]+)\)", done.stdout)
+    assert told is not None, done.stdout
+    found, baseline = map(float, told.groups())
+    assert 0.1 < baseline < 0.6
+    assert found > baseline + 0.05

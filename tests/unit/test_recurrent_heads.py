@@ -1,0 +1,304 @@
+"""Recurrent classifiers and cells of one's own: losses by kind of problem, saved, loaded, checkpointed, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from ullage import RaggedBatch
+from ullage.errors import InputError
+from ullage.models import (
+    Cell,
+    RecurrentConfig,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    register_cell,
+)
+from ullage.models.cells import CELLS, State
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+HEADS = {
+    "causal": RecurrentForCausalLM,
+    "sequence": RecurrentForSequenceClassification,
+    "token": RecurrentForTokenClassification,
+}
+
+
+def _model(head: str = "sequence", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_labels": 3, "pooling": "attention"}
+    return HEADS[head](RecurrentConfig(**{**sizes, **changes})).eval()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("head", ["sequence", "token"])
+def test_heads_are_saved_and_loaded_through_the_auto_classes(head: str, bidirectional: bool, tmp_path: Path) -> None:
+    model = _model(
+        head, cell="minlstm", num_hidden_layers=2, bidirectional=bidirectional, id2label={0: "a", 1: "b", 2: "c"}
+    )
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForSequenceClassification if head == "sequence" else AutoModelForTokenClassification
+    loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is HEADS[head]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert (loaded.config.num_labels, loaded.config.pooling, loaded.config.id2label[1]) == (3, "attention", "b")
+    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    model.resize_token_embeddings(30)
+    assert torch.isfinite(model(input_ids=IDS + 21).logits).all()
+
+
+def test_a_backbone_trained_to_predict_starts_a_classifier(tmp_path: Path) -> None:
+    causal = _model("causal")
+    causal.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    assert torch.equal(classifier.model.embed_tokens.weight, causal.model.embed_tokens.weight)
+    assert classifier(input_ids=IDS).logits.shape == (2, 5)
+
+
+LOSSES: dict[str, tuple[dict[str, Any], Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
+    "classes": ({}, torch.tensor([2, 0]), nn.functional.cross_entropy),
+    "a number": ({"num_labels": 1}, torch.tensor([0.5, -1.0]), lambda s, y: nn.functional.mse_loss(s[:, 0], y)),
+    "a column": ({"num_labels": 1}, torch.tensor([[0.5], [-1.0]]), nn.functional.mse_loss),
+    "a whole number": ({"num_labels": 1}, torch.tensor([3, 1]), lambda s, y: nn.functional.mse_loss(s[:, 0], y * 1.0)),
+    "numbers": ({"problem_type": "regression"}, torch.randn(2, 3), nn.functional.mse_loss),
+    "several": ({}, torch.tensor([[0.0, 1, 1], [1, 0, 0]]), nn.functional.binary_cross_entropy_with_logits),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_loss_of_each_kind_of_problem(case: str) -> None:
+    changes, labels, oracle = LOSSES[case]
+    model = _model(**changes)
+    found = model(input_ids=IDS, labels=labels)
+    assert torch.allclose(found.loss, oracle(found.logits, labels))
+    counted = model(input_ids=IDS, labels=labels, num_items_in_batch=torch.tensor(4 * labels.numel()))
+    assert torch.allclose(4 * counted.loss, found.loss)
+    single = model(input_ids=IDS[:1], labels=labels[:1])
+    assert torch.allclose(single.loss, oracle(found.logits[:1], labels[:1]), atol=1e-6)
+
+
+def test_labels_of_minus_hundred_count_nowhere() -> None:
+    model = _model()
+    assert torch.equal(
+        model(input_ids=IDS, labels=torch.tensor([-100, 1])).loss,
+        model(input_ids=IDS[1:], labels=torch.tensor([1])).loss,
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_checkpointing_gives_the_same_gradients_and_no_cache_is_needed(head: str) -> None:
+    model = _model(head, cell="gru", num_hidden_layers=2, dropout=0.0).double().train()
+    assert model.supports_gradient_checkpointing
+    batch = RaggedBatch.from_samples([{"input_ids": [3, 4, 5, 6]}, {"input_ids": [7, 8]}]).to_flattened()
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(model(**batch).logits.square().sum(), list(model.parameters())))
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+    assert all(torch.equal(again, before) for again, before in zip(gradients(), plain))
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_relu", "mingru"])
+def test_the_dense_path_compiles_without_a_break(cell: str) -> None:
+    head = "sequence" if cell == "mingru" else "causal"
+    model = _model(head, cell=cell, num_hidden_layers=1, pooling="mean").train()
+    labels = torch.tensor([0, 2]) if head == "sequence" else IDS
+
+    def run(forward: Callable[..., Any]) -> tuple[Tensor, list[Tensor]]:
+        outputs = forward(input_ids=IDS, labels=labels)
+        return outputs.logits, list(torch.autograd.grad(outputs.loss, list(model.parameters())))
+
+    expected = run(model)
+    found = run(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert torch.allclose(found[0], expected[0], atol=1e-6)
+    assert all(torch.allclose(f, e, atol=1e-6) for f, e in zip(found[1], expected[1]))
+
+
+def test_only_the_logits_asked_for() -> None:
+    model = _model("causal")
+    whole = model(input_ids=IDS).logits
+    assert torch.allclose(model(input_ids=IDS, logits_to_keep=2).logits, whole[:, -2:])
+    assert torch.allclose(model(input_ids=IDS, logits_to_keep=torch.tensor([0, 2])).logits, whole[:, [0, 2]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    left = model(input_ids=IDS, attention_mask=mask)
+    assert torch.allclose(model(input_ids=IDS, attention_mask=mask, logits_to_keep=1).logits, left.logits[:, -1:])
+    as_tuple = model(input_ids=IDS, return_dict=False, use_cache=False)
+    assert torch.equal(as_tuple[0], whole)
+
+
+def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
+    @register_cell("leaky")
+    class LeakyCell(Cell):
+        """Two states that fade at learned rates; the first is the output."""
+
+        state_names = ("fast", "slow")
+
+        def __init__(self, input_size: int, hidden_size: int) -> None:
+            super().__init__(input_size, hidden_size)
+            self.project = nn.Linear(input_size, hidden_size)
+            self.rate = nn.Parameter(torch.empty(2, hidden_size))
+
+        def step(self, values: Tensor, state: State) -> State:
+            fast, slow = state
+            slow = torch.lerp(slow, self.project(values), self.rate[0].sigmoid())
+            return torch.tanh(torch.lerp(fast, slow, self.rate[1].sigmoid())), slow
+
+    try:
+        model = _model("causal", cell="leaky", num_hidden_layers=2, hidden_size=16).train()
+        samples = [{"input_ids": [3 + (k + i) % 5 for k in range(4 + i % 7)]} for i in range(32)]
+        arguments: dict[str, Any] = {"max_steps": 60, "per_device_train_batch_size": 16, "learning_rate": 0.1}
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                str(tmp_path / "run"), **arguments, save_strategy="no", use_cpu=True, disable_tqdm=True, report_to=[]
+            ),
+            data_collator=RaggedCollator(labels_from="input_ids"),
+            train_dataset=samples,  # pyright: ignore[reportArgumentType]
+            eval_dataset=samples,  # pyright: ignore[reportArgumentType]
+        )
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < 0.5 * before
+        model.eval().save_pretrained(tmp_path)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        batch = RaggedBatch.from_samples(samples[:9])
+        together = loaded(**batch.to_flattened(), use_cache=True)
+        alone = [loaded(input_ids=s["input_ids"][None], use_cache=True) for s in batch.samples()]
+        assert torch.allclose(together.logits[0], torch.cat([one.logits[0] for one in alone]), atol=1e-5)
+        for number, layer in enumerate(together.past_key_values.layers):
+            for part, state in enumerate(layer):
+                assert torch.allclose(
+                    state, torch.cat([one.past_key_values.layers[number][part] for one in alone]), atol=1e-5
+                )
+    finally:
+        del CELLS["leaky"]
+
+
+def test_a_cell_without_a_step_says_so() -> None:
+    class Empty(Cell):
+        pass
+
+    from ullage.models.schedule import Schedule
+
+    with pytest.raises(NotImplementedError, match=r"Empty needs a step\(\) or a forward\(\)"):
+        Empty(2, 2)(torch.zeros(2, 2), Schedule.dense(1, 2, 2, "packed"))
+
+
+BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
+    "one label for two sequences": (
+        "sequence",
+        lambda: {"input_ids": IDS, "labels": torch.tensor([1])},
+        "labels and sequences disagree: expected 2 labels, one a sequence, found shape [1]",
+    ),
+    "labels by token for sequences": (
+        "sequence",
+        lambda: {"input_ids": IDS, "labels": IDS % 3},
+        "labels and logits disagree: expected [2] classes, found shape [2, 3]",
+    ),
+    "labels by sequence for tokens": (
+        "token",
+        lambda: {"input_ids": IDS, "labels": torch.tensor([1, 2])},
+        "labels and input_ids disagree: expected [2, 3], found shape [2]",
+    ),
+    "a sequence of no tokens": (
+        "sequence",
+        lambda: {"input_ids": IDS.view(1, 6), "cu_seq_lens_q": torch.tensor([0, 4, 4, 6], dtype=torch.int32)},
+        "a sequence without tokens has nothing to pool (sequence 1)",
+    ),
+    "flat labels for packed tokens": (
+        "token",
+        lambda: {"input_ids": nn.utils.rnn.pack_sequence([IDS[0], IDS[1, :2]]), "labels": IDS},
+        "labels and input_ids disagree: expected a PackedSequence of the same lengths, found shape [2, 3]",
+    ),
+    "a packed sequence and a mask": (
+        "token",
+        lambda: {"input_ids": nn.utils.rnn.pack_sequence([IDS[0]]), "attention_mask": torch.ones(1, 3)},
+        "a PackedSequence knows its own lengths (attention_mask beside it)",
+    ),
+    "a mask and other lengths": (
+        "token",
+        lambda: {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "input_lengths": [3, 3]},
+        "attention_mask and input_lengths disagree: expected [2, 3], found [3, 3]",
+    ),
+    "lengths beyond their slots": (
+        "token",
+        lambda: {"input_ids": IDS.view(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 6]), "input_lengths": [3, 2]},
+        "input_lengths and cu_seq_lens_q disagree: expected 2 lengths, each at most its slot, found 2 lengths, 5 tokens",
+    ),
+    "ids and embeddings": (
+        "token",
+        lambda: {"input_ids": IDS, "inputs_embeds": torch.zeros(2, 3, 8)},
+        "a model takes input_ids or inputs_embeds: found both",
+    ),
+    "fewer logits than labels": (
+        "causal",
+        lambda: {"input_ids": IDS, "labels": IDS, "logits_to_keep": 1},
+        "logits_to_keep names columns of rows (labels beside it)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_line(case: str) -> None:
+    head, make, message = BAD[case]
+    with pytest.raises(InputError) as error:
+        _model(head)(**make())
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pooling_nobody_knows() -> None:
+    with pytest.raises(InputError, match="no such pooling: expected one of last, mean, attention, found 'max'"):
+        RecurrentConfig(pooling="max")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) -> None:
+    """Loss of each step, eval_loss and predictions by sample, whichever collator made the batches."""
+    generator = torch.Generator().manual_seed(3)
+
+    def sample(length: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 20, (length,), generator=generator)
+        return {"input_ids": ids, "labels": {"causal": ids, "token": ids % 3}.get(head, ids[0] % 3)}
+
+    samples = [sample(length) for length in (4, 1, 9, 2, 6, 6, 3, 11)]
+    runs = []
+    for name, collator in (("ragged", RaggedCollator()), ("packed", PackedSequenceCollator())):
+        trainer = Trainer(
+            model=_model(head, cell="gru").double(),
+            args=TrainingArguments(
+                str(tmp_path / name),
+                max_steps=3,
+                per_device_train_batch_size=3,
+                per_device_eval_batch_size=3,
+                logging_steps=1,
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+                report_to=[],
+            ),
+            data_collator=collator,
+            train_dataset=samples,  # pyright: ignore[reportArgumentType]
+            eval_dataset=samples,  # pyright: ignore[reportArgumentType]
+        )
+        trainer.train()
+        predicted = trainer.predict(samples)  # pyright: ignore[reportArgumentType]
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        runs.append((losses, predicted.metrics["test_loss"], predicted.predictions))  # pyright: ignore
+    (losses, loss, rows), (packed_losses, packed_loss, packed_rows) = runs
+    assert packed_losses == pytest.approx(losses, abs=1e-9)
+    assert packed_loss == pytest.approx(loss, abs=1e-9)
+    for one, other, given in zip(rows, packed_rows, samples, strict=True):
+        assert one.shape[0] == (3 if head == "sequence" else len(given["input_ids"]))
+        assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-9)
