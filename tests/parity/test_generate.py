@@ -45,6 +45,9 @@ def _model(kind: str, cell: str = "lstm", vocab_size: int = 40, **changes: Any) 
             model.combine.weight.mul_(6)
     with torch.no_grad():
         model.lm_head.weight.mul_(6)
+        for name, weight in model.named_parameters():
+            if cell.startswith("min") and name.endswith("cells.0.weight"):
+                weight.mul_(4)
         embedding.weight.mul_(8)
     return model.double().eval()
 
@@ -135,15 +138,20 @@ def _continuations(vocab_size: int, steps: int, end: int | None) -> Iterator[tup
             yield text[:stop]
 
 
-def _score(model: Any, prompt: Tensor, text: tuple[int, ...]) -> float:
-    """The log-probability of ``text`` behind ``prompt``, by one run without a cache."""
-    labels = torch.tensor([text])
-    if model.config.is_encoder_decoder:
-        logits = model(input_ids=prompt[None], labels=labels, use_cache=False).logits[0]
-    else:
-        rows = torch.cat([prompt, labels[0]])[None]
-        logits = model(input_ids=rows, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, labels[0][:, None]).sum().item()
+def _scores(model: Any, prompt: Tensor, texts: list[tuple[int, ...]]) -> list[float]:
+    """The log-probability of each text behind ``prompt``, without a cache; texts of one length together."""
+    found: dict[tuple[int, ...], float] = {}
+    for length in sorted(set(map(len, texts))):
+        group = [text for text in texts if len(text) == length]
+        labels, before = torch.tensor(group), prompt.expand(len(group), -1)
+        if model.config.is_encoder_decoder:
+            logits = model(input_ids=before, labels=labels, use_cache=False).logits
+        else:
+            rows = torch.cat([before, labels], 1)
+            logits = model(input_ids=rows, use_cache=False).logits[:, len(prompt) - 1 : -1]
+        scores = logits.log_softmax(-1).gather(2, labels[..., None]).sum((1, 2))
+        found |= dict(zip(group, scores.tolist()))
+    return [found[text] for text in texts]
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.0])
@@ -153,7 +161,7 @@ def test_enough_beams_find_the_best_of_all_continuations(kind: str, penalty: flo
     model = _model(kind, vocab_size=vocabulary, num_hidden_layers=1)
     for prompt in (torch.tensor([3, 4]), torch.tensor([4, 4, 3, 1, 3])):
         texts = list(_continuations(vocabulary, steps, END))
-        scores = [_score(model, prompt, text) / len(text) ** penalty for text in texts]
+        scores = [score / len(text) ** penalty for score, text in zip(_scores(model, prompt, texts), texts)]
         ranked = sorted(zip(scores, texts), reverse=True)[:kept]
         for use_cache in (True, False):
             outputs = model.generate(
@@ -183,7 +191,7 @@ def test_without_an_end_beams_fill_the_length(kind: str) -> None:
     model = _model(kind, vocab_size=vocabulary, eos_token_id=None)
     prompt = torch.tensor([3, 4, 1])
     texts = list(product(range(vocabulary), repeat=steps))
-    best = max(texts, key=lambda text: _score(model, prompt, text))
+    _, best = max(zip(_scores(model, prompt, texts), texts))
     rows = model.generate(
         prompt[None], attention_mask=torch.ones(1, 3), num_beams=vocabulary**2, max_new_tokens=steps, do_sample=False
     )
