@@ -1,7 +1,7 @@
 """Recurrent models for the Hugging Face world, for sequences of unequal length without padding.
 
-Importing this package registers them with the Auto classes, so that ``AutoModelForCausalLM.from_pretrained`` loads
-what was saved.
+Importing this package registers them with the Auto classes, so that ``AutoModelForCausalLM.from_pretrained`` and
+``AutoModelForSeq2SeqLM.from_pretrained`` load what was saved.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -19,6 +20,8 @@ from ullage.models.cells import Cell, register_cell
 from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
 from ullage.models.classification import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.encoder_decoder import RecurrentEncoderDecoder
+from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
 from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
 from ullage.models.scan import linear_scan
@@ -27,6 +30,9 @@ from ullage.models.state import RecurrentState
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
 AutoModel.register(RecurrentConfig, RecurrentModel, exist_ok=True)
 AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=True)
+AutoConfig.register(RecurrentEncoderDecoderConfig.model_type, RecurrentEncoderDecoderConfig, exist_ok=True)
+AutoModel.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoder, exist_ok=True)
+AutoModelForSeq2SeqLM.register(RecurrentEncoderDecoderConfig, RecurrentEncoderDecoder, exist_ok=True)
 AutoModelForSequenceClassification.register(RecurrentConfig, RecurrentForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(RecurrentConfig, RecurrentForTokenClassification, exist_ok=True)
 
@@ -38,6 +44,8 @@ __all__ = [
     "MinLSTMCell",
     "ReLUCell",
     "RecurrentConfig",
+    "RecurrentEncoderDecoder",
+    "RecurrentEncoderDecoderConfig",
     "RecurrentForCausalLM",
     "RecurrentForSequenceClassification",
     "RecurrentForTokenClassification",

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.generation import RecurrentGenerationMixin
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import RecurrentState
@@ -25,7 +25,7 @@ from ullage.models.state import RecurrentState
 _IGNORED = -100
 
 
-class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
     """Predicts each sequence's next token. Raises ``InputError`` for a bidirectional configuration."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own attribute
@@ -92,6 +92,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
         )
+        if outputs.past_key_values is not None:
+            outputs.past_key_values.remember(past_key_values, input_ids)
         hidden = cast(Tensor, outputs.last_hidden_state)
         has_labels = labels is not None or shift_labels is not None
         loss = None
@@ -121,33 +123,6 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
         )
 
-    # What generate() asks for.
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own state
-
-    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        is_first_iteration: bool | None = False,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            is_first_iteration=is_first_iteration,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-        inputs.pop("position_ids", None)
-        if inputs.get("past_key_values") is not None and not is_first_iteration:
-            inputs.pop("attention_mask", None)
-        return inputs
-
 
 def next_token_loss(
     logits: Tensor,
@@ -174,7 +149,7 @@ def _flat_labels(labels: Rows | None, sequences: Sequences, *, first: bool) -> T
     """Labels of the tokens alone, [1, T]; ``first``: whether a sequence's first label counts."""
     if labels is None:
         return None
-    flat = sequences.flatten_labels(labels, "shift_labels" if first else "labels")
+    flat = sequences.flatten_labels(labels, "shift_labels" if first else "labels").long()
     if not first:
         flat = flat.index_fill(0, sequences.starts(flat.device), _IGNORED)
     return flat[None]

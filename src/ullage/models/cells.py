@@ -59,6 +59,8 @@ class Cell(nn.Module):
 
     #: What the state of a sequence consists of; the first is the output of its last step.
     state_names: ClassVar[tuple[str, ...]] = ("hidden",)
+    #: Whether a sequence may go on from the state of another, as beam search lets it.
+    reorderable: ClassVar[bool] = True
     input_size: int
     hidden_size: int
 

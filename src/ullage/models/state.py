@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 #: One tensor [n, hidden] for each part of a layer's state.
 LayerState = tuple[Tensor, ...]
+
+_TAIL = 16
 
 
 @dataclass
@@ -17,11 +20,13 @@ class RecurrentState:
     """Each sequence's state after its last token: for each layer, tensors [n, hidden].
 
     ``seen``: how many tokens wide the rows have been so far. Beam search reorders it in place, exactly, because a
-    state has no past that it shares with others.
+    state has no past that it shares with others. ``tail`` [n, at most 16]: the last tokens of the rows, where each row
+    was one sequence; ``generate()`` tells by it rows that begin with what the state has seen.
     """
 
     layers: tuple[LayerState, ...]
     seen: int = 0
+    tail: Tensor | None = None
 
     is_compileable: ClassVar[bool] = False
 
@@ -33,6 +38,22 @@ class RecurrentState:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens wide the rows have been."""
         return self.seen
+
+    def remember(self, past: RecurrentState | None, rows: object) -> None:
+        """Keeps the end of the token ids in ``rows`` [n, L], which came after ``past``."""
+        if not isinstance(rows, Tensor) or len(rows) != self.num_sequences or (past is not None and past.tail is None):
+            return
+        before = [] if past is None or past.tail is None else [past.tail]
+        self.tail = torch.cat([*before, rows.detach()], 1)[:, -_TAIL:]
+
+    def copy(self) -> RecurrentState:
+        """The same tensors in a state of its own, which can be reordered without the first."""
+        return RecurrentState(self.layers, self.seen, self.tail)
+
+    def anew(self) -> RecurrentState:
+        """A copy for rows that hold nothing of what it has seen: it counts and remembers from here on."""
+        state = self.layers[0][0]
+        return RecurrentState(self.layers, 0, torch.zeros(len(state), 0, dtype=torch.int64, device=state.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence *i* goes on from the state of sequence ``beam_idx[i]``."""
@@ -52,3 +73,4 @@ class RecurrentState:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.layers = tuple(tuple(function(state) for state in layer) for layer in self.layers)
+        self.tail = None if self.tail is None else function(self.tail)

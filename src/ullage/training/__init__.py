@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ullage.training.arguments import TrainingArguments
-    from ullage.training.collators import PackedSequenceCollator, RaggedCollator
+    from ullage.training.collators import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator
     from ullage.training.mixin import RaggedTrainerMixin
     from ullage.training.trainer import Seq2SeqTrainer, Trainer
 
@@ -19,6 +19,7 @@ _HOME = {
     "PackedSequenceCollator": "collators",
     "RaggedCollator": "collators",
     "RaggedTrainerMixin": "mixin",
+    "Seq2SeqCollator": "collators",
     "Seq2SeqTrainer": "trainer",
     "Trainer": "trainer",
     "TrainingArguments": "arguments",
@@ -41,6 +42,7 @@ __all__ = [
     "PackedSequenceCollator",
     "RaggedCollator",
     "RaggedTrainerMixin",
+    "Seq2SeqCollator",
     "Seq2SeqTrainer",
     "Trainer",
     "TrainingArguments",

@@ -1,7 +1,8 @@
 """From a list of samples to a batch without padding.
 
 ``RaggedCollator`` is the better way: it gives a :class:`RaggedBatch`, and the Trainer hands it to the model in the
-form that the model takes. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` inputs.
+form that the model takes. ``Seq2SeqCollator`` does so for samples that have a source and a target, each of its own
+length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+
+_TARGETS = ("labels", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,44 @@ class RaggedCollator:
         batch = RaggedBatch.from_samples(prepared, self.multiple_of, self.per_sequence)
         if not self.flattened:
             return batch
-        return {**batch.to_flattened(), **{name: batch[name] for name in batch.per_sequence}}
+        return _flattened(batch)
+
+
+@dataclass(frozen=True)
+class Seq2SeqCollator:
+    """Collates samples of a source and a target to a :class:`RaggedBatch` of sources that carries the targets along.
+
+    A sample's ``labels``, and ``decoder_input_ids`` if it has any, are the target; its other arrays are the source.
+    A batch has one layout, that of the sources; targets have another, so they are jagged nested tensors [n, j], one
+    row a sequence. The Trainer hands both to a recurrent encoder-decoder as they are, and pads them for a model that
+    takes padded rows. ``attention_mask`` and ``decoder_attention_mask`` are used up.
+
+    ``flattened``: give a plain dict of keywords of :class:`RecurrentEncoderDecoder` instead, for any other trainer.
+    ``per_sequence``: names of array fields with one entry a sequence. Raises ``InputError`` that names sample and
+    field.
+    """
+
+    flattened: bool = False
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
+        sources, targets = [], []
+        for i, sample in enumerate(samples):
+            fields = _with_labels(sample, None)
+            target = {name: fields.pop(name) for name in _TARGETS if name in fields}
+            if "decoder_attention_mask" in fields:
+                target["attention_mask"] = fields.pop("decoder_attention_mask")
+            if not target:
+                raise InputError("a sample has no target", where=f"sample {i}", expected="labels", found=list(fields))
+            sources.append(_without_mask(fields, i))
+            targets.append(_without_mask(target, i))
+        source = RaggedBatch.from_samples(sources, per_sequence=self.per_sequence)
+        target = RaggedBatch.from_samples(targets)
+        if self.flattened:
+            rows = {name: target[name][None] for name in target.names}
+            return {**_flattened(source), **rows, "decoder_cu_seq_lens_q": target.cu_seqlens}
+        values = {name: source[name] for name in source.names} | {name: target.to_nested(name) for name in target.names}
+        return RaggedBatch(values, source.layout, (*source.per_sequence, *target.names))
 
 
 @dataclass(frozen=True)
@@ -59,6 +99,10 @@ class PackedSequenceCollator:
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
+
+
+def _flattened(batch: RaggedBatch) -> dict[str, Any]:
+    return {**batch.to_flattened(), **{name: batch[name] for name in batch.per_sequence}}
 
 
 def _with_labels(sample: Mapping[str, Any], labels_from: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import ullage.attention as packed_attention
-from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.batch import IGNORED_LABEL, RaggedBatch, fill_value
 from ullage.errors import InputError
 from ullage.layout import Layout
 
@@ -82,15 +82,23 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
+    padded = _with_padded_targets(batch.to_padded())
     if form == "mask":
-        return batch.to_padded()
+        return padded
     order = _longest_first(batch.layout)
-    padded = batch.to_padded()
     del padded["attention_mask"]
     index = torch.from_numpy(order).to(batch.device)
     keywords: dict[str, Any] = {name: tensor.index_select(0, index) for name, tensor in padded.items()}
     keywords[form] = torch.from_numpy(batch.layout.lengths[order])  # on the host, where packing wants it
     return keywords
+
+
+def _with_padded_targets(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Padded fields in which targets, sequences of lengths of their own, are padded too."""
+    return {
+        name: torch.nested.to_padded_tensor(tensor, fill_value(name)) if tensor.is_nested else tensor
+        for name, tensor in fields.items()
+    }
 
 
 def _longest_first(layout: Layout) -> np.ndarray:
@@ -231,7 +239,14 @@ def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> Rows:
 
 
 def target_rows(labels: Tensor) -> Rows:
-    """The rows of an encoder-decoder's outputs, which are as long as its labels [N, L], not as its inputs."""
+    """The rows of an encoder-decoder's outputs, which are as long as its labels, not as its inputs.
+
+    Labels [N, L], or a nested tensor of them, whose outputs lie end to end or in padded rows.
+    """
+    if labels.is_nested:
+        lengths = tuple(len(row) for row in labels.unbind())
+        width = max(lengths, default=0)
+        return Rows(len(lengths), Layout(lengths), starts=(0,) * len(lengths), lengths=lengths, width=width)
     lengths = tuple((labels != IGNORED_LABEL).sum(1).tolist())
     return Rows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
 
@@ -242,6 +257,8 @@ def by_sample(inputs: Any, name: str, rows: Rows, *, per_row: bool = False) -> t
     ``per_row``: it is known to be one entry a sequence, whatever its shape looks like.
     """
     if isinstance(inputs, RaggedBatch):
+        if inputs[name].is_nested:
+            return list(inputs[name].unbind()), True
         return [sample[name] for sample in inputs.samples()], name not in inputs.per_sequence
     value = inputs[name]
     one_each = isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows.num

@@ -86,6 +86,13 @@ class PackingMixin(ReadingMixin):
                 with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
                     model.set_attn_implementation("ullage")
             packed_attention.check_model(model)
+        elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise InputError(
+                "packing takes models whose sequences have one length",
+                where=type(model).__name__,
+                found="sources and targets",
+                hint="leave packing out: a Seq2SeqCollator pads neither",
+            )
         if forms.form_of(model) != "flattened":
             packed_attention.check_model(model)
 

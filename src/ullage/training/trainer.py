@@ -37,21 +37,60 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         generates = getattr(self.args, "predict_with_generate", False)
         if not generates or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-        config = self.model.config  # pyright: ignore[reportOptionalMemberAccess]
-        if isinstance(inputs, RaggedBatch):  # generate() continues at the right end of decoder-only prompts
-            inputs = inputs.to_padded(side="right" if getattr(config, "is_encoder_decoder", False) else "left")
-        loss, generated, labels = transformers.Seq2SeqTrainer.prediction_step(
-            self, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        loss = None
+        if has_labels:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        labels = inputs.get(self._label_name) if self._label_name is not None else None
+        prompts = self._prompts(inputs)
+        _, generated, _ = transformers.Seq2SeqTrainer.prediction_step(
+            self, model, prompts, prediction_loss_only, ignore_keys, **gen_kwargs
         )
         if isinstance(generated, Tensor):
-            pad: Any = self.model.generation_config.pad_token_id  # pyright: ignore
-            generated = torch.nested.nested_tensor([_without_tail(row, pad) for row in generated], layout=torch.jagged)
+            generated = torch.nested.nested_tensor(self._without_padding(generated, prompts), layout=torch.jagged)
         return loss, generated, labels
 
+    def _prompts(self, inputs: Any) -> dict[str, Any]:
+        """What ``generate`` goes on from: the batch without what is to be generated."""
+        config = getattr(self._bare_model, "config", None)
+        is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+        if isinstance(inputs, RaggedBatch):  # generate() continues at the right end of decoder-only prompts
+            inputs = inputs.to_padded(side="right" if is_encoder_decoder else "left")
+        hidden = {*self.label_names, "shift_labels"}
+        if is_encoder_decoder and _same_shape(inputs, "labels", "decoder_input_ids"):
+            hidden |= {"decoder_input_ids", "decoder_attention_mask", "decoder_cu_seq_lens_q"}
+        return {name: value for name, value in inputs.items() if name not in hidden}
 
-def _without_tail(row: Tensor, pad_token_id: int | None) -> Tensor:
-    """A generated row without the padding after its end; one closing token stays where it doubles as padding."""
-    if pad_token_id is None:
-        return row
-    real = (row != pad_token_id).nonzero()
-    return row[: int(real[-1]) + 1] if len(real) else row[:1]
+    def _without_padding(self, rows: Tensor, prompts: dict[str, Any]) -> list[Tensor]:
+        """Generated rows without what lies before their prompt and after their end."""
+        settings: Any = self.model.generation_config  # pyright: ignore[reportOptionalMemberAccess]
+        end, pad = settings.eos_token_id, settings.pad_token_id
+        ends = [] if end is None else list(end) if isinstance(end, (list, tuple)) else [end]
+        main, mask = prompts.get(self._main_input), prompts.get("attention_mask")
+        width, starts = 1, [0] * len(rows)
+        if not getattr(getattr(self._bare_model, "config", None), "is_encoder_decoder", False):
+            width = main.shape[1] if isinstance(main, Tensor) else 0
+            if isinstance(mask, Tensor) and mask.shape == (len(rows), width):
+                starts = (mask != 0).int().argmax(1).tolist()
+        return [row[start : _length(row, width, ends, pad)] for row, start in zip(rows, starts, strict=True)]
+
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+        return tensor  # nothing here is concatenated
+
+
+def _same_shape(inputs: Any, *names: str) -> bool:
+    """Whether both are there and one shape: targets, and what the decoder reads where it is to predict them."""
+    first, second = (inputs.get(name) for name in names)
+    if first is None or second is None:
+        return second is None
+    return first.is_nested == second.is_nested and (first.is_nested or first.shape == second.shape)
+
+
+def _length(row: Tensor, width: int, ends: list[int], pad: int | None) -> int:
+    """Where a generated row ends: after the first end behind its prompt of ``width``, else before its padding."""
+    new = row[width:]
+    ended = torch.isin(new, torch.tensor(ends, device=row.device)).nonzero() if ends else []
+    if len(ended):
+        return width + int(ended[0]) + 1
+    real = [] if pad is None else (new != pad).nonzero()
+    return len(row) if pad is None else width + (int(real[-1]) + 1 if len(real) else 0)

@@ -1,0 +1,344 @@
+"""A recurrent encoder-decoder: a source is read, its final state starts the decoder, each decoder step attends to it.
+
+The context enters after the recurrence, as in Luong, Pham and Manning (2015) without input feeding: the decoder's
+layers run over all steps at once, on the same kernels as every other recurrent model here, and the hidden state on
+top asks the question. Sources and targets are flat, real tokens alone, from the way in to the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
+
+from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Int64
+from ullage.models.causal_lm import next_token_loss
+from ullage.models.cells import Cell
+from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
+from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
+from ullage.models.generation import RecurrentGenerationMixin, begins_with
+from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, check_tokens
+from ullage.models.sequences import Lengths, Rows, Sequences
+from ullage.models.state import LayerState, RecurrentState
+from ullage.models.targets import Targets, shift_right
+
+
+@dataclass
+class RecurrentEncoderOutput(BaseModelOutputWithPast):
+    """What the decoder needs of its sources: hidden states [n, L, D], their keys [n, L, hidden], and final states."""
+
+    attention_keys: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Encoded sources: hidden states [T, D] of real tokens, or in rows [n, L, D] with a mask; and the final states."""
+
+    hidden: Tensor
+    sequences: Sequences | None
+    state: RecurrentState | None
+    keys: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class StateBridge(nn.Module):
+    """The encoder's final state as the decoder's first, layer by layer from the top; its top layer serves what is left.
+
+    Both directions of a bidirectional encoder are mixed by a linear map; those of a single one are handed on.
+    """
+
+    def __init__(self, config: RecurrentEncoderDecoderConfig, num_parts: int) -> None:
+        super().__init__()
+        self.num_layers = cast(int, config.num_decoder_layers)
+        self.num_parts = num_parts
+        maps = self.num_layers * num_parts if config.bidirectional else 0
+        self.maps = nn.ModuleList(nn.Linear(2 * config.hidden_size, config.hidden_size) for _ in range(maps))
+
+    def forward(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
+        """Tensors [n, hidden] of each encoder layer to those of each decoder layer."""
+        lowest = max(len(layers) - self.num_layers, 0)
+        given = [layers[min(lowest + i, len(layers) - 1)] for i in range(self.num_layers)]
+        if len(self.maps) == 0:
+            return tuple(given)
+        mixed = []
+        for i, layer in enumerate(given):
+            pairs = zip(layer[: self.num_parts], layer[self.num_parts :], strict=True)
+            both = [torch.cat(pair, -1) for pair in pairs]
+            mixed.append(tuple(self.maps[i * self.num_parts + k](part) for k, part in enumerate(both)))
+        return tuple(mixed)
+
+
+class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin):
+    """Predicts each target's next token from its source and the target so far."""
+
+    config_class = RecurrentEncoderDecoderConfig
+    config: RecurrentEncoderDecoderConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    _tied_weights_keys = {  # noqa: RUF012  transformers' own attribute
+        "decoder.embed_tokens.weight": "encoder.embed_tokens.weight",
+        "lm_head.weight": "encoder.embed_tokens.weight",
+    }
+
+    def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
+        super().__init__(config)  # pyright: ignore[reportArgumentType]
+        width = config.hidden_size * (2 if config.bidirectional else 1)
+        self.encoder = RecurrentModel(config.encoder_config())
+        self.decoder = RecurrentModel(config.decoder_config())
+        first: Any = self.decoder.layers[0]
+        cell = cast(Cell, first.cells[0])
+        self.bridge = StateBridge(config, len(cell.state_names))
+        self.attention: DecoderAttention = ATTENTIONS[config.attention](config.hidden_size, width)
+        self.combine = nn.Linear(width + config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = next_token_loss
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.embed_tokens = cast(nn.Embedding, value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = cast(nn.Linear, new_embeddings)
+
+    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        resized = super()._resize_token_embeddings(*args, **kwargs)
+        if self.config.tie_word_embeddings:
+            self.decoder.embed_tokens = cast(nn.Embedding, resized)
+        else:
+            size = cast(nn.Embedding, resized).num_embeddings
+            self.decoder.embed_tokens = self._get_resized_embeddings(self.decoder.embed_tokens, size)
+        return resized
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """``labels`` [N, L] shifted right behind the start token, for collators that ask for it."""
+        return shift_right(labels, self.config.start_token_id(), self._filler)
+
+    @property
+    def _filler(self) -> int:
+        pad = self.config.pad_token_id
+        return self.config.start_token_id() if pad is None else pad
+
+    def forward(
+        self,
+        input_ids: Rows | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        inputs_embeds: Rows | None = None,
+        encoder_outputs: Any = None,
+        labels: Rows | None = None,
+        decoder_input_ids: Rows | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        decoder_input_lengths: Lengths | None = None,
+        decoder_cu_seq_lens_q: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Logits [n, L, vocabulary] in the rows of the targets, zeros in the padding; the loss if there are labels.
+
+        Sources come in any of the ways of :meth:`RecurrentModel.forward`, or encoded as ``encoder_outputs``. Targets
+        come as ``labels`` [n, L] padded with -100 and *not* shifted, or with ``decoder_input_ids`` over them; or end
+        to end, as a jagged nested tensor, a ``PackedSequence``, or one row [1, T] bounded by
+        ``decoder_cu_seq_lens_q``. ``past_key_values``: decoder states to go on from. ``output_attentions``: return
+        ``cross_attentions``, one tensor [n, 1, longest target, longest source], each pair from its first tokens on.
+        On CUDA waits for the device where lengths lie there. Raises ``InputError`` for what does not fit.
+        """
+        targets = Targets.read(
+            labels,
+            decoder_input_ids,
+            start=self.config.start_token_id() if decoder_input_ids is None else 0,
+            filler=self._filler if decoder_input_ids is None else 0,
+            attention_mask=decoder_attention_mask,
+            input_lengths=decoder_input_lengths,
+            cu_seq_lens=decoder_cu_seq_lens_q,
+        )
+        self._check_labels(targets)
+        if encoder_outputs is None:
+            memory = self._encode(
+                input_ids, inputs_embeds, attention_mask, position_ids, input_lengths, cu_seq_lens_q, past_key_values
+            )
+        else:
+            memory = _given_memory(encoder_outputs, attention_mask)
+        num_sources = memory.hidden.shape[0] if memory.sequences is None else memory.sequences.num_sequences
+        if num_sources != targets.sequences.num_sequences:
+            raise InputError(
+                "sources and targets disagree",
+                expected=f"{num_sources} targets",
+                found=targets.sequences.num_sequences,
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and labels is None
+        decoded = self.decoder(
+            input_ids=targets.ids[None],
+            past_key_values=self._first_state(memory) if past_key_values is None else past_key_values,
+            use_cache=use_cache,
+            sequences=targets.sequences,
+        )
+        hidden = decoded.last_hidden_state[0]
+        contexts, attentions = self._attend(hidden, targets.sequences, memory, bool(output_attentions))
+        combined = self.dropout(torch.tanh(self.combine(torch.cat([contexts, hidden], -1))))
+        logits = self.lm_head(combined)
+        state = decoded.past_key_values
+        if state is not None:
+            state.remember(past_key_values, decoder_input_ids)
+        loss = None
+        if targets.labels is not None:
+            loss = self.loss_function(
+                logits=logits[None],
+                labels=None,
+                shift_labels=targets.labels[None],
+                vocab_size=logits.shape[-1],
+                **kwargs,
+            )
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=cast(Any, targets.sequences.unflatten(logits)),
+            past_key_values=state,
+            cross_attentions=cast(Any, attentions),
+        )
+
+    def _check_labels(self, targets: Targets) -> None:
+        """Raises ``InputError`` for a label that the head does not have; looks on the CPU only."""
+        labels = targets.labels
+        if labels is not None and labels.device.type == "cpu":
+            known = labels.masked_fill(labels == IGNORED_LABEL, 0)
+            check_tokens(known, self.lm_head.out_features, targets.sequences)
+
+    def _encode(
+        self,
+        input_ids: Rows | None,
+        inputs_embeds: Rows | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        input_lengths: Lengths | None,
+        cu_seq_lens: Tensor | None,
+        past: RecurrentState | None,
+    ) -> _Memory:
+        rows = input_ids if inputs_embeds is None else inputs_embeds
+        if rows is None:
+            raise InputError("a model needs input_ids, inputs_embeds or encoder_outputs", found="none")
+        sequences = Sequences.read(
+            rows,
+            attention_mask=attention_mask,
+            input_lengths=input_lengths,
+            cu_seq_lens=cu_seq_lens,
+            position_ids=position_ids,
+        )
+        flat = sequences.flatten(rows)[None]
+        outputs = self.encoder(
+            input_ids=flat if inputs_embeds is None else None,
+            inputs_embeds=None if inputs_embeds is None else flat,
+            use_cache=past is None,
+            sequences=sequences,
+        )
+        return _Memory(outputs.last_hidden_state[0], sequences, outputs.past_key_values)
+
+    def _first_state(self, memory: _Memory) -> RecurrentState:
+        if memory.state is None:
+            raise InputError(
+                "encoder_outputs hold no final states for the decoder to start from",
+                expected="past_key_values in them",
+                hint="call the encoder with use_cache=True",
+            )
+        return RecurrentState(self.bridge(memory.state.layers))
+
+    def _attend(
+        self, hidden: Tensor, targets: Sequences, memory: _Memory, wanted: bool
+    ) -> tuple[Tensor, tuple[Tensor] | None]:
+        """Contexts of the decoder's flat hidden states [T, hidden], and the weights in rows if they are wanted."""
+        attention = self.attention
+        sources = memory.sequences
+        if sources is not None and sources.lengths is None and targets.lengths is None:  # one full block
+            memory = _Memory(memory.hidden.unflatten(0, (sources.num_sequences, sources.length)), None, memory.state)
+        if memory.sequences is None:
+            if targets.lengths is None:  # a step of generate(), mostly: the rows as they are
+                keys = attention.key(memory.hidden) if memory.keys is None else memory.keys
+                queries = hidden.unflatten(0, (targets.num_sequences, targets.length))
+                contexts, weights = attention.attend(queries, keys, memory.hidden, memory.mask)
+                return contexts.flatten(0, 1), (weights[:, None],) if wanted else None
+            rows = memory.hidden
+            sources = Sequences.read(rows, attention_mask=memory.mask)
+            memory = _Memory(sources.flatten(rows), sources, memory.state)
+        assert memory.sequences is not None
+        blocks = Blocks.of(_host_lengths(targets), _host_lengths(memory.sequences), hidden.device)
+        contexts, weights = attention(hidden, memory.hidden, blocks)
+        return contexts, (blocks.rows(weights)[:, None],) if wanted else None
+
+    def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Sources encoded once, with their keys; targets to go on from against the right end of their rows."""
+        given = kwargs.get("encoder_outputs")
+        if given is None:
+            rows = {name: kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
+            if not rows:
+                raise InputError("generate() needs sources", expected="input_ids or encoder_outputs", found="neither")
+            rows = {name: tensor.to(self.device) for name, tensor in rows.items()}
+            given = self.encoder(**rows, attention_mask=kwargs.get("attention_mask"), use_cache=True)
+        encoded = _given_memory(given, kwargs.get("attention_mask"))
+        kwargs["encoder_outputs"] = RecurrentEncoderOutput(
+            last_hidden_state=cast(Any, encoded.hidden),
+            past_key_values=cast(Any, encoded.state),
+            attention_keys=self.attention.key(encoded.hidden),
+        )
+        prompts = kwargs.get("decoder_input_ids")
+        state = kwargs.get("past_key_values")
+        if state is not None:
+            if prompts is None or not begins_with(prompts, state):
+                raise InputError(
+                    "decoder_input_ids do not begin with what the state has seen",
+                    where="past_key_values",
+                    hint="give the rows that generate() returned beside the state that it returned",
+                )
+            kwargs |= {"past_key_values": state.copy(), "decoder_attention_mask": torch.ones_like(prompts)}
+        elif prompts is not None:
+            kwargs |= self._started(prompts, kwargs)
+        return kwargs
+
+    def _started(self, prompts: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Targets begun by the user, each with the start token in front, padded on the left."""
+        lengths = kwargs.pop("decoder_input_lengths", None)
+        if isinstance(prompts, Tensor):
+            mask = kwargs.get("decoder_attention_mask")
+            sequences = Sequences.read(prompts, attention_mask=mask, input_lengths=lengths)
+            prompts = sequences.flatten(prompts).split(_host_lengths(sequences).tolist())
+        start = self._special_token("decoder_start_token_id", kwargs)
+        if start is None:
+            start = self._special_token("bos_token_id", kwargs)
+        begun = [torch.as_tensor(prompt, device=self.device) for prompt in prompts]
+        begun = [row if int(row[0]) == start else torch.cat([row.new_tensor([start]), row]) for row in begun]
+        batch = RaggedBatch.from_samples([{"decoder_input_ids": row} for row in begun])
+        padded = batch.to_padded(self._special_token("pad_token_id", kwargs) or 0, side="left")
+        return {
+            "decoder_input_ids": padded["decoder_input_ids"],
+            "decoder_attention_mask": padded["attention_mask"],
+        }
+
+
+def _given_memory(outputs: Any, mask: Tensor | None) -> _Memory:
+    hidden = outputs["last_hidden_state"] if isinstance(outputs, dict) else outputs[0]
+    state = outputs.get("past_key_values") if isinstance(outputs, dict) else None
+    keys = outputs.get("attention_keys") if isinstance(outputs, dict) else None
+    if mask is not None and mask.shape != hidden.shape[:2]:
+        raise InputError(
+            "attention_mask and encoder_outputs disagree", expected=list(hidden.shape[:2]), found=list(mask.shape)
+        )
+    return _Memory(hidden, None, state, keys, None if mask is None else mask != 0)
+
+
+def _host_lengths(sequences: Sequences) -> Int64:
+    if sequences.lengths is not None:
+        return sequences.lengths
+    return np.full(sequences.num_sequences, sequences.length, np.int64)

@@ -1,0 +1,201 @@
+"""What ``generate()`` asks of a recurrent model: prompts of unequal length, and a recurrent state as the cache.
+
+transformers' loops append tokens at the right end of rows, so prompts are laid against that end first, whichever way
+they came in. A state is small and complete: once there is one, what lies before the new token is in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Layout
+from ullage.models.cells import cell_class
+from ullage.models.sequences import Sequences
+from ullage.models.state import RecurrentState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    class _Base(PreTrainedModel, GenerationMixin):
+        """What the mixin is mixed into."""
+else:
+    _Base = GenerationMixin
+
+#: How a batch says where its prompts lie; used up where they are laid out.
+_LAYOUT_NAMES = ("input_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+
+
+class RecurrentGenerationMixin(_Base):
+    """``generate()`` for recurrent models, decoders alone and encoder-decoders."""
+
+    @torch.no_grad()
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """transformers' ``generate``, for prompts (an encoder-decoder: sources) given in any of these ways.
+
+        Rows [N, L] with an ``attention_mask``, padding on either side; rows with ``input_lengths``; a list of
+        prompts of unequal length; a ``PackedSequence``; a ``RaggedBatch``, or ``**batch.to_flattened()``. A
+        decoder's rows come back with their padding on the left. ``past_key_values``: a state to go on from. The
+        prompts are then what comes after it, unless they begin with what it has seen, as the rows that ``generate``
+        returns do. Raises ``InputError`` for prompts that do not fit, and for beam search with a cell whose state
+        cannot be reordered.
+        """
+        name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
+        given = kwargs.pop(name, None) if inputs is None else inputs
+        if given is not None:
+            kwargs = self._laid_out(name, given, kwargs)
+        if self.config.is_encoder_decoder:
+            kwargs = self._encoded(kwargs)
+        return super().generate(None, *args, **kwargs)  # pyright: ignore
+
+    def _laid_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords with prompts and mask in rows, and a state that says whether the rows hold what it has seen."""
+        if isinstance(given, PackedSequence):
+            given = RaggedBatch.from_packed_sequence(given, name)
+        if isinstance(given, (list, tuple)) and all(hasattr(prompt, "__len__") for prompt in given):
+            given = RaggedBatch.from_samples([{name: prompt} for prompt in given])
+        if isinstance(given, RaggedBatch):
+            rows = given.map(lambda tensor: tensor.to(self.device))
+            kwargs |= {name: rows[name][None], "cu_seq_lens_q": rows.cu_seqlens}
+        else:
+            kwargs[name] = torch.as_tensor(given)
+            if kwargs[name].ndim < 2:
+                raise InputError(
+                    "prompts come in rows, or as a list of them",
+                    expected="[N, L]",
+                    found=f"shape {list(kwargs[name].shape)}",
+                )
+        side = "right" if self.config.is_encoder_decoder else "left"
+        rows, mask = kwargs[name], kwargs.get("attention_mask")
+        state = None if self.config.is_encoder_decoder else kwargs.get("past_key_values")
+        only_new = state is not None and mask is not None and mask.shape[1] > rows.shape[1]
+        if state is not None and not only_new and begins_with(rows, state):
+            kwargs["past_key_values"] = state.copy()
+            kwargs.setdefault("attention_mask", torch.ones_like(rows))
+            return kwargs
+        if state is not None:
+            kwargs["past_key_values"] = state.anew()
+        told = {key: kwargs.pop(key, None) for key in _LAYOUT_NAMES}
+        if mask is None and told["input_lengths"] is None and told["cu_seq_lens_q"] is None:
+            if name == "input_ids":
+                mask = self._mask_of_padding(rows, kwargs)
+            if mask is None:
+                return kwargs
+        sequences = Sequences.read(
+            rows,
+            attention_mask=mask,
+            input_lengths=told["input_lengths"],
+            cu_seq_lens=told["cu_seq_lens_q"],
+        )
+        lengths = [sequences.length] * sequences.num_sequences if sequences.lengths is None else sequences.lengths
+        batch = RaggedBatch({name: sequences.flatten(rows)}, Layout(lengths))
+        padded = batch.to_padded(padding_value=self._special_token("pad_token_id", kwargs) or 0, side=side)
+        if state is not None and len(state.layers[0][0]) != batch.layout.num_items:
+            raise InputError(
+                "the state is of another batch",
+                where="past_key_values",
+                expected=f"{batch.layout.num_items} sequences",
+                found=len(state.layers[0][0]),
+            )
+        return kwargs | padded
+
+    def _mask_of_padding(self, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The mask of rows without one: what the padding token fills at either end, unless it means something else."""
+        pad, end = self._special_token("pad_token_id", kwargs), self._special_token("eos_token_id", kwargs)
+        ends = end if isinstance(end, (list, tuple)) else [end]
+        if pad is None or pad in ends:
+            return None
+        real = rows != pad
+        if bool(real.all()) or not bool(real.any(1).all()):
+            return None
+        return (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
+
+    def _special_token(self, name: str, kwargs: dict[str, Any]) -> Any:
+        settings = kwargs.get("generation_config") or self.generation_config
+        value = kwargs.get(name, getattr(settings, name, None))
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of an encoder-decoder, its sources encoded; nothing to do for a decoder."""
+        return kwargs
+
+    # What transformers' loops ask for.
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own state
+
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        if getattr(generation_config, "is_assistant", None):
+            raise InputError(
+                "a recurrent model cannot assist another",
+                where=type(self).__name__,
+                hint="tokens that are rejected cannot be taken back out of its state",
+            )
+        cell = self.config.cell
+        if generation_mode in _BEAMS and generation_config.use_cache and not cell_class(cell).reorderable:
+            raise InputError(
+                "beam search reorders states, and this cell says that its state cannot be",
+                where=f"cell {cell!r}",
+                hint="use num_beams=1, or use_cache=False, which runs every beam anew",
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # pyright: ignore
+
+    def _expand_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """As transformers', for states too: each prompt ``expand_size`` times."""
+        for holder in (model_kwargs, model_kwargs.get("encoder_outputs") or {}):
+            state = holder.get("past_key_values")
+            if isinstance(state, RecurrentState) and expand_size > 1:
+                holder["past_key_values"] = repeated = state.copy()
+                repeated.batch_repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(  # pyright: ignore
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        is_first_iteration: bool | None = False,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            is_first_iteration=is_first_iteration,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        for name in ("position_ids", "decoder_position_ids"):
+            inputs.pop(name, None)
+        if inputs.get("past_key_values") is not None and not is_first_iteration:
+            inputs.pop("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask", None)
+        return inputs
+
+
+def begins_with(rows: Tensor, state: RecurrentState) -> bool:
+    """Whether rows [N, L] hold, from their first column on, what the state has seen, and more."""
+    tail = state.tail
+    if rows.ndim != 2 or tail is None or rows.shape[1] <= state.seen or len(rows) != len(tail):
+        return False
+    return torch.equal(rows[:, state.seen - tail.shape[1] : state.seen], tail.to(rows.device))

@@ -1,0 +1,244 @@
+"""Seq2SeqTrainer: sources and targets of unequal length, trained on and judged by what is generated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import ullage
+from ullage.errors import InputError
+from ullage.models import (
+    RecurrentConfig,
+    RecurrentEncoderDecoder,
+    RecurrentEncoderDecoderConfig,
+    RecurrentForCausalLM,
+)
+from ullage.training import Seq2SeqCollator, Seq2SeqTrainer, Trainer, TrainingArguments
+
+VOCABULARY = 24
+LENGTHS = ((3, 5), (9, 2), (1, 1), (6, 7), (4, 4), (12, 3), (2, 9))
+
+
+def _samples() -> list[dict[str, list[int]]]:
+    generator = np.random.default_rng(0)
+    return [
+        {
+            "input_ids": generator.integers(3, VOCABULARY, source).tolist(),
+            "labels": [*generator.integers(3, VOCABULARY, target - 1).tolist(), 2],
+        }
+        for source, target in LENGTHS
+    ]
+
+
+def _model(**changes: Any) -> RecurrentEncoderDecoder:
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return RecurrentEncoderDecoder(
+        RecurrentEncoderDecoderConfig(vocab_size=VOCABULARY, hidden_size=16, **ids, **changes)
+    )
+
+
+class _Padding:
+    """A padded batch as transformers' own collator makes it, without a tokenizer."""
+
+    pad_token_id, padding_side = 0, "right"
+
+    def pad(self, features: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
+        rows = [{"input_ids": feature["input_ids"]} for feature in features]
+        return ullage.RaggedBatch.from_samples(rows).to_padded()
+
+
+def _trainer(tmp_path: Path, model: Any = None, collator: Any = None, **arguments: Any) -> Seq2SeqTrainer:
+    options = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+    }
+    others = {name: arguments.pop(name) for name in ("compute_metrics", "train_dataset") if name in arguments}
+    return Seq2SeqTrainer(
+        model=_model() if model is None else model,
+        args=Seq2SeqTrainingArguments(str(tmp_path), **{**options, **arguments}),
+        data_collator=Seq2SeqCollator() if collator is None else collator,
+        **{"train_dataset": _samples(), "eval_dataset": _samples(), **others},
+    )
+
+
+def _token_mean(model: Any) -> float:
+    """The mean loss over all labels, pair by pair."""
+    total = 0.0
+    with torch.no_grad():
+        for sample in _samples():
+            source, labels = torch.tensor([sample["input_ids"]]), torch.tensor([sample["labels"]])
+            total += float(model(input_ids=source, labels=labels).loss) * labels.numel()
+    return total / sum(target for _, target in LENGTHS)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+@pytest.mark.parametrize("generates", [False, True])
+def test_eval_loss_is_the_token_mean_at_every_batch_size(generates: bool, batch_size: int, tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, predict_with_generate=generates, per_device_eval_batch_size=batch_size)
+    assert trainer.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(trainer.model), abs=1e-6)
+    padded = _trainer(
+        tmp_path,
+        collator=DataCollatorForSeq2Seq(_Padding(), trainer.model),  # pyright: ignore[reportArgumentType]
+        model=trainer.model,
+        predict_with_generate=generates,
+        per_device_eval_batch_size=batch_size,
+    )
+    assert padded.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(trainer.model), abs=1e-6)
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_predictions_come_back_sample_by_sample(generates: bool, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return {"pairs": len(prediction.predictions)}
+
+    trainer = _trainer(tmp_path, predict_with_generate=generates, per_device_eval_batch_size=3, compute_metrics=metrics)
+    output = trainer.predict(_samples(), max_new_tokens=6, num_beams=2, suppress_tokens=[0])  # pyright: ignore[reportArgumentType]
+    assert output.metrics is not None
+    assert output.metrics["test_pairs"] == len(LENGTHS)
+    (prediction,) = seen
+    model: Any = trainer.model
+    for sample, found, labels in zip(_samples(), prediction.predictions, prediction.label_ids, strict=True):
+        assert labels.tolist() == sample["labels"]
+        source = torch.tensor([sample["input_ids"]])
+        if generates:
+            row = model.generate(source, max_new_tokens=6, num_beams=2, suppress_tokens=[0])[0].tolist()
+            assert found.tolist() == (row[: row.index(2) + 1] if 2 in row else row)
+            assert len(row) > 1
+        else:
+            alone = model(input_ids=source, labels=torch.tensor([sample["labels"]])).logits[0]
+            assert np.allclose(found, alone.detach().numpy(), atol=1e-5)
+
+
+def test_a_step_on_ragged_batches_equals_one_on_padded_ones(tmp_path: Path) -> None:
+    weights = []
+    for collator in (Seq2SeqCollator(), Seq2SeqCollator(flattened=True), None):
+        model = _model()
+        if collator is None:
+            collator = DataCollatorForSeq2Seq(_Padding(), model)  # pyright: ignore[reportArgumentType]
+        trainer = _trainer(tmp_path, model, collator, max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-2)
+        trainer.train()
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert any(not torch.equal(weights[0][name], value) for name, value in _model().state_dict().items())
+    for others in weights[1:]:
+        assert all(torch.allclose(others[name], value, rtol=0, atol=2e-5) for name, value in weights[0].items())
+
+
+def test_sources_alone_are_predicted_from(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, predict_with_generate=True, collator=ullage.training.RaggedCollator())
+    sources: Any = [{"input_ids": sample["input_ids"]} for sample in _samples()]
+    output = trainer.predict(sources, max_new_tokens=4)
+    assert len(output.predictions) == len(sources)
+    assert output.label_ids is None
+
+
+def test_the_settings_of_generation_are_those_given(tmp_path: Path) -> None:
+    settings = GenerationConfig(
+        max_new_tokens=2,
+        min_new_tokens=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=[0],
+    )
+    trainer = _trainer(tmp_path, predict_with_generate=True, generation_config=settings, max_steps=1)
+    lengths = {len(row) for row in trainer.predict(_samples()).predictions}  # pyright: ignore[reportArgumentType]
+    assert lengths == {3}
+    longer = trainer.predict(_samples(), max_new_tokens=5, min_new_tokens=5)  # pyright: ignore[reportArgumentType]
+    assert {len(row) for row in longer.predictions} == {6}
+
+
+def test_padded_models_get_padded_targets(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"decoder_start_token_id": 0, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, eos_token_id=2, **sizes)).eval()
+    trainer = _trainer(tmp_path, model, predict_with_generate=True, per_device_eval_batch_size=3, max_steps=1)
+    assert trainer.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(model), abs=1e-5)
+    found = trainer.predict(_samples(), max_new_tokens=4)  # pyright: ignore[reportArgumentType]
+    for sample, row in zip(_samples(), found.predictions, strict=True):
+        alone = model.generate(torch.tensor([sample["input_ids"]]), max_new_tokens=4)[0].tolist()  # pyright: ignore
+        assert alone[: len(row)] == row.tolist()
+        assert not any(alone[len(row) :])
+    trainer.train()
+
+
+def test_a_decoder_alone_comes_back_without_the_padding_of_its_prompts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = RecurrentForCausalLM(
+        RecurrentConfig(vocab_size=VOCABULARY, hidden_size=8, pad_token_id=0, eos_token_id=2)
+    ).eval()
+    prompts: Any = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"]} for sample in _samples()]
+    trainer = _trainer(
+        tmp_path, model, ullage.training.RaggedCollator(), predict_with_generate=True, per_device_eval_batch_size=3
+    )
+    output = trainer.predict(prompts, max_new_tokens=4, suppress_tokens=[0])
+    for sample, row in zip(prompts, output.predictions, strict=True):
+        alone = model.generate([sample["input_ids"]], max_new_tokens=4, suppress_tokens=[0])[0].tolist()
+        new = alone[len(sample["input_ids"]) :]
+        assert row.tolist() == sample["input_ids"] + (new[: new.index(2) + 1] if 2 in new else new)
+
+
+# The collator.
+
+
+def test_sources_and_targets_keep_their_own_lengths() -> None:
+    batch: Any = Seq2SeqCollator()([{**sample, "weight": float(i)} for i, sample in enumerate(_samples())])
+    assert batch.layout.lengths.tolist() == [source for source, _ in LENGTHS]
+    assert [row.tolist() for row in batch["labels"].unbind()] == [sample["labels"] for sample in _samples()]
+    assert batch["weight"].tolist() == list(range(len(LENGTHS)))
+    moved = batch.to("cpu")
+    assert [row.tolist() for row in moved["labels"].unbind()] == [sample["labels"] for sample in _samples()]
+    assert [sample["labels"].tolist() for sample in batch.samples()] == [sample["labels"] for sample in _samples()]
+    flat: Any = Seq2SeqCollator(flattened=True)(_samples())
+    assert flat["decoder_cu_seq_lens_q"].tolist() == np.cumsum([0, *(target for _, target in LENGTHS)]).tolist()
+    assert flat["labels"].tolist() == [[token for sample in _samples() for token in sample["labels"]]]
+
+
+def test_masks_are_used_up_on_both_sides() -> None:
+    sample = {
+        "input_ids": [0, 0, 5, 6],
+        "attention_mask": [0, 0, 1, 1],
+        "labels": [7, 8, 2, -100],
+        "decoder_attention_mask": [1, 1, 1, 0],
+    }
+    batch: Any = Seq2SeqCollator()([sample])
+    assert batch.names == ("input_ids", "labels")
+    assert batch["input_ids"].tolist() == [5, 6]
+    assert batch["labels"].unbind()[0].tolist() == [7, 8, 2]
+
+
+def test_samples_that_are_no_pairs() -> None:
+    with pytest.raises(
+        InputError, match=r"a sample has no target \(sample 1\): expected labels, found \['input_ids'\]"
+    ):
+        Seq2SeqCollator()([_samples()[0], {"input_ids": [3]}])
+    with pytest.raises(InputError, match=r"a sequence is empty \(sample 0\)"):
+        Seq2SeqCollator()([{"input_ids": [3], "labels": []}])
+
+
+def test_packing_refuses_sequences_of_two_lengths(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="packing takes models whose sequences have one length"):
+        Trainer(
+            model=_model(),
+            args=TrainingArguments(str(tmp_path), packing=True, capacity=64),  # pyright: ignore[reportArgumentType]
+            data_collator=Seq2SeqCollator(),
+            train_dataset=_samples(),
+        )
