@@ -1,0 +1,194 @@
+"""What each rank does in the tests of ``ullage.engines.fsdp``, and a program that runs a list of such jobs.
+
+``python -m tests.distributed.fsdp_cases JOBS`` imports transformers once and forks every world from there. A job is
+``[world, [[function, arguments], ...]]``: one world runs several cases, each on a topology of its own. It prints, as
+JSON, for each job what each rank returned for each case, ``{"error": ...}`` where it raised.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.distributed import processes
+from ullage.engines import fsdp
+from ullage.exchange import PackedIterator, Topology
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+
+VOCAB = 61  # which no tp divides
+STEPS = 5
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+def make_model(kind="llama", **options):
+    torch.manual_seed(0)
+    if kind == "recurrent":
+        return RecurrentForCausalLM(
+            RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
+        )
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options))
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **options))
+    return LlamaForCausalLM(LlamaConfig(**options))
+
+
+def make_samples(count=70, longest=50, seed=3):
+    draw = np.random.default_rng(seed)
+    return [{"input_ids": draw.integers(3, VOCAB, n).tolist()} for n in draw.integers(1, longest, count)]
+
+
+def spread(kind="llama", mesh=(1, 1, 1), model=None, frozen=False, whole_dtype=None, lr=5e-3, **options):
+    """A model on a topology, and its optimizer."""
+    topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    made = make_model(kind, **(model or {}))
+    if whole_dtype is not None:
+        made = made.to(getattr(torch, whole_dtype))
+    if frozen:
+        made.get_input_embeddings().weight.requires_grad_(False)
+        for parameter in made.model.layers[0].mlp.parameters():
+            parameter.requires_grad_(False)
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
+    if dist.is_initialized() and dist.get_rank() > 0:
+        for parameter in made.parameters():  # rank 0's weights are sent, whatever the others drew
+            parameter.data.normal_()
+    made = fsdp.parallelize(made, topology, **options)
+    return made, torch.optim.AdamW(made.parameters(), lr=lr), topology
+
+
+def steps_of(topology, count=70):
+    return PackedIterator(
+        make_samples(count), topology, global_batch_size=14, capacity=96, shared=True, strategy="next_fit"
+    )
+
+
+def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
+    """Losses and gradient norms of the steps, and how many real microbatches this rank had."""
+    every = options.pop("reduce_every_microbatch", False)
+    model, optimizer, topology = spread(kind, mesh, **options)
+    losses, norms, real = [], [], []
+    with steps_of(topology) as steps:
+        for step in steps:
+            result = fsdp.train_step(
+                model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every
+            )
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm))
+            real.append(sum(len(batch) > 0 for batch in step.microbatches))
+        evaluated = None
+    with steps_of(topology, 14) as steps:
+        evaluated = float(fsdp.evaluate_step(model, next(steps)).loss)
+    return {"losses": losses, "norms": norms, "real": real, "evaluated": evaluated}
+
+
+def whole_state(model, optimizer):
+    """Every tensor of model and optimizer, whole, by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = dict(model.state_dict())
+    for parameter, state in optimizer.state.items():
+        found |= {f"{names[id(parameter)]}/{key}": value for key, value in state.items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in found.items()
+    }
+
+
+def save(rank, world, folder, kind="llama", mesh=(1, 1, 1), stop=3, **options):
+    """Trains up to a step, saves, and leaves the whole state beside it for others to compare with."""
+    model, optimizer, topology = spread(kind, mesh, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    losses = []
+    with steps_of(topology) as steps:
+        for k, step in enumerate(steps):
+            if k == stop:
+                fsdp.save(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps_before)
+                whole = whole_state(model, optimizer)
+                if rank == 0:
+                    torch.save(whole, f"{folder}/whole.pt")
+            result = fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler)
+            steps_before = steps.state_dict()
+            losses.append(float(result.loss))
+    fsdp.save_pretrained(model, f"{folder}/model")
+    return {"losses": losses}
+
+
+def resume(rank, world, folder, kind="llama", mesh=(1, 1, 1), **options):
+    """Loads into a model of other weights; what differs from the saved state, and the losses that follow."""
+    model, optimizer, topology = spread(kind, mesh, lr=7.0, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    losses = []
+    with steps_of(topology) as steps:
+        fsdp.load(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps)
+        saved, loaded = torch.load(f"{folder}/whole.pt"), whole_state(model, optimizer)
+        differing = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
+        for step in steps:
+            losses.append(float(fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler).loss))
+    return {"losses": losses, "differing": differing, "compared": len(saved)}
+
+
+def refuse(rank, world, kind="llama", mesh=None, sizes=None, pp=1, model=None, **options):
+    """Makes a model parallel that cannot be; ``sizes``: of a topology that is only a value."""
+    if sizes is None:
+        topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    else:
+        topology = Topology.grid(0 if rank >= np.prod(sizes) else rank, dp=sizes[0], cp=sizes[1], tp=sizes[2], pp=pp)
+    fsdp.parallelize(make_model(kind, **(model or {})), topology, **options)
+
+
+def disagree(rank, world):
+    """Ranks that give other sizes."""
+    sizes = {"dp": 2} if rank == 0 else {"tp": 2}
+    fsdp.parallelize(make_model(), Topology.grid(rank, **sizes))
+
+
+def clip(rank, world):
+    """Gradients on two meshes and on none, a frozen parameter, bf16: the norm, and what it should be."""
+    model, _, _ = spread(mesh=(2, 1, 2), frozen=True)
+    reference = make_model()
+    generator = torch.Generator().manual_seed(1)
+    square = 0.0
+    for name, parameter in model.named_parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if not parameter.requires_grad:
+            continue
+        parameter.grad = torch.distributed.tensor.distribute_tensor(
+            gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        reference.get_parameter(name).grad = gradient
+        square += float(gradient.double().square().sum())
+    first = float(fsdp.clip_grad_norm(model.parameters(), 2.0))
+    return {"norm": first, "true": square**0.5, "after": float(fsdp.clip_grad_norm(model.parameters()))}
+
+
+def world_cases(rank, world, cases):
+    outcomes = []
+    for name, arguments in cases:
+        try:
+            outcomes.append(globals()[name](rank, world, **arguments))
+        except Exception as error:
+            outcomes.append({"error": f"{type(error).__name__}: {error}"})
+    return outcomes
+
+
+def main():
+    results = []
+    for world, cases in json.loads(sys.argv[1]):
+        if world == 1:
+            results.append([world_cases(0, 1, cases)])
+        else:
+            results.append(processes.values(processes.run(world_cases, world, cases, method="fork")))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

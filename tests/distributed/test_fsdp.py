@@ -1,0 +1,125 @@
+"""FSDP2, tensor and context parallel on packed steps give the losses of one process, and their checkpoints fit each other."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT, environment
+
+#: A key-value head that two ranks of cp have to share.
+FEW = {"num_key_value_heads": 1}
+TIED = {"tie_word_embeddings": True}
+
+
+def work(jobs, timeout=400):
+    """What each rank of each job returned for each of its cases."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.fsdp_cases", json.dumps(jobs)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def trained(**arguments):
+    return ["train", arguments]
+
+
+def assert_trained(ranks, k, reference):
+    """Every rank has the losses of one process to five digits."""
+    for rank in ranks:
+        assert "error" not in rank[k], rank[k]["error"]
+        assert rank[k]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+        assert rank[k]["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+        assert rank[k]["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
+    assert len(reference["losses"]) == 5
+    assert reference["losses"][-1] < reference["losses"][0] + 0.05
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+ALONE = {
+    "llama": trained(),
+    "qwen3": trained(kind="qwen3"),
+    "tied": trained(model=TIED),
+    "frozen": trained(frozen=True),
+    "recurrent": trained(kind="recurrent"),
+}
+TWO = {
+    "dp": ("llama", trained(mesh=[2, 1, 1])),
+    "tp": ("llama", trained(mesh=[1, 1, 2])),
+    "a layer whose small weights lie on every rank of tp": ("qwen3", trained(kind="qwen3", mesh=[1, 1, 2])),
+    "tied weights": ("tied", trained(model=TIED, mesh=[1, 1, 2])),
+    "frozen weights": ("frozen", trained(frozen=True, mesh=[1, 1, 2])),
+    "recurrent": ("recurrent", trained(kind="recurrent", mesh=[2, 1, 1])),
+    "gradients that meet in every microbatch": ("llama", trained(mesh=[2, 1, 1], reduce_every_microbatch=True)),
+}
+REFUSED = {
+    "no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
+    "GPT2LMHeadModel has no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
+    "is recurrent": ["refuse", {"kind": "recurrent", "mesh": [1, 1, 2]}],
+    "carries a state along each sequence": ["refuse", {"kind": "recurrent", "mesh": [1, 2, 1]}],
+    "tp does not divide the model's num_key_value_heads": ["refuse", {"model": FEW, "mesh": [1, 1, 2]}],
+    "do not multiply to the world": ["refuse", {"mesh": [3, 1, 1]}],
+    "the topology is not the world's": ["refuse", {"sizes": [4, 1, 1]}],
+    "the ranks do not agree on the topology": ["disagree", {}],
+    "no pipeline stages": ["refuse", {"sizes": [1, 1, 1], "pp": 2}],
+    "cp does not divide the model's attention heads": [
+        "refuse",
+        {"mesh": [1, 2, 1], "cp_fallback": False, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def quick(folder):
+    jobs = [
+        [1, list(ALONE.values())],
+        [2, [case for _, case in TWO.values()] + list(REFUSED.values())],
+        [4, [["clip", {}], ["save", {"folder": str(folder), "mesh": [2, 1, 2]}],
+             ["resume", {"folder": str(folder), "mesh": [4, 1, 1]}]]],
+    ]  # fmt: skip
+    return dict(zip((1, 2, 4), work(jobs)))
+
+
+@pytest.fixture(scope="module")
+def alone(quick):
+    return dict(zip(ALONE, quick[1][0]))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_train_as_one(quick, alone, name):
+    assert_trained(quick[2], list(TWO).index(name), alone[TWO[name][0]])
+
+
+def test_ranks_had_unequal_work(quick):
+    real = [rank[list(TWO).index("dp")]["real"] for rank in quick[2]]
+    assert real[0] != real[1], "the ranks had equally many microbatches, which shows nothing"
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(quick, message):
+    k = len(TWO) + list(REFUSED).index(message)
+    for rank in quick[2]:
+        assert message in rank[k]["error"]
+
+
+def test_clipping_takes_one_norm_over_two_meshes(quick):
+    for rank in quick[4]:
+        assert rank[0]["norm"] == pytest.approx(rank[0]["true"], rel=1e-6)
+        assert rank[0]["after"] == pytest.approx(2.0, rel=1e-5)
+
+
+def test_another_layout_goes_on_bit_for_bit(quick):
+    for rank in quick[4]:
+        saved, resumed = rank[1], rank[2]
+        assert "error" not in saved, saved
+        assert "error" not in resumed, resumed
+        assert resumed["differing"] == []
+        assert resumed["compared"] > 60
+        assert resumed["losses"] == pytest.approx(saved["losses"][3:], rel=1e-5)
