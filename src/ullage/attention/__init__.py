@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ullage.attention.context import context_parallel, shard_batch
 from ullage.attention.interface import attention
 from ullage.attention.masks import packed_mask
 from ullage.attention.segments import packed_attention
-from ullage.attention.support import NAME, check_model, supports_packing
+from ullage.attention.support import (
+    NAME,
+    check_context_parallel,
+    check_model,
+    supports_context_parallel,
+    supports_packing,
+)
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
-__all__ = ["check_model", "packed_attention", "supports_packing"]
+__all__ = [
+    "check_context_parallel",
+    "check_model",
+    "context_parallel",
+    "packed_attention",
+    "shard_batch",
+    "supports_context_parallel",
+    "supports_packing",
+]

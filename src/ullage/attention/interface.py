@@ -10,14 +10,17 @@ lengths its sequences would see each other. Source: ``transformers.integrations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ullage.attention.context import serving
 from ullage.attention.masks import DeferredMask
 from ullage.attention.segments import packed_attention
+from ullage.attention.slices import Slices
 from ullage.attention.varlen import flex_attention, host_lengths, serves_varlen, varlen_attention
 from ullage.errors import InputError
 
@@ -57,17 +60,20 @@ def attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
+    context_slices: Slices | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: [batch, tokens, query heads, value dim], and None for its weights.
 
     ``query`` [batch, query heads, tokens, dim], ``key`` and ``value`` [batch, key heads, tokens, dim]; one row if
     packed. ``cu_seq_lens_q`` int32 [N + 1] in tokens, ``max_length_q`` a host integer; keys have the same lengths.
+    ``context_slices``: what the row is a slice of, within ``context_parallel``; the lengths are then those of the whole.
     Does not wait for the device, except on CUDA with dropout, or without ``max_length_q``: once a forward. Raises
     ``InputError`` for what it does not honour.
     """
-    _refuse_unknown(module, unknown)
-    if cu_seq_lens_q is None:
+    parallel = serving(context_slices)
+    if cu_seq_lens_q is None and parallel is None:
+        _refuse_unknown(module, unknown)
         if cu_seq_lens_k is not None:
             raise _refusal(module, "cu_seq_lens_k came without cu_seq_lens_q", hint="pass both, as to_flattened does")
         mask = attention_mask
@@ -75,16 +81,29 @@ def attention(
             _refuse_restart(module, position_ids, mask)
             mask = mask.build()
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    _refuse_unpackable(module, query, key, attention_mask, causal=causal, window=sliding_window)
-    _refuse_other_keys(module, cu_seq_lens_q, cu_seq_lens_k)
+    options = {"window": sliding_window, "scale": scaling}
+
+    def check() -> None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        _refuse_unknown(module, unknown)
+        _refuse_unpackable(module, query, key, attention_mask, causal=causal, window=sliding_window)
+        _refuse_other_keys(module, cu_seq_lens_q, cu_seq_lens_k)
+
+    def kernel(*row: Tensor) -> Tensor:
+        return _packed(row, cu_seq_lens_q, max_length_q, dropout, options, module)
+
+    if parallel is None:
+        check()
+    else:
+        parallel.agree(context_slices, check, query, key)
     row = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    mixed = _packed(row, cu_seq_lens_q, max_length_q, dropout, {"window": sliding_window, "scale": scaling}, module)
-    return mixed[None], None
+    if parallel is None:
+        return kernel(*row)[None], None
+    return parallel.attend(*row, context_slices, kernel, {**options, "dropout": dropout})[None], None
 
 
 def _packed(
-    row: list[Tensor],
+    row: Sequence[Tensor],
     cu_seqlens: Tensor,
     longest: int | None,
     dropout: float,
@@ -188,7 +207,9 @@ def _refuse_unpackable(
         )
 
 
-def _refuse_other_keys(module: nn.Module, queries: Tensor, keys: Tensor | None) -> None:
+def _refuse_other_keys(module: nn.Module, queries: Tensor | None, keys: Tensor | None) -> None:
+    if queries is None:
+        raise _refusal(module, "a slice of a row came without cu_seq_lens_q", hint="pass all that shard_batch gives")
     if queries.ndim != 1 or queries.is_floating_point():
         raise _refusal(
             module,

@@ -118,6 +118,25 @@ class _Restore(torch.autograd.Function):
         return gradients[0].index_select(0, order.index).index_fill(0, order.pads, 0.0), None
 
 
+class _Permute(torch.autograd.Function):
+    """Rows in another order. The gradient is a gather too, by the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.orders = order, inverse
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.orders
+        return _Permute.apply(gradients[0], inverse, order), None, None  # type: ignore[return-value]
+
+
+def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """``rows[order]`` for an ``order`` that lists each row once, with its inverse; the rows themselves for None."""
+    return rows if order is None else _Permute.apply(rows, order, inverse)  # type: ignore[return-value]
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,

@@ -60,6 +60,38 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def supports_context_parallel(model: nn.Module) -> str | None:
+    """Why the rows of this model cannot be cut over ranks, in one clause; None if they can. Pure."""
+    problem = supports_packing(model)
+    if problem is not None:
+        return problem
+    name = type(model).__name__
+    if not _attention_modules(model):
+        return (
+            f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
+            "ahead of its own has ended, and the ranks would take turns instead of sharing the work"
+        )
+    for holder, config in _configs(model):
+        if config._attn_implementation != NAME:
+            return f"{holder} has attn_implementation={config._attn_implementation!r}, which knows no slices"
+        if getattr(config, "output_router_logits", False):
+            return f"{holder} adds a loss of its routers, whose mean over a slice is not that over the row"
+    return None
+
+
+def check_context_parallel(model: nn.Module) -> None:
+    """Raises ``InputError`` if the rows of this model cannot be cut over ranks, with the reason and the way out."""
+    problem = supports_context_parallel(model)
+    if problem is None:
+        return
+    hint = "give each rank sequences of its own, cp=1"
+    if "attn_implementation" in problem:
+        hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
+    elif "routers" in problem:
+        hint = "load it with output_router_logits=False"
+    raise InputError(f"this model cannot run context parallel: {problem}", hint=hint)
+
+
 def _unaware(name: str) -> str:
     return f"{name}.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
 

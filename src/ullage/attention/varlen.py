@@ -78,13 +78,15 @@ def varlen_attention(
     cu_seqlens: Tensor,
     longest: int,
     *,
+    keys: tuple[Tensor, int] | None = None,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Causal attention within each sequence by torch's varlen kernel, [T, query heads, dim].
 
     Shapes and ``window`` as in ``segments.packed_attention``; ``cu_seqlens`` int32 on the tensors' device,
-    ``longest`` sequence in tokens. Does not wait for the device.
+    ``longest`` sequence in tokens. ``keys``: the same two of the keys, where a sequence has more of them than queries;
+    its last query sees its last key. Does not wait for the device.
     """
     found = _varlen()
     assert found is not None
@@ -93,7 +95,8 @@ def varlen_attention(
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if wants_gqa and query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True
-    return kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    key_seqlens, longest_key = (cu_seqlens, longest) if keys is None else keys
+    return kernel(query, key, value, cu_seqlens, key_seqlens, longest, longest_key, **options)
 
 
 def flex_attention(

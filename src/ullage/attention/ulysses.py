@@ -1,0 +1,81 @@
+"""Context parallel by heads: every rank gets the whole row for its share of the heads, and gives its slice back.
+
+One all-to-all brings queries, keys and values of all tokens and some heads, the attention runs as it does on one
+process, and one all-to-all takes the result back. Where there are fewer key heads than ranks, or they do not divide,
+each is repeated until they do. Source: DeepSpeed-Ulysses (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ullage.attention.segments import permute
+from ullage.attention.slices import Slices
+
+
+class _AllToAll(torch.autograd.Function):
+    """Blocks of rows to the ranks of a group and theirs back; backward takes the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None  # type: ignore[return-value]
+
+
+def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
+    """``sends[j]`` rows, in order, to each rank *j* of the group; ``receives[j]`` rows from each. Differentiable."""
+    return _AllToAll.apply(rows, sends, receives, group)  # type: ignore[return-value]
+
+
+def ulysses(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slices: Slices,
+    group: Any,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention of this rank's slice, [t, query heads, value dim], by ``attend`` on the whole row and some heads.
+
+    ``query`` [t, query heads, dim], ``key`` and ``value`` [t, key heads, dim] of the slice; query heads are a multiple
+    of the ranks. ``attend`` takes the same of the whole row [T, heads / ranks, dim] in the row's order. Collective.
+    """
+    size, own, counts = slices.size, len(query), slices.lengths
+    copies = size // math.gcd(size, key.shape[1])
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    parts = [tensor.unflatten(1, (size, -1)).flatten(2).transpose(0, 1) for tensor in (query, key, value)]
+    widths = [part.shape[-1] for part in parts]
+    received = all_to_all(torch.cat(parts, -1).flatten(0, 1), [own] * size, counts, group)
+    to_row, to_slices = _orders(slices, query.device)
+    row = permute(received, to_row, to_slices)
+    mixed = attend(
+        *(part.unflatten(1, (-1, tensor.shape[2])) for part, tensor in zip(row.split(widths, 1), (query, key, value)))
+    )
+    back = all_to_all(permute(mixed.flatten(1), to_slices, to_row), counts, [own] * size, group)
+    return back.unflatten(0, (size, own)).transpose(0, 1).reshape(own, query.shape[1], -1)
+
+
+def _orders(slices: Slices, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The row's order out of the slices' one after another, and back; None where they are the same."""
+
+    def make() -> tuple[Tensor | None, Tensor | None]:
+        order = np.concatenate(slices.indices)
+        if np.array_equal(order, np.arange(len(order))):
+            return None, None
+        return torch.from_numpy(np.argsort(order)).to(device), torch.from_numpy(order).to(device)
+
+    return slices.remember(("orders", device), make)
