@@ -315,17 +315,16 @@ class RaggedBatch:
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
         return RaggedBatch({**self._values, "shift_labels": shifted}, layout, self.per_sequence)
 
-    def placeholder(self, size: int = 1) -> RaggedBatch:
+    def placeholder(self) -> RaggedBatch:
         """A batch of one element that counts nowhere: what a rank runs for an empty microbatch.
 
-        The same fields on the same device; one slot of ``size`` elements that is all padding, label -100, so that
+        The same fields on the same device; one slot of one element that is all padding, label -100, so that
         ``numel()`` is 0 while a model that needs at least one token has one.
         """
         values = {
-            name: tensor.new_full((1 if name in self.per_sequence else size, *tensor.shape[1:]), fill_value(name))
-            for name, tensor in self._values.items()
+            name: tensor.new_full((1, *tensor.shape[1:]), fill_value(name)) for name, tensor in self._values.items()
         }
-        return RaggedBatch(values, Layout.from_slots([0], [size]), self.per_sequence)
+        return RaggedBatch(values, Layout.from_slots([0], [1]), self.per_sequence)
 
     # Movement.
 

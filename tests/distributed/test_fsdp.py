@@ -48,9 +48,13 @@ ALONE = {
     "qwen3": trained(kind="qwen3"),
     "tied": trained(model=TIED),
     "frozen": trained(frozen=True),
+    "few": trained(model=FEW),
     "recurrent": trained(kind="recurrent"),
 }
 TWO = {
+    "cp by heads": ("llama", trained(mesh=[1, 2, 1], cp_method="ulysses")),
+    "cp by gathered keys": ("llama", trained(mesh=[1, 2, 1], cp_method="gather")),
+    "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 2, 1], cp_method="ulysses", cp_fallback=False)),
     "dp": ("llama", trained(mesh=[2, 1, 1])),
     "tp": ("llama", trained(mesh=[1, 1, 2])),
     "a layer whose small weights lie on every rank of tp": ("qwen3", trained(kind="qwen3", mesh=[1, 1, 2])),
@@ -63,7 +67,7 @@ REFUSED = {
     "no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
     "GPT2LMHeadModel has no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
     "is recurrent": ["refuse", {"kind": "recurrent", "mesh": [1, 1, 2]}],
-    "carries a state along each sequence": ["refuse", {"kind": "recurrent", "mesh": [1, 2, 1]}],
+    "carries a state from token to token": ["refuse", {"kind": "recurrent", "mesh": [1, 2, 1]}],
     "tp does not divide the model's num_key_value_heads": ["refuse", {"model": FEW, "mesh": [1, 1, 2]}],
     "do not multiply to the world": ["refuse", {"mesh": [3, 1, 1]}],
     "the topology is not the world's": ["refuse", {"sizes": [4, 1, 1]}],

@@ -40,6 +40,14 @@ class Parallel:
     cp_method: str = "auto"
     cp_fallback: bool = True
 
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What the attention of this model's rows runs in."""
+        if self.topology.cp.size == 1:
+            return contextlib.nullcontext()
+        return packed_attention.context_parallel(
+            self.topology.cp, method=self.cp_method, fallback=self.cp_fallback
+        )
+
     @property
     def averaged_over(self) -> int:
         """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
@@ -72,8 +80,8 @@ def parallelize(
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     with agreement(several, "preparing a model for its topology"):
         _check(model, topology, dist.get_world_size() if several else 1)
-        _check_context(model, topology, cp_method, cp_fallback)
         _put_attention(model)
+        _check_context(model, topology, cp_method, cp_fallback)
     if not several:
         setattr(model, _ATTRIBUTE, Parallel(topology, next(model.parameters()).device))
         return model
@@ -126,12 +134,7 @@ def _check_context(model: Any, topology: Topology, method: str, fallback: bool) 
     cp = topology.cp.size
     if cp == 1:
         return
-    if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
-        raise InputError(
-            "this model cannot be split over cp",
-            found=f"{type(model).__name__} carries a state along each sequence, so a slice would wait for the one before",
-            hint="use dp: packing balances long and short sequences over it",
-        )
+    packed_attention.check_context_parallel(model)
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if fallback or method == "gather" or not isinstance(heads, int):

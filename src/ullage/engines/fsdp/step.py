@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import ullage.attention as packed_attention
 from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
@@ -99,13 +100,16 @@ def _run(model: Any, step: PackedStep, reduce_every_microbatch: bool = False) ->
 
 def _loss(model: Any, batch: RaggedBatch, step: PackedStep, divisor: Tensor, parallel: Parallel) -> Tensor:
     """This rank's part of the step's loss: the parts of all ranks and microbatches add up to it."""
-    cp = parallel.topology.cp.size
-    real = batch if len(batch) else batch.placeholder(2 * cp if cp > 1 else 1)
-    keywords = real.to(parallel.device, non_blocking=True).to_flattened()
-    with warnings.catch_warnings():
+    cp = parallel.topology.cp
+    filled = (batch if len(batch) else batch.placeholder()).to(parallel.device, non_blocking=True)
+    keywords = {"num_items_in_batch": divisor, "use_cache": False}
+    with warnings.catch_warnings(), parallel.context():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: we make none
-        outputs = model(**keywords, num_items_in_batch=divisor, use_cache=False)
-    share = batch.layout.num_tokens / max(step.num_tokens, 1)
+        if cp.size > 1:
+            outputs = model(**keywords | packed_attention.shard_batch(filled, cp, num_items=divisor))
+        else:
+            outputs = model(**keywords, **filled.to_flattened())
+    share = batch.layout.num_tokens / max(step.num_tokens, 1) / cp.size
     return _weigh_auxiliary(model, outputs, share)
 
 
@@ -114,8 +118,11 @@ def _with_labels(batch: RaggedBatch) -> RaggedBatch:
         return batch
     if "input_ids" not in batch:
         raise InputError("a microbatch has no labels", expected="labels or input_ids", found=list(batch.names))
+    ids = batch["input_ids"]
+    tokens = torch.from_numpy(batch.layout.token_index()).to(ids.device)
+    labels = torch.full_like(ids, IGNORED_LABEL).index_copy(0, tokens, ids.index_select(0, tokens))
     values = {name: batch[name] for name in batch.names}
-    return RaggedBatch({**values, "labels": batch["input_ids"]}, batch.layout, batch.per_sequence)
+    return RaggedBatch({**values, "labels": labels}, batch.layout, batch.per_sequence)
 
 
 def _count_labels(batch: RaggedBatch) -> int:
