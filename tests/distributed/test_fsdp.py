@@ -127,3 +127,62 @@ def test_another_layout_goes_on_bit_for_bit(quick):
         assert resumed["differing"] == []
         assert resumed["compared"] > 60
         assert resumed["losses"] == pytest.approx(saved["losses"][3:], rel=1e-5)
+
+
+MANY = {
+    3: {
+        "dp": ("llama", trained(mesh=[3, 1, 1])),
+        "cp of heads that three ranks do not divide": ("llama", trained(mesh=[1, 3, 1])),
+        "tied weights": ("tied", trained(model=TIED, mesh=[3, 1, 1])),
+    },
+    4: {
+        "dp·cp by heads": ("llama", trained(mesh=[2, 2, 1], cp_method="ulysses")),
+        "dp·cp by gathered keys": ("llama", trained(mesh=[2, 2, 1], cp_method="gather")),
+        "dp·tp": ("qwen3", trained(kind="qwen3", mesh=[2, 1, 2])),
+        "cp·tp": ("llama", trained(mesh=[1, 2, 2])),
+        "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1], cp_method="ulysses")),
+        "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
+        "recurrent": ("recurrent", trained(kind="recurrent", mesh=[4, 1, 1])),
+    },
+    8: {
+        "dp·cp·tp by heads": ("llama", trained(mesh=[2, 2, 2], cp_method="ulysses")),
+        "dp·cp·tp by gathered keys": ("llama", trained(mesh=[2, 2, 2], cp_method="gather")),
+        "cp·tp with weights on every rank": ("qwen3", trained(kind="qwen3", mesh=[1, 4, 2])),
+        "frozen and tp": ("frozen", trained(frozen=True, mesh=[4, 1, 2])),
+    },
+}
+#: (saved on, loaded on, model)
+LAYOUTS = [
+    ([2, 1, 2], [1, 2, 1], {}),
+    ([2, 1, 2], [1, 1, 1], {}),
+    ([1, 1, 1], [2, 1, 2], {}),
+    ([1, 2, 1], [1, 1, 2], {"model": TIED}),
+    ([1, 1, 2], [3, 1, 1], {"kind": "qwen3"}),
+    ([4, 1, 1], [2, 2, 2], {"frozen": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", MANY)
+def test_many_processes_train_as_one(alone, world):
+    cases = MANY[world]
+    [ranks] = work([[world, [case for _, case in cases.values()]]])
+    for k, (reference, _) in enumerate(cases.values()):
+        assert_trained(ranks, k, alone[reference])
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_every_other(tmp_path):
+    jobs = []
+    for k, (before, after, options) in enumerate(LAYOUTS):
+        (tmp_path / str(k)).mkdir()
+        for name, mesh in (("save", before), ("resume", after)):
+            case = [name, {"folder": str(tmp_path / str(k)), "mesh": mesh, **options}]
+            jobs.append([mesh[0] * mesh[1] * mesh[2], [case]])
+    results = iter(work(jobs))
+    for layout, saved, resumed in zip(LAYOUTS, results, results):
+        for rank in (*saved, *resumed):
+            assert "error" not in rank[0], (layout, rank[0])
+        for rank in resumed:
+            assert rank[0]["differing"] == [], layout
+            assert rank[0]["losses"] == pytest.approx(saved[0][0]["losses"][3:], rel=1e-5), layout
