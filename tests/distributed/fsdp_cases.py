@@ -76,9 +76,7 @@ def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
     losses, norms, real = [], [], []
     with steps_of(topology) as steps:
         for step in steps:
-            result = fsdp.train_step(
-                model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every
-            )
+            result = fsdp.train_step(model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
             real.append(sum(len(batch) > 0 for batch in step.microbatches))
@@ -106,15 +104,14 @@ def save(rank, world, folder, kind="llama", mesh=(1, 1, 1), stop=3, **options):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
     losses = []
     with steps_of(topology) as steps:
-        for k, step in enumerate(steps):
+        for k, step in enumerate(steps, start=1):
+            result = fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler)
+            losses.append(float(result.loss))
             if k == stop:
-                fsdp.save(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps_before)
+                fsdp.save(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps)
                 whole = whole_state(model, optimizer)
                 if rank == 0:
                     torch.save(whole, f"{folder}/whole.pt")
-            result = fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler)
-            steps_before = steps.state_dict()
-            losses.append(float(result.loss))
     fsdp.save_pretrained(model, f"{folder}/model")
     return {"losses": losses}
 
@@ -126,13 +123,12 @@ def resume(rank, world, folder, kind="llama", mesh=(1, 1, 1), **options):
         for parameter in model.parameters():
             parameter.fill_(0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
-    losses = []
     with steps_of(topology) as steps:
         fsdp.load(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps)
         saved, loaded = torch.load(f"{folder}/whole.pt"), whole_state(model, optimizer)
         differing = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
-        for step in steps:
-            losses.append(float(fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler).loss))
+        results = [fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler) for step in steps]
+        losses = [float(result.loss) for result in results]
     return {"losses": losses, "differing": differing, "compared": len(saved)}
 
 

@@ -54,7 +54,10 @@ ALONE = {
 TWO = {
     "cp by heads": ("llama", trained(mesh=[1, 2, 1], cp_method="ulysses")),
     "cp by gathered keys": ("llama", trained(mesh=[1, 2, 1], cp_method="gather")),
-    "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 2, 1], cp_method="ulysses", cp_fallback=False)),
+    "cp with fewer key heads than ranks": (
+        "few",
+        trained(model=FEW, mesh=[1, 2, 1], cp_method="ulysses", cp_fallback=False),
+    ),
     "dp": ("llama", trained(mesh=[2, 1, 1])),
     "tp": ("llama", trained(mesh=[1, 1, 2])),
     "a layer whose small weights lie on every rank of tp": ("qwen3", trained(kind="qwen3", mesh=[1, 1, 2])),

@@ -64,6 +64,7 @@ def _run(argv: list[str], first: bool) -> None:
 
     from ullage.cli.train_arguments import parse
     from ullage.cli.train_folder import begin, finish, look_at
+    from ullage.cli.train_layout import check_layout_of
     from ullage.cli.train_model import load_model, load_tokenizer
 
     command = parse(argv)
@@ -75,6 +76,7 @@ def _run(argv: list[str], first: bool) -> None:
         return
     for note in situation.notes:
         say(note)
+    check_layout_of(situation.checkpoint, command.parallel.asked)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command.model, tokenizer, situation.checkpoint)
@@ -154,6 +156,7 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
+    from ullage.cli.train_parallel import ParallelTrainer
     from ullage.cli.train_progress import Meter
     from ullage.training import RaggedCollator, Trainer
 
@@ -166,6 +169,8 @@ def _trainer(
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
     meter = Meter(show=first and not arguments.disable_tqdm)
+    if command.parallel.asked:
+        return ParallelTrainer(command, model, tokenizer, training, held_out, meter), meter
     trainer = Measured(
         model=model,
         args=arguments,

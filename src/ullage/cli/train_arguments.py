@@ -20,6 +20,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from ullage.cli.train_layout import ParallelArguments
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
@@ -33,6 +34,7 @@ docstrings of this Python's standard library.
   ullage train --config run.yaml --learning_rate 1e-3
   ullage train --output_dir runs/first --resume_from_checkpoint
   torchrun --nproc_per_node 2 -m ullage train --data texts.jsonl
+  torchrun --nproc_per_node 8 -m ullage train --model llama.json --dp 2 --cp 2 --tp 2 --bf16
 """
 
 #: Where we differ from Trainer's own defaults.
@@ -156,12 +158,13 @@ class TrainCommand:
     data: DataArguments
     model: ModelArguments
     output: OutputArguments
+    parallel: ParallelArguments
     training: TrainingArguments
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
     """Raises ``UsageError``, which names near matches for an unknown key or flag. ``--help`` prints and exits."""
-    parser = _Parser((DataArguments, ModelArguments, OutputArguments, TrainingArguments))
+    parser = _Parser((DataArguments, ModelArguments, OutputArguments, ParallelArguments, TrainingArguments))
     before, rest = _split_config(argv)
     from_file: list[str] = []
     for path in before:
@@ -180,7 +183,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if unknown:
         name = unknown[0].partition("=")[0]
         raise UsageError(f"unknown argument {name}", hint=parser.near(name))
-    return TrainCommand(*parts[:4])
+    return TrainCommand(*parts[:5])
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -261,6 +264,7 @@ class _Parser(HfArgumentParser):
         sections: dict[str, list[argparse.Action]] = {
             "Data": self._of(DataArguments),
             "Model": self._of(ModelArguments),
+            "Layout, under torchrun": self._of(ParallelArguments),
             "Training, most used": [
                 *(self._by_name[name] for name in _MOST_USED if name in self._by_name),
                 *self._of(OutputArguments),

@@ -41,8 +41,8 @@ _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None = None, **states: Any) -> None:
     """Writes ``folder``, whole or not at all; a folder of that name is replaced.
 
-    ``states``: by name, objects with ``state_dict`` of plain numbers, the same on every rank, or such dicts. Collective;
-    waits for the device. Raises on every rank if one of them could not write.
+    ``states``: by name, objects with a ``state_dict`` of plain numbers, the same on every rank, or such dicts.
+    Collective; waits for the device. Raises on every rank if one of them could not write.
     """
     parallel_of(model)
     folder = Path(folder)

@@ -44,9 +44,7 @@ class Parallel:
         """What the attention of this model's rows runs in."""
         if self.topology.cp.size == 1:
             return contextlib.nullcontext()
-        return packed_attention.context_parallel(
-            self.topology.cp, method=self.cp_method, fallback=self.cp_fallback
-        )
+        return packed_attention.context_parallel(self.topology.cp, method=self.cp_method, fallback=self.cp_fallback)
 
     @property
     def averaged_over(self) -> int:

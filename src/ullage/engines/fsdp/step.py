@@ -48,7 +48,7 @@ def train_step(
     scheduler: Any = None,
     reduce_every_microbatch: bool = False,
 ) -> StepResult:
-    """Forward and backward of all microbatches, clipping, the optimizer's step and the scheduler's; gradients are freed.
+    """Forward and backward of all microbatches, clipping, the optimizer's step and the scheduler's.
 
     Samples without ``labels`` have their ``input_ids`` for labels. ``max_grad_norm``: of all gradients together.
     ``reduce_every_microbatch``: less memory and more communication. Collective; every rank passes its part of the
