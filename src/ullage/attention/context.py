@@ -5,7 +5,7 @@
 on single tokens and needs no other rank. The loss divides by the labels of the whole row, so losses and gradients of
 the ranks add up to those of one process.
 
-Before the first layer of a row the ranks compare what they hold, in one gather of three integers, so that a row cut
+Before the first layer of a row the ranks compare what they hold, in one exchange of two integers, so that a row cut
 for another group, or a call that one rank has to refuse, raises on every rank instead of leaving the others waiting.
 """
 
@@ -16,11 +16,13 @@ import hashlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ullage.attention.gathered import gathered
 from ullage.attention.slices import Slices, cut
@@ -30,9 +32,12 @@ from ullage.errors import DistributedError, InputError, UllageError
 from ullage.exchange.topology import Axis
 from ullage.layout import Layout
 
+#: How the attention of a row is shared.
 METHODS = ("auto", "ulysses", "gather")
 
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
+#: Slices that no attention has met yet.
+_UNSERVED: WeakSet[Slices] = WeakSet()
 
 
 class ContextParallel(contextlib.ContextDecorator):
@@ -42,31 +47,51 @@ class ContextParallel(contextlib.ContextDecorator):
         if method not in METHODS:
             raise InputError("no such method", expected=" or ".join(map(repr, METHODS)), found=repr(method))
         self.group, self.size, self.rank = _place(group)
+        if self.size > 1 and self.group is None:
+            raise InputError("context parallel needs a process group", found=f"a number of ranks, {self.size}")
         self.method, self.fallback = method, fallback
-        self._tokens: list[Any] = []
+        self._calls = 0
+        self._entered: list[tuple[Any, int]] = []
 
     def __enter__(self) -> ContextParallel:
-        self._tokens.append(_ACTIVE.set(self))
+        self._entered.append((_ACTIVE.set(self), self._calls))
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        _ACTIVE.reset(self._tokens.pop())
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        token, calls = self._entered.pop()
+        _ACTIVE.reset(token)
+        if kind is None and calls == self._calls and len(_UNSERVED) > 0:
+            raise InputError(
+                "no attention ran context parallel, although a row was cut for it",
+                hint="ask check_context_parallel(model); load the model with attn_implementation='ullage'",
+            )
 
+    @torch.compiler.disable(reason="where the slices lie is data")
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        slices: Slices,
+        slices: Slices | None,
+        *,
+        check: Callable[[], None],
         kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
-        options: dict[str, Any],
+        **options: Any,
     ) -> Tensor:
-        """Attention of this rank's slice [t, heads, dim]; ``kernel`` is that of a whole row. Collective."""
+        """Attention of this rank's slice, [1, t, heads, dim]; collective.
+
+        ``query``, ``key``, ``value`` [1, heads, t, dim]. ``check`` raises for a call that has no answer, ``kernel`` is
+        the attention of a whole row [T, heads, dim], ``options`` are those of :func:`gathered`.
+        """
+        self._calls += 1
+        slices = self._agree(slices, check, query, key)
+        by_heads = self.uses_ulysses(query.shape[1])
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.size == 1:
-            return kernel(query, key, value)
-        if self.uses_ulysses(query.shape[1]):
-            return ulysses(query, key, value, slices, self.group, kernel)
-        return gathered(query, key, value, slices, self.group, **options)
+            return kernel(query, key, value)[None]
+        if by_heads:
+            return ulysses(query, key, value, slices, self.group, kernel)[None]
+        return gathered(query, key, value, slices, self.group, **options)[None]
 
     def uses_ulysses(self, heads: int) -> bool:
         """Whether this many query heads, as they are on this rank, are exchanged; if not, keys are gathered.
@@ -86,10 +111,10 @@ class ContextParallel(contextlib.ContextDecorator):
             hint="allow the fallback, or choose method='gather'",
         )
 
-    def agree(self, slices: Slices | None, check: Callable[[], None], query: Tensor, key: Tensor) -> None:
-        """Runs ``check``, once a row together with the other ranks. Raises on every rank if it fails on one.
+    def _agree(self, slices: Slices | None, check: Callable[[], None], query: Tensor, key: Tensor) -> Slices:
+        """The slices, after ``check``; for a row's first layer together with the other ranks: if one fails, all raise.
 
-        Collective and waits for the device, once a row: the layers that follow know that the ranks agree.
+        Collective and waits for the device, once a row.
         """
         failure: UllageError | None = None
         try:
@@ -97,35 +122,42 @@ class ContextParallel(contextlib.ContextDecorator):
             self._check(slices, query)
         except UllageError as error:
             failure = error
-        if slices is not None and slices.served_by is self:
-            if failure is not None:
-                raise failure
-            return
-        records = [(0, 0)]
-        if self.size > 1:
-            facts = f"{self.method} {self.fallback} {query.shape[1:]} {key.shape[1:]} {query.dtype}"
-            digest = 0 if failure is not None or slices is None else slices.digest ^ _digest(facts)
-            mine = torch.tensor([failure is not None, digest], device=query.device)
-            every = torch.empty(self.size, 2, dtype=torch.int64, device=query.device)
-            sends = [1] * self.size
-            dist.all_to_all_single(every, mine.expand(self.size, 2).contiguous(), sends, sends, group=self.group)
-            records = every.tolist()
+        if slices is None or slices.served_by is not self:
+            facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
+            self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
         if failure is not None:
             raise failure
-        for rank, (failed, digest) in enumerate(records):
-            if failed:
-                raise DistributedError(
-                    "another rank refused its slice", where=f"rank {rank} of the group", hint="its own error says why"
-                )
-            if digest != records[0][1]:
-                raise DistributedError(
-                    "ranks of a context-parallel group hold slices of different rows",
-                    where=f"rank {rank} of the group",
-                    expected="the row, order, method and heads of rank 0",
-                    found="others",
-                )
         assert slices is not None
         slices.served_by = self
+        _UNSERVED.discard(slices)
+        return slices
+
+    def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
+        """Raises where another rank failed or has another digest; quiet on a rank that has a failure to raise."""
+        if self.size == 1:
+            return
+        mine = torch.tensor([[int(failure is not None), digest]] * self.size, device=device)
+        every, ones = torch.empty_like(mine), [1] * self.size
+        dist.all_to_all_single(every, mine, ones, ones, group=self.group)
+        if failure is not None:
+            return
+        records = every.tolist()
+        for rank, (failed, _) in enumerate(records):
+            if failed:
+                raise DistributedError(
+                    "another rank cannot attend to its slice",
+                    where=f"rank {rank} of the context-parallel group",
+                    hint="the error of that rank says why",
+                )
+        for rank, (_, other) in enumerate(records):
+            if other != records[0][1]:
+                raise DistributedError(
+                    "the ranks of a context-parallel group hold slices of different rows",
+                    where=f"rank {rank} of the group",
+                    expected="the lengths, order, method and heads of rank 0",
+                    found="others",
+                    hint="give each of them the same batch, with share(), before it is cut",
+                )
 
     def _check(self, slices: Slices | None, query: Tensor) -> None:
         if slices is None:
@@ -166,9 +198,17 @@ def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True)
 
 
 def serving(slices: Slices | None) -> ContextParallel | None:
-    """What serves a call: what served the row's first layer, so that a recomputed layer may run outside; None if plain."""
-    found = _ACTIVE.get() if slices is None or slices.served_by is None else slices.served_by
-    if found is None and slices is not None:
+    """What serves a call; None if the call is none of ours.
+
+    A row remembers it, because a layer may be recomputed after ``with`` has ended, or on a thread of the backward pass.
+    """
+    found = _ACTIVE.get()
+    if slices is None:
+        return None if found is None or found.size == 1 else found
+    found = found or slices.served_by
+    if found is None:
+        if slices.size == 1:
+            return ContextParallel(None, "auto", fallback=True)
         raise InputError(
             "a slice of a row came to the attention, but no context_parallel is in force",
             hint="call the model within context_parallel(group)",
@@ -197,22 +237,24 @@ def shard_batch(
     if has_labels and "shift_labels" not in batch:
         batch = batch.with_shift_labels()
     slices = cut(batch.layout, size, rank, order)
-    tail = 0
-    if min(slices.lengths) == 0:  # a decoder needs a token on every rank
-        tail = 2 * size
-        layout = batch.layout
-        slices = cut(Layout.from_slots(np.append(layout.lengths, 0), np.append(layout.slots, tail)), size, rank, order)
-    row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
+    tail = 2 * size if min(slices.lengths) == 0 else 0  # a decoder needs a token on every rank
+    if tail:
+        lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
+        slices = cut(Layout.from_slots(lengths, slots), size, rank, order)
+    if size > 1:
+        _UNSERVED.add(slices)
     layout = slices.layout
+    row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
+    extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
-        counted = (row["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1) if num_items is None else num_items
         starts = torch.from_numpy(batch.layout.starts[batch.layout.slots > 0]).to(batch.device)
         row["labels"] = row["labels"].index_fill(0, starts, IGNORED_LABEL)
+        if num_items is None:
+            num_items = (row["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1)
+        extra["num_items_in_batch"] = num_items
     if tail:
-        row = {
-            name: torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name))])
-            for name, values in row.items()
-        }
+        for name, values in row.items():
+            row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name))])
     row.setdefault("position_ids", torch.from_numpy(layout.positions()).to(batch.device))
     take = torch.from_numpy(slices.index).to(batch.device)
     cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(batch.device)
@@ -223,9 +265,7 @@ def shard_batch(
         "cu_seq_lens_k": cu_seqlens,
         "max_length_q": longest,
         "max_length_k": longest,
-        "context_slices": slices,
-        "use_cache": False,
-        **({"num_items_in_batch": counted} if has_labels else {}),
+        **extra,
     }
 
 
@@ -234,17 +274,19 @@ def _digest(text: str) -> int:
 
 
 def _place(group: Any, rank: int | None = None) -> tuple[Any, int, int]:
-    """The process group, its size, and this rank within it."""
+    """The process group, its size, and this rank within it; no group for None and for a number of ranks."""
     if isinstance(group, Axis):
-        if group.size > 1 and list(group.order) != list(range(group.size)):
-            raise InputError("the ranks of the group are not in the order of the axis", found=list(group.order))
-        return group.group, group.size, group.rank if rank is None else rank
-    if hasattr(group, "get_group") and hasattr(group, "mesh_dim_names"):
+        if group.size == 1:
+            return None, 1, 0
+        if group.order != list(range(group.size)):
+            raise InputError("the process group counts its ranks otherwise than the axis", found=group.order)
+        group = group.require_group()
+    if isinstance(group, DeviceMesh):
         group = group.get_group()
-    if group is None:
-        group = 1
-    if isinstance(group, int):
-        if rank is None and group != 1:
+    if group is None or isinstance(group, int):
+        if group not in (None, 1) and rank is None:
             raise InputError("a number of ranks does not tell which of them this is", hint="pass rank, or the group")
-        return None, group, rank or 0
-    return group, dist.get_world_size(group), dist.get_rank(group) if rank is None else rank
+        return None, group or 1, rank or 0
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError("this process is not in the group, or it is none", found=group)
+    return group, group.size(), group.rank() if rank is None else rank

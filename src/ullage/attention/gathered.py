@@ -9,6 +9,7 @@ the mask hides stays small.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,8 +26,8 @@ from ullage.attention.varlen import serves_varlen, varlen_attention
 from ullage.layout import Int64
 
 #: A piece is cut into at most this many blocks of queries, of at least ``_LEAST_BLOCK``.
-_MOST_BLOCKS = 4
-_LEAST_BLOCK = 64
+_MOST_BLOCKS = 8
+_LEAST_BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ def gathered(
     rows = all_to_all(rows, route.sends, route.receives, group)
     key, value = (
         part.unflatten(1, tensor.shape[1:])
-        for part, tensor in zip(rows.split([key[0].numel(), value[0].numel()], 1), (key, value))
+        for part, tensor in zip(rows.split([math.prod(t.shape[1:]) for t in (key, value)], 1), (key, value))
     )
     if serves_varlen(query, value, dropout):
         return _by_varlen(query, key, value, slices, route, window=window, scale=scale)
@@ -81,10 +82,9 @@ def _route(slices: Slices, window: int | None, device: torch.device) -> _Route:
     owner, place = np.empty((2, slices.layout.size), np.int64)
     for rank, index in enumerate(slices.indices):
         owner[index], place[index] = rank, np.arange(len(index))
-    wanted = [
-        needs[owner[needs] == slices.rank] for needs in (slices.needs(rank, window) for rank in range(slices.size))
-    ]
-    mine = slices.needs(slices.rank, window)
+    every = [slices.needs(rank, window) for rank in range(slices.size)]
+    wanted = [needs[owner[needs] == slices.rank] for needs in every]
+    mine = every[slices.rank]
     by_owner = np.argsort(owner[mine], kind="stable")
     where = np.full(slices.layout.size, -1)
     where[mine[by_owner]] = np.arange(len(mine))
@@ -107,9 +107,10 @@ def _by_varlen(
     """By torch's varlen kernel, which takes the pieces as they lie in the slice."""
     pieces = slices.pieces(slices.rank, window)
 
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        sums = (np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) for lengths in (pieces.queries, pieces.keys))
-        return (_seen(pieces, route.where).to(query.device), *(torch.from_numpy(s).to(query.device) for s in sums))  # type: ignore[return-value]
+    def make() -> tuple[Tensor, ...]:
+        lengths = (np.append(0, counts).cumsum() for counts in (pieces.queries, pieces.keys))
+        sums = (torch.from_numpy(cumulated.astype(np.int32)) for cumulated in lengths)
+        return tuple(tensor.to(query.device) for tensor in (_seen(pieces, route.where), *sums))
 
     seen, queries, keys = slices.remember(("varlen", window, query.device), make)
     longest = (int(pieces.queries.max()), int(pieces.keys.max()))
@@ -136,29 +137,48 @@ def _by_calls(
         query.split([count * queries for count, queries, _ in calls.shapes]),
         *(tensor.split([count * keys for count, _, keys in calls.shapes]) for tensor in (key, value)),
     )
-    outputs = [
-        _call(*(tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in part), window, options)
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for (count, _, _), part in zip(calls.shapes, parts)
-    ]
+    outputs = []
+    for (count, _, _), part in zip(calls.shapes, parts):
+        queries, keys, values = (tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in part)
+        outputs.append(_call(queries, keys, values, window, options).transpose(1, 2).flatten(0, 1))
     return permute(torch.cat(outputs), calls.back, calls.queries)
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
     """Attention of pieces of one shape, [pieces, heads, queries, dim] over [pieces, heads, keys, dim]."""
     queries, keys = query.shape[2], key.shape[2]
-    if queries == 1 or (queries == keys and (window is None or keys <= window)):
+    if queries == keys and (window is None or keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, **options)
     outputs = []
-    block = max(_LEAST_BLOCK, -(-queries // _MOST_BLOCKS))
-    for begin in range(0, queries, block):
-        end = min(begin + block, queries)
+    for begin, end in blocks(queries, keys, window):
         last = keys - queries + end
         mask = _corner(end - begin, last, window, query.device)
         seen = (key[:, :, :last], value[:, :, :last])
         outputs.append(F.scaled_dot_product_attention(query[:, :, begin:end], *seen, attn_mask=mask, **options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def blocks(queries: int, keys: int, window: int | None) -> list[tuple[int, int]]:
+    """The blocks of queries that a piece with more keys than queries is computed in, (begin, end)."""
+    size = queries if window is not None else max(_LEAST_BLOCK, -(-queries // _MOST_BLOCKS))
+    return [(begin, min(begin + size, queries)) for begin in range(0, queries, size)]
+
+
+def computed_pairs(slices: Slices, window: int | None = None) -> int:
+    """Pairs of a query and a key that this rank computes without the varlen kernel, the masked ones included.
+
+    A call that is causal from its first key counts as half: kernels skip what it hides.
+    """
+    total = 0
+    pieces = slices.pieces(slices.rank, window)
+    if window is not None:
+        pieces = _in_blocks(pieces, window)
+    for queries, keys in zip(pieces.queries.tolist(), pieces.keys.tolist()):
+        if queries == keys and (window is None or keys <= window):
+            total += queries * (queries + 1) // 2
+            continue
+        total += sum((end - begin) * (keys - queries + end) for begin, end in blocks(queries, keys, window))
+    return total
 
 
 @lru_cache(maxsize=128)
@@ -172,7 +192,7 @@ def _corner(queries: int, keys: int, window: int | None, device: torch.device) -
 def _calls(slices: Slices, route: _Route, window: int | None, device: torch.device) -> _Calls:
     pieces = slices.pieces(slices.rank, window)
     if window is not None:
-        pieces = _in_blocks(pieces, slices, window)
+        pieces = _in_blocks(pieces, window)
     shapes, which, counts = np.unique(
         np.stack([pieces.queries, pieces.keys], 1), axis=0, return_inverse=True, return_counts=True
     )
@@ -188,7 +208,7 @@ def _calls(slices: Slices, route: _Route, window: int | None, device: torch.devi
     )
 
 
-def _in_blocks(pieces: Pieces, slices: Slices, window: int) -> Pieces:
+def _in_blocks(pieces: Pieces, window: int) -> Pieces:
     """The pieces cut to blocks of a window, each with the keys that its own first query sees."""
     block = block_size(window)
     parts = -(-pieces.queries // block)

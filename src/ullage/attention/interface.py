@@ -10,7 +10,7 @@ lengths its sequences would see each other. Source: ``transformers.integrations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def attention(
 
     ``query`` [batch, query heads, tokens, dim], ``key`` and ``value`` [batch, key heads, tokens, dim]; one row if
     packed. ``cu_seq_lens_q`` int32 [N + 1] in tokens, ``max_length_q`` a host integer; keys have the same lengths.
-    ``context_slices``: what the row is a slice of, within ``context_parallel``; the lengths are then those of the whole.
+    ``context_slices``: what the row is a slice of, within ``context_parallel``; the lengths are those of the whole.
     Does not wait for the device, except on CUDA with dropout, or without ``max_length_q``: once a forward. Raises
     ``InputError`` for what it does not honour.
     """
@@ -82,36 +82,28 @@ def attention(
             mask = mask.build()
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
     options = {"window": sliding_window, "scale": scaling}
-
-    def check() -> None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        _refuse_unknown(module, unknown)
-        _refuse_unpackable(module, query, key, attention_mask, causal=causal, window=sliding_window)
-        _refuse_other_keys(module, cu_seq_lens_q, cu_seq_lens_k)
-
-    def kernel(*row: Tensor) -> Tensor:
-        return _packed(row, cu_seq_lens_q, max_length_q, dropout, options, module)
-
+    lengths = (cu_seq_lens_q, cu_seq_lens_k)
+    check = partial(_refuse_packed, module, query, key, attention_mask, is_causal, sliding_window, lengths, unknown)
+    kernel = partial(_packed, cu_seq_lens_q, max_length_q, dropout, options, module)
     if parallel is None:
         check()
-    else:
-        parallel.agree(context_slices, check, query, key)
-    row = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    if parallel is None:
-        return kernel(*row)[None], None
-    return parallel.attend(*row, context_slices, kernel, {**options, "dropout": dropout})[None], None
+        return kernel(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))[None], None
+    options = {**options, "dropout": dropout}
+    return parallel.attend(query, key, value, context_slices, check=check, kernel=kernel, **options), None
 
 
 def _packed(
-    row: Sequence[Tensor],
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     longest: int | None,
     dropout: float,
     options: dict[str, Any],
     module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
     """The kernel that serves these tensors [T, heads, dim] on their device."""
-    query, key, value = row
+    assert cu_seqlens is not None
     if query.is_cuda and dropout == 0.0:
         cu_seqlens = cu_seqlens.to(query.device, torch.int32)
         if not serves_varlen(query, value, dropout):
@@ -140,6 +132,23 @@ def _refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
     layer = getattr(module, "layer_idx", None)
     where = type(module).__name__ + ("" if layer is None else f", layer {layer}")
     return InputError(what, where=where, **facts)
+
+
+def _refuse_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    is_causal: bool | None,
+    window: int | None,
+    lengths: tuple[Tensor | None, Tensor | None],
+    unknown: dict[str, Any],
+) -> None:
+    """Refuses a packed call that could not be answered right."""
+    _refuse_unknown(module, unknown)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    _refuse_unpackable(module, query, key, mask, causal=causal, window=window)
+    _refuse_other_keys(module, *lengths)
 
 
 def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:

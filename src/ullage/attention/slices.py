@@ -96,7 +96,8 @@ class Slices:
 
     def pieces(self, rank: int, window: int | None = None) -> Pieces:
         """The runs of neighbouring tokens of one sequence in a rank's slice, in the slice's order."""
-        return self.remember(("pieces", rank, window), lambda: _pieces(self.layout, self.indices[rank], window))
+        items = self.remember("items", self.layout.item_ids)
+        return self.remember(("pieces", rank, window), lambda: _pieces(self.layout, items, self.indices[rank], window))
 
     def needs(self, rank: int, window: int | None = None) -> Int64:
         """The keys that a rank's queries see, places in the whole row, ascending."""
@@ -149,8 +150,8 @@ def _chunks(slots: Int64, count: int) -> Int64:
     return each[:, None] + (turn < left[:, None])
 
 
-def _pieces(layout: Layout, index: Int64, window: int | None) -> Pieces:
-    item = np.searchsorted(layout.starts + layout.slots, index, side="right")
+def _pieces(layout: Layout, items: Int64, index: Int64, window: int | None) -> Pieces:
+    item = items[index]
     breaks = np.ones(len(index), bool)
     breaks[1:] = (np.diff(index) != 1) | (np.diff(item) != 0)
     first = np.flatnonzero(breaks)
