@@ -5,15 +5,28 @@
 JSON, for each job what each rank returned for each case, ``{"error": ...}`` where it raised.
 """
 
+import contextlib
 import json
+import resource
+import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+)
 
+from tests import packing_script
 from tests.distributed import processes
 from ullage.engines import fsdp
 from ullage.exchange import PackedIterator, Topology
@@ -130,6 +143,85 @@ def resume(rank, world, folder, kind="llama", mesh=(1, 1, 1), **options):
         results = [fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler) for step in steps]
         losses = [float(result.loss) for result in results]
     return {"losses": losses, "differing": differing, "compared": len(saved)}
+
+
+def continue_zero(rank, world, folder, mesh, settings):
+    """Goes on from a converted ZeRO checkpoint of ``packing_script``, whose steps have four sequences, after step 3.
+
+    ``settings``: take lr and the rest from the folder, or have them here.
+    """
+    topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    model = fsdp.parallelize(packing_script.make_model("llama"), topology)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    named = list(model.named_parameters())
+    groups = [{"params": [p for n, p in named if (n in decayed) is chosen]} for chosen in (True, False)]
+    if not settings:
+        groups = [parameter for _, parameter in named]
+    optimizer = torch.optim.AdamW(groups, lr=7.0 if settings else 1e-2, weight_decay=0.5 if settings else 0.0)
+    fsdp.load(folder, model, optimizer, hyperparameters=settings)
+    samples = packing_script.make_samples()[12:]
+    with PackedIterator(samples, topology, global_batch_size=4, capacity=128, shared=True) as steps:
+        results = [fsdp.train_step(model, optimizer, step, max_grad_norm=1.0) for step in steps]
+    moment = float(optimizer.state[named[0][1]]["step"])
+    return {"losses": [float(result.loss) for result in results], "step": moment}
+
+
+def load_zero(rank, world, folder, truth, mesh):
+    """Fills a model from a converted checkpoint with a known value in every element; what differs from it."""
+    model, optimizer, _ = spread(mesh=mesh)
+    fsdp.load(folder, model, optimizer, hyperparameters=False)
+    held = whole_state(model, optimizer)
+    told = torch.load(truth)
+    return {"differing": [name for name in told if not torch.equal(told[name], held[name])], "compared": len(told)}
+
+
+def break_it(rank, world, folder, kind, **options):
+    """Loads what cannot be loaded; whether the model is as it was."""
+    model, optimizer, _ = spread(**options)
+    before = whole_state(model, optimizer)
+    try:
+        if kind == "another optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        elif kind == "made before":
+            optimizer = torch.optim.AdamW(make_model().parameters())
+        elif kind == "other groups":
+            optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+        states = {"missing": optimizer} if kind == "a state" else {}
+        fsdp.load(folder, model, optimizer, **states)
+    except Exception as error:
+        after = whole_state(model, torch.optim.SGD(model.parameters()))
+        kept = all(torch.equal(before[name], value) for name, value in after.items())
+        return {"error": f"{type(error).__name__}: {error}", "kept": kept}
+    return {"error": None}
+
+
+def save_where_one_cannot(rank, world, folder):
+    """Rank 1's disk is full, as it seems."""
+    model, optimizer, _ = spread(mesh=[world, 1, 1])
+    fsdp.save(f"{folder}/kept", model, optimizer)
+    before = sorted(path.name for path in Path(folder, "kept").iterdir())
+    try:
+        with full_disk(rank == 1):
+            fsdp.save(f"{folder}/kept", model, optimizer)
+    except Exception as error:
+        after = sorted(path.name for path in Path(folder, "kept").iterdir())
+        fsdp.load(f"{folder}/kept", model, optimizer)
+        return {"error": f"{type(error).__name__}: {error}", "same": before == after}
+    return {"error": None}
+
+
+@contextlib.contextmanager
+def full_disk(full):
+    """A limit on the size of files this process may write, far below what it has to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def refuse(rank, world, kind="llama", mesh=None, sizes=None, pp=1, model=None, **options):

@@ -13,7 +13,7 @@ Parameters are sharded over dp·cp by ``torch.distributed.fsdp.fully_shard``; ov
 transformers applies it; sequences over cp inside ``ullage.attention``. Losses and gradients are those of one process.
 """
 
-from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
+from ullage.engines.fsdp.checkpoint import is_checkpoint, load, save, save_pretrained
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.mesh import make_topology
 from ullage.engines.fsdp.model import Parallel, parallel_of, parallelize
@@ -24,6 +24,7 @@ __all__ = [
     "StepResult",
     "clip_grad_norm",
     "evaluate_step",
+    "is_checkpoint",
     "load",
     "make_topology",
     "parallel_of",

@@ -17,6 +17,8 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
@@ -58,8 +61,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
 
     def write(staging: Path) -> None:
         place = staging / folder.name
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it runs on one process
+        with _quietly("written", folder):
             dcp.save(state, checkpoint_id=place)
         if _rank() == 0:
             model.config.save_pretrained(place)
@@ -102,6 +104,11 @@ def load(
         _load_optimizer(folder, model, optimizer, names, hyperparameters, has_state)
     for name, state in states.items():
         state.load_state_dict(told[name])
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether ``folder`` is a whole checkpoint of torch's format."""
+    return (Path(folder) / ".metadata").is_file()
 
 
 def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
@@ -340,9 +347,23 @@ def _copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 
 def _load(state: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it runs on one process
+    with _quietly("read", folder):
         dcp.load(state, checkpoint_id=folder)
+
+
+@contextmanager
+def _quietly(done: str, folder: Path) -> Iterator[None]:
+    """Without the remark that there is one process; with our error in place of torch's, which is no ``Exception``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(sorted(failed.failures.items(), key=lambda item: item[0])))
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the checkpoint could not be {done}", where=f"{folder}, rank {rank}", found=found
+        ) from None
 
 
 def _write(folder: Path, write: Any) -> None:
