@@ -22,7 +22,7 @@ from ullage.planning import TransformerCost
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A llama on packed docstrings, over any layout.")
     for axis in ("dp", "cp", "tp"):
         parser.add_argument(f"--{axis}", type=int, default=None if axis == "dp" else 1)
     parser.add_argument("--cp_method", default="auto", choices=("auto", "ulysses", "gather"))
@@ -32,7 +32,7 @@ def parse():
     parser.add_argument("--max_length", type=int, default=2048)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--checkpoint", default=None, metavar="FOLDER", help="go on from it if it is there; save into it")
+    parser.add_argument("--checkpoint", default=None, metavar="FOLDER", help="go on from it if there; save into it")
     return parser.parse_args()
 
 

@@ -11,11 +11,12 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -57,16 +58,20 @@ def make_samples(count=70, longest=50, seed=3):
     return [{"input_ids": draw.integers(3, VOCAB, n).tolist()} for n in draw.integers(1, longest, count)]
 
 
-def spread(kind="llama", mesh=(1, 1, 1), model=None, frozen=False, whole_dtype=None, lr=5e-3, **options):
+def spread(
+    kind="llama", mesh=(1, 1, 1), model=None, frozen=False, whole_dtype=None, recompute=False, lr=5e-3, **options
+):
     """A model on a topology, and its optimizer."""
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
-    made = make_model(kind, **(model or {}))
+    made: Any = make_model(kind, **(model or {}))
     if whole_dtype is not None:
-        made = made.to(getattr(torch, whole_dtype))
+        made.to(getattr(torch, whole_dtype))  # pyright: ignore[reportArgumentType]
     if frozen:
         made.get_input_embeddings().weight.requires_grad_(False)
         for parameter in made.model.layers[0].mlp.parameters():
             parameter.requires_grad_(False)
+    if recompute:
+        made.gradient_checkpointing_enable()
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     if dist.is_initialized() and dist.get_rank() > 0:
@@ -91,6 +96,7 @@ def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
         for step in steps:
             result = fsdp.train_step(model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every)
             losses.append(float(result.loss))
+            assert result.grad_norm is not None
             norms.append(float(result.grad_norm))
             real.append(sum(len(batch) > 0 for batch in step.microbatches))
         evaluated = None
@@ -152,7 +158,9 @@ def continue_zero(rank, world, folder, mesh, settings):
     """
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     model = fsdp.parallelize(packing_script.make_model("llama"), topology)
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    decayed = set(
+        Trainer.get_decay_parameter_names(None, model)  # pyright: ignore[reportArgumentType]
+    )
     named = list(model.named_parameters())
     groups = [{"params": [p for n, p in named if (n in decayed) is chosen]} for chosen in (True, False)]
     if not settings:
@@ -186,8 +194,10 @@ def break_it(rank, world, folder, kind, **options):
             optimizer = torch.optim.AdamW(make_model().parameters())
         elif kind == "other groups":
             optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
-        states = {"missing": optimizer} if kind == "a state" else {}
-        fsdp.load(folder, model, optimizer, **states)
+        if kind == "a state":
+            fsdp.load(folder, model, optimizer, missing=optimizer)
+        else:
+            fsdp.load(folder, model, optimizer)
     except Exception as error:
         after = whole_state(model, torch.optim.SGD(model.parameters()))
         kept = all(torch.equal(before[name], value) for name, value in after.items())
@@ -224,7 +234,7 @@ def full_disk(full):
         signal.signal(signal.SIGXFSZ, before)
 
 
-def refuse(rank, world, kind="llama", mesh=None, sizes=None, pp=1, model=None, **options):
+def refuse(rank, world, kind="llama", mesh=(1, 1, 1), sizes=None, pp=1, model=None, **options):
     """Makes a model parallel that cannot be; ``sizes``: of a topology that is only a value."""
     if sizes is None:
         topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
@@ -235,8 +245,8 @@ def refuse(rank, world, kind="llama", mesh=None, sizes=None, pp=1, model=None, *
 
 def disagree(rank, world):
     """Ranks that give other sizes."""
-    sizes = {"dp": 2} if rank == 0 else {"tp": 2}
-    fsdp.parallelize(make_model(), Topology.grid(rank, **sizes))
+    topology = Topology.grid(rank, dp=2) if rank == 0 else Topology.grid(rank, tp=2)
+    fsdp.parallelize(make_model(), topology)
 
 
 def clip(rank, world):
@@ -249,9 +259,8 @@ def clip(rank, world):
         gradient = torch.randn(parameter.shape, generator=generator)
         if not parameter.requires_grad:
             continue
-        parameter.grad = torch.distributed.tensor.distribute_tensor(
-            gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        assert isinstance(parameter, DTensor)
+        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
         reference.get_parameter(name).grad = gradient
         square += float(gradient.double().square().sum())
     first = float(fsdp.clip_grad_norm(model.parameters(), 2.0))

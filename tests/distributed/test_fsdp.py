@@ -89,7 +89,7 @@ BROKEN = {
     "a smaller model": ("checkpoint", {"model": {"num_hidden_layers": 1}}, "num_hidden_layers"),
     "another vocabulary": ("checkpoint", {"model": {"vocab_size": 70}}, "vocab_size"),
     "another optimizer": ("checkpoint", {}, "lacks what the optimizer needs"),
-    "made before": ("checkpoint", {}, "make the optimizer after parallelize"),
+    "made before": ("checkpoint", {}, "holds parameters that the model does not"),
     "other groups": ("checkpoint", {}, "parameter groups are others"),
     "a state": ("checkpoint", {}, "no state of 'missing'"),
 }
@@ -183,6 +183,7 @@ MANY = {
         "dp·tp": ("qwen3", trained(kind="qwen3", mesh=[2, 1, 2])),
         "cp·tp": ("llama", trained(mesh=[1, 2, 2])),
         "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1], cp_method="ulysses")),
+        "layers computed again in the backward": ("llama", trained(mesh=[1, 2, 2], recompute=True)),
         "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
         "recurrent": ("recurrent", trained(kind="recurrent", mesh=[4, 1, 1])),
     },

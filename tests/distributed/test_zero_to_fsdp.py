@@ -20,7 +20,7 @@ def test_a_zero_run_goes_on(tmp_path, stage):
     options = {"save_strategy": "steps", "save_steps": 3}
     torchrun(2, packing_script.__file__, tmp_path, json.dumps([["llama", stage, options]]), timeout=500)
     [result] = json.loads((tmp_path / "results0.json").read_text())
-    checkpoint.convert(tmp_path / "checkpoint-3", tmp_path / "dcp", format="dcp")
+    checkpoint.convert(tmp_path / "checkpoint-3" / "global_step3", tmp_path / "dcp", format="dcp")
     meshes = [([1, 1, 1], True), ([2, 1, 1], True), ([1, 2, 1], False), ([1, 1, 2], True)]
     arguments = [{"folder": str(tmp_path / "dcp"), "mesh": mesh, "settings": kept} for mesh, kept in meshes]
     alone, two = work([[1, [["continue_zero", arguments[0]]]], [2, [["continue_zero", a] for a in arguments[1:]]]])

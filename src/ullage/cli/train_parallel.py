@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import DefaultFlowCallback, Trainer, get_scheduler
@@ -107,7 +107,7 @@ class ParallelTrainer:
             self.optimizer,
             num_warmup_steps=self.args.get_warmup_steps(self.state.max_steps),
             num_training_steps=self.state.max_steps,
-            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=cast(Any, self.args.lr_scheduler_kwargs),
         )
         self._handler = CallbackHandler(
             [DefaultFlowCallback(), meter], self.model, tokenizer, self.optimizer, self.scheduler
@@ -181,7 +181,7 @@ class ParallelTrainer:
             norm = self._since_log[-1].grad_norm
             logs = {"loss": sum(losses) / len(losses), "grad_norm": float(norm) if norm is not None else 0.0}
             rates, self._since_log, self._watched = self._watched.rates(), [], Watched()
-            self._log({**logs, "learning_rate": self.scheduler.get_last_lr()[0], **rates})
+            self._log({**logs, "learning_rate": float(self.scheduler.get_last_lr()[0]), **rates})
         if self.control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
         if self.control.should_save:

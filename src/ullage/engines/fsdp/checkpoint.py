@@ -24,15 +24,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_state
+from torch.distributed.checkpoint.state_dict_saver import save as write_state
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ullage.engines.fsdp.model import parallel_of
+from ullage.engines.fsdp.optimizer import check_optimizer, make_state, names_of
 from ullage.errors import CheckpointError, InputError
 from ullage.training.saving import agreement, check_same_model, write_whole
 
@@ -62,7 +65,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     def write(staging: Path) -> None:
         place = staging / folder.name
         with _quietly("written", folder):
-            dcp.save(state, checkpoint_id=place)
+            write_state(state, checkpoint_id=place)
         if _rank() == 0:
             model.config.save_pretrained(place)
             (place / STATES).write_text(text, encoding="utf-8")
@@ -95,6 +98,7 @@ def load(
         weights = _weights(model, names)
         _check_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
         _check_nothing_is_left(folder, model, names)
+        has_state = False
         if optimizer is not None:
             has_state = _check_optimizer(folder, model, optimizer, names, hyperparameters)
     targets = {name: _writable(value) for name, value in weights.items()}
@@ -148,25 +152,11 @@ def _tied(model: Any) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _names(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups."""
-    by_id = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    groups = []
-    for group in optimizer.param_groups:
-        if any(id(parameter) not in by_id for parameter in group["params"]):
-            raise InputError(
-                "the optimizer holds parameters that the model does not",
-                hint="make the optimizer after parallelize: the model's parameters are other tensors then",
-            )
-        groups.append([by_id[id(parameter)] for parameter in group["params"]])
-    return groups
-
-
 def _optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is written of the optimizer: no state before its first step."""
     state: dict[str, Any] = {}
     groups = []
-    for group, names in zip(optimizer.param_groups, _names(model, optimizer)):
+    for group, names in zip(optimizer.param_groups, names_of(model, optimizer)):
         for parameter, name in zip(group["params"], names):
             if parameter in optimizer.state:
                 held = optimizer.state[parameter]
@@ -179,7 +169,8 @@ def _check_optimizer(
     folder: Path, model: Any, optimizer: torch.optim.Optimizer, names: dict[str, Any], hyperparameters: bool
 ) -> bool:
     """Whether the folder holds states for this optimizer. Makes those of a new optimizer, to be filled."""
-    groups = _names(model, optimizer)
+    check_optimizer(model, optimizer)
+    groups = names_of(model, optimizer)
     if not any(name.startswith("optim.") for name in names):
         raise CheckpointError(
             "this checkpoint holds no optimizer", where=str(folder), hint="load the model alone, without an optimizer"
@@ -188,8 +179,9 @@ def _check_optimizer(
         _check_groups(folder, groups, names)
     if not any(name.startswith("optim.state.") for name in names):
         return False
-    if not optimizer.state:
-        _make_state(optimizer)
+    new = not optimizer.state
+    if new:
+        make_state(optimizer)
     wanted = {
         f"optim.state.{name}.{key}": value
         for group, listed in zip(optimizer.param_groups, groups)
@@ -197,7 +189,12 @@ def _check_optimizer(
         for key, value in optimizer.state.get(parameter, {}).items()
         if value is not None
     }
-    _check_names(folder, wanted, names)
+    try:
+        _check_names(folder, wanted, names)
+    except CheckpointError:
+        if new:
+            optimizer.state.clear()
+        raise
     return True
 
 
@@ -215,26 +212,10 @@ def _check_groups(folder: Path, groups: list[list[str]], names: dict[str, Any]) 
     )
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Has a new optimizer make its tensors: a step without gradients at a rate of zero, which changes no weight."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["lr"] = group["lr"] * 0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        if "lr" in group:
-            group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-
-
 def _load_optimizer(
     folder: Path, model: Any, optimizer: torch.optim.Optimizer, names: dict[str, Any], settings: bool, has_state: bool
 ) -> None:
-    groups = _names(model, optimizer)
+    groups = names_of(model, optimizer)
     if not has_state:
         optimizer.state.clear()
     held: dict[str, dict[str, Any]] = {}
@@ -264,7 +245,7 @@ def _load_optimizer(
 
 def _metadata(folder: Path) -> dict[str, Any]:
     try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
+        metadata = FileSystemReader(folder).read_metadata()
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointError(
             "this folder holds no distributed checkpoint",
@@ -348,7 +329,7 @@ def _copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 def _load(state: dict[str, Any], folder: Path) -> None:
     with _quietly("read", folder):
-        dcp.load(state, checkpoint_id=folder)
+        read_state(state, checkpoint_id=folder)
 
 
 @contextmanager

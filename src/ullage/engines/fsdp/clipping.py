@@ -38,7 +38,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None = None) 
         local.append(held)
     squares = []
     for (mesh, dims), held in kinds.items():
-        norms = torch._foreach_norm(held, 2, dtype=torch.float32)
+        norms = torch._foreach_norm(held, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         square = torch.stack(norms).square().sum()
         for dim in dims:
             dist.all_reduce(square, group=mesh.get_group(dim))

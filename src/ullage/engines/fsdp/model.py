@@ -30,7 +30,8 @@ class Parallel:
     """How a model is spread. ``device``: where it computes. ``mesh``: of dp, cp and tp. ``sharded``: dp·cp of it as one
     axis, over which parameters are sharded and gradients averaged. Both are ``None`` on one process.
 
-    ``cp_method`` and ``cp_fallback`` are those of ``ullage.attention.context_parallel``.
+    ``cp_method`` and ``cp_fallback`` are those of ``ullage.attention.context_parallel``. ``autocast``: what one process
+    computes in, where there is no FSDP to cast its weights.
     """
 
     topology: Topology
@@ -39,9 +40,12 @@ class Parallel:
     sharded: DeviceMesh | None = None
     cp_method: str = "auto"
     cp_fallback: bool = True
+    autocast: torch.dtype | None = None
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the attention of this model's rows runs in."""
+        """What a forward of this model runs in."""
+        if self.autocast is not None:
+            return torch.autocast(self.device.type, self.autocast)
         if self.topology.cp.size == 1:
             return contextlib.nullcontext()
         return packed_attention.context_parallel(self.topology.cp, method=self.cp_method, fallback=self.cp_fallback)
@@ -80,17 +84,19 @@ def parallelize(
         _check(model, topology, dist.get_world_size() if several else 1)
         _put_attention(model)
         _check_context(model, topology, cp_method, cp_fallback)
+    device = device_of_rank()
     if not several:
-        setattr(model, _ATTRIBUTE, Parallel(topology, next(model.parameters()).device))
+        model.to(device)  # pyright: ignore[reportArgumentType]
+        setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype))
         return model
     mesh, sharded = mesh_of(topology)
     if any(axis.size > 1 and axis.group is None for axis in topology.axes):
         topology = Topology.from_device_mesh(mesh)
-    device = device_of_rank()
     if sync_weights:
         _send_weights(model, device)
     if topology.tp.size > 1:
         tensor_parallel.apply(model, mesh["tp"])
+        _share_seed(mesh["tp"])
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
     for layer in _layers(model):
         fully_shard(layer, mesh=sharded, reshard_after_forward=reshard_after_forward, mp_policy=policy)
@@ -164,6 +170,13 @@ def _send_weights(model: nn.Module, device: torch.device) -> None:
         there = tensor.data.to(device).contiguous()
         dist.broadcast(there, src=0)
         tensor.data.copy_(there)
+
+
+def _share_seed(mesh: DeviceMesh) -> None:
+    """From here on the ranks of tp draw alike: what they hold in common, dropout has to treat alike."""
+    seed = [torch.initial_seed()]
+    dist.broadcast_object_list(seed, group=mesh.get_group(), group_src=0)
+    torch.manual_seed(seed[0])
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import ullage.attention as packed_attention
 from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
+from ullage.engines.fsdp.optimizer import check_optimizer
 from ullage.errors import InputError
 from ullage.exchange import PackedStep
 
@@ -54,7 +54,9 @@ def train_step(
     ``reduce_every_microbatch``: less memory and more communication. Collective; every rank passes its part of the
     same step. Raises ``InputError`` for a model that was not made by ``parallelize``.
     """
-    _prepare_optimizer(optimizer)
+    check_optimizer(model, optimizer)
+    if not model.training:
+        model.train()
     loss, num_labels = _run(model, step, reduce_every_microbatch)
     norm = clip_grad_norm(model.parameters(), max_grad_norm)
     optimizer.step()
@@ -140,11 +142,3 @@ def _weigh_auxiliary(model: Any, outputs: Any, share: float) -> Tensor:
     if auxiliary is None or factor is None:
         return outputs.loss
     return outputs.loss - (1 - share) * factor * auxiliary.to(outputs.loss.device)
-
-
-def _prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Batched kernels take tensors of one mesh; with tp there are two."""
-    for group in optimizer.param_groups:
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
-        if len(meshes) > 1 and (group.get("foreach") or group.get("fused")):
-            group["foreach"] = group["fused"] = False

@@ -37,8 +37,10 @@ def check_tensor_parallel(model: Any, size: int) -> None:
         raise InputError(
             "this model cannot be split over tp", expected="a model with a plan", found=reason, hint="use dp instead"
         )
-    heads = {"num_attention_heads": ("q_proj", "qkv_proj", "query_key_value")}
-    heads["num_key_value_heads"] = ("k_proj", "v_proj")
+    heads = {
+        "num_attention_heads": ("q_proj", "qkv_proj", "query_key_value"),
+        "num_key_value_heads": ("k_proj", "v_proj"),
+    }
     for attribute, projections in heads.items():
         number = getattr(config, attribute, None)
         split = any(k.rpartition(".")[2] in projections and style == _SPLITS_HEADS for k, style in base.items())
