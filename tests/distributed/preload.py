@@ -1,9 +1,11 @@
-"""What the server of test processes has loaded before it forks: torch, ullage, and the planner's compiled loops."""
+"""What the server of test processes has loaded before it forks: torch, ullage, its attention for
+transformers' models, and the planner's compiled loops."""
 
 import torch
 import torch.distributed.device_mesh
 
 import ullage
+import ullage.attention
 import ullage.exchange
 
 torch.set_num_threads(1)

@@ -118,8 +118,8 @@ class ContextParallel(contextlib.ContextDecorator):
         """
         failure: UllageError | None = None
         try:
-            check()
             self._check(slices, query)
+            check()
         except UllageError as error:
             failure = error
         if slices is None or slices.served_by is not self:

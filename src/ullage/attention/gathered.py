@@ -26,7 +26,7 @@ from ullage.attention.varlen import serves_varlen, varlen_attention
 from ullage.layout import Int64
 
 #: A piece is cut into at most this many blocks of queries, of at least ``_LEAST_BLOCK``.
-_MOST_BLOCKS = 8
+_MOST_BLOCKS = 16
 _LEAST_BLOCK = 32
 
 
