@@ -22,6 +22,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
@@ -48,6 +50,8 @@ def make_model(kind="llama", **options):
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options))
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **options))
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **options))
     return LlamaForCausalLM(LlamaConfig(**options))
@@ -92,6 +96,8 @@ def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
     every = options.pop("reduce_every_microbatch", False)
     model, optimizer, topology = spread(kind, mesh, **options)
     losses, norms, real = [], [], []
+    with steps_of(topology, 14) as steps:
+        before = float(fsdp.evaluate_step(model, next(steps)).loss)
     with steps_of(topology) as steps:
         for step in steps:
             result = fsdp.train_step(model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every)
@@ -99,10 +105,9 @@ def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
             assert result.grad_norm is not None
             norms.append(float(result.grad_norm))
             real.append(sum(len(batch) > 0 for batch in step.microbatches))
-        evaluated = None
     with steps_of(topology, 14) as steps:
         evaluated = float(fsdp.evaluate_step(model, next(steps)).loss)
-    return {"losses": losses, "norms": norms, "real": real, "evaluated": evaluated}
+    return {"losses": losses, "norms": norms, "real": real, "before": before, "evaluated": evaluated}
 
 
 def whole_state(model, optimizer):

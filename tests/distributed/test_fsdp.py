@@ -33,6 +33,7 @@ def assert_trained(ranks, k, reference):
         assert "error" not in rank[k], rank[k]["error"]
         assert rank[k]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert rank[k]["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+        assert rank[k]["before"] == pytest.approx(reference["losses"][0], rel=1e-5)
         assert rank[k]["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
     assert len(set(reference["losses"])) == 5
 
@@ -49,6 +50,7 @@ ALONE = {
     "frozen": trained(frozen=True),
     "few": trained(model=FEW),
     "recurrent": trained(kind="recurrent"),
+    "mixtral": trained(kind="mixtral"),
 }
 TWO = {
     "cp by heads": ("llama", trained(mesh=[1, 2, 1], cp_method="ulysses")),
@@ -186,6 +188,7 @@ MANY = {
         "layers computed again in the backward": ("llama", trained(mesh=[1, 2, 2], recompute=True)),
         "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
         "recurrent": ("recurrent", trained(kind="recurrent", mesh=[4, 1, 1])),
+        "experts": ("mixtral", trained(kind="mixtral", mesh=[2, 1, 2])),
     },
     8: {
         "dp·cp·tp by heads": ("llama", trained(mesh=[2, 2, 2], cp_method="ulysses")),
@@ -202,6 +205,7 @@ LAYOUTS = [
     ([1, 2, 1], [1, 1, 2], {"model": TIED}),
     ([1, 1, 2], [3, 1, 1], {"kind": "qwen3"}),
     ([4, 1, 1], [2, 2, 2], {"frozen": True}),
+    ([2, 1, 2], [2, 1, 1], {"kind": "mixtral"}),
 ]
 
 

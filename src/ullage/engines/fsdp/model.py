@@ -113,6 +113,14 @@ def parallel_of(model: nn.Module) -> Parallel:
     return found
 
 
+def tied_names(model: Any) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
 def _check(model: Any, topology: Topology, world: int) -> None:
     if not isinstance(model, PreTrainedModel):
         raise InputError("a Hugging Face model is needed", expected="a PreTrainedModel", found=type(model).__name__)

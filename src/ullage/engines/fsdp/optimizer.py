@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ullage.errors import InputError
@@ -20,6 +21,7 @@ _CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the parameters in each group. Raises ``InputError`` if one is not the model's."""
+    reshard(model)
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
@@ -30,6 +32,12 @@ def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
             )
         groups.append([by_id[id(parameter)] for parameter in group["params"]])
     return groups
+
+
+def reshard(model: Any) -> None:
+    """Gives back the weights that a forward without a backward left whole; whole ones are other tensors."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def check_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:

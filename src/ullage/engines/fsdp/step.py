@@ -21,7 +21,7 @@ import ullage.attention as packed_attention
 from ullage.batch import IGNORED_LABEL, RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
-from ullage.engines.fsdp.optimizer import check_optimizer
+from ullage.engines.fsdp.optimizer import check_optimizer, reshard
 from ullage.errors import InputError
 from ullage.exchange import PackedStep
 
@@ -75,6 +75,7 @@ def evaluate_step(model: Any, step: PackedStep) -> StepResult:
         loss, num_labels = _run(model, step)
     finally:
         model.train(training)
+        reshard(model)
     return StepResult(loss, num_labels)
 
 
