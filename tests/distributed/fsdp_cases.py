@@ -22,6 +22,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3Config,
@@ -47,6 +48,8 @@ def make_model(kind="llama", **options):
         return RecurrentForCausalLM(
             RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
         )
+    if kind == "classifier":
+        return LlamaForSequenceClassification(LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL))
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options))
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}

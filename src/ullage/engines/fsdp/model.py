@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
@@ -27,8 +28,9 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """How a model is spread. ``device``: where it computes. ``mesh``: of dp, cp and tp. ``sharded``: dp·cp of it as one
-    axis, over which parameters are sharded and gradients averaged. Both are ``None`` on one process.
+    """How a model is spread. ``topology``: with its groups. ``device``: where it computes. ``mesh``: of dp, cp and tp.
+    ``sharded``: dp·cp of it as one axis, over which parameters are sharded and gradients averaged. Both meshes are
+    ``None`` on one process.
 
     ``cp_method`` and ``cp_fallback`` are those of ``ullage.attention.context_parallel``. ``autocast``: what one process
     computes in, where there is no FSDP to cast its weights.
@@ -46,9 +48,10 @@ class Parallel:
         """What a forward of this model runs in."""
         if self.autocast is not None:
             return torch.autocast(self.device.type, self.autocast)
-        if self.topology.cp.size == 1:
+        if self.mesh is None or self.topology.cp.size == 1:
             return contextlib.nullcontext()
-        return packed_attention.context_parallel(self.topology.cp, method=self.cp_method, fallback=self.cp_fallback)
+        group = self.mesh.get_group("cp")
+        return packed_attention.context_parallel(group, method=self.cp_method, fallback=self.cp_fallback)
 
     @property
     def averaged_over(self) -> int:
@@ -128,6 +131,16 @@ def _check(model: Any, topology: Topology, world: int) -> None:
         raise InputError("this model is parallel already", found=type(model).__name__)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("this model has no weights yet", found="parameters on the meta device")
+    loss = model.loss_function
+    if "labels" not in inspect.signature(model.forward).parameters or (
+        loss is not ForCausalLMLoss and loss in LOSS_MAPPING.values()
+    ):
+        raise InputError(
+            "only causal language models are trained by this engine",
+            expected="a model whose loss predicts the next token",
+            found=type(model).__name__,
+            hint="ullage.training.Trainer trains the others",
+        )
     if topology.pp.size > 1:
         raise InputError("FSDP takes no pipeline stages", expected="pp 1", found=f"pp {topology.pp.size}")
     if topology.world_size != world:
@@ -151,7 +164,7 @@ def _check_context(model: Any, topology: Topology, method: str, fallback: bool) 
     heads = getattr(config, "num_attention_heads", None)
     if fallback or method == "gather" or not isinstance(heads, int):
         return
-    own = heads // topology.tp.size
+    own = heads // topology.tp.size if tensor_parallel.splits(model, "q_proj") else heads
     if own % cp:
         raise InputError(
             "cp does not divide the model's attention heads",

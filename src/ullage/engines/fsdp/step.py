@@ -83,8 +83,8 @@ def _run(model: Any, step: PackedStep, reduce_every_microbatch: bool = False) ->
     parallel = parallel_of(model)
     batches = [_with_labels(batch) for batch in step.microbatches]
     num_labels = torch.tensor(sum(map(_count_labels, batches)), device=parallel.device)
-    if parallel.topology.dp.size > 1:
-        dist.all_reduce(num_labels, group=parallel.topology.dp.require_group())
+    if parallel.mesh is not None:
+        dist.all_reduce(num_labels, group=parallel.mesh.get_group("dp"))
     divisor = num_labels.clamp(min=1)
     total = torch.zeros((), device=parallel.device)
     for k, batch in enumerate(batches):
@@ -103,16 +103,17 @@ def _run(model: Any, step: PackedStep, reduce_every_microbatch: bool = False) ->
 
 def _loss(model: Any, batch: RaggedBatch, step: PackedStep, divisor: Tensor, parallel: Parallel) -> Tensor:
     """This rank's part of the step's loss: the parts of all ranks and microbatches add up to it."""
-    cp = parallel.topology.cp
+    cp = parallel.topology.cp.size
     filled = (batch if len(batch) else batch.placeholder()).to(parallel.device, non_blocking=True)
     keywords = {"num_items_in_batch": divisor, "use_cache": False}
     with warnings.catch_warnings(), parallel.context():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: we make none
-        if cp.size > 1:
-            outputs = model(**keywords | packed_attention.shard_batch(filled, cp, num_items=divisor))
+        if parallel.mesh is not None and cp > 1:
+            row = packed_attention.shard_batch(filled, parallel.mesh.get_group("cp"), num_items=divisor)
+            outputs = model(**keywords | row)
         else:
             outputs = model(**keywords, **filled.to_flattened())
-    share = batch.layout.num_tokens / max(step.num_tokens, 1) / cp.size
+    share = batch.layout.num_tokens / max(step.num_tokens, 1) / cp
     return _weigh_auxiliary(model, outputs, share)
 
 

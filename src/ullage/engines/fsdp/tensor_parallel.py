@@ -29,8 +29,7 @@ def check_tensor_parallel(model: Any, size: int) -> None:
     """Raises ``InputError`` for a model that ``size`` ranks cannot share, with the reason."""
     name = type(model).__name__
     config = model.config.get_text_config()
-    base = getattr(model.base_model, "tp_plan", None) or {}
-    if not base:
+    if not _base_plan(model):
         reason = f"{name} has no tensor-parallel plan (base_model_tp_plan)"
         if getattr(config, "cell", None) is not None:
             reason = f"{name} is recurrent: every time step would wait for all ranks of tp"
@@ -43,14 +42,23 @@ def check_tensor_parallel(model: Any, size: int) -> None:
     }
     for attribute, projections in heads.items():
         number = getattr(config, attribute, None)
-        split = any(k.rpartition(".")[2] in projections and style == _SPLITS_HEADS for k, style in base.items())
-        if split and isinstance(number, int) and number % size:
+        if splits(model, *projections) and isinstance(number, int) and number % size:
             raise InputError(
                 f"tp does not divide the model's {attribute}",
                 where=name,
                 expected=f"a multiple of tp = {size}",
                 found=number,
             )
+
+
+def splits(model: Any, *projections: str) -> bool:
+    """Whether the model's plan leaves each rank with heads of its own after one of these projections."""
+    plan = _base_plan(model)
+    return any(name.rpartition(".")[2] in projections and style == _SPLITS_HEADS for name, style in plan.items())
+
+
+def _base_plan(model: Any) -> dict[str, str]:
+    return getattr(model.base_model, "tp_plan", None) or {}
 
 
 def apply(model: Any, mesh: DeviceMesh) -> None:
