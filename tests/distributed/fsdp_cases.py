@@ -78,7 +78,7 @@ def spread(
         for parameter in made.model.layers[0].mlp.parameters():
             parameter.requires_grad_(False)
     if recompute:
-        made.gradient_checkpointing_enable()
+        made.activation_checkpointing_enable()
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     if dist.is_initialized() and dist.get_rank() > 0:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import DefaultFlowCallback, Trainer, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -87,7 +88,7 @@ class ParallelTrainer:
         self.topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
         self.dataset, self.eval_dataset, self._tokenizer, self._meter = training, held_out, tokenizer, meter
         if self.args.gradient_checkpointing:
-            model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+            model.activation_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
         self._cost = _cost_of(model)
         dtype = torch.bfloat16 if self.args.bf16 else None
         self.model = fsdp.parallelize(model, self.topology, dtype=dtype, cp_method=sizes.cp_method)
@@ -110,7 +111,11 @@ class ParallelTrainer:
             scheduler_specific_kwargs=cast(Any, self.args.lr_scheduler_kwargs),
         )
         self._handler = CallbackHandler(
-            [DefaultFlowCallback(), meter], self.model, tokenizer, self.optimizer, self.scheduler
+            [DefaultFlowCallback(), meter, *get_reporting_integration_callbacks(self.args.report_to)],
+            self.model,
+            tokenizer,
+            self.optimizer,
+            self.scheduler,
         )
         self._since_log: list[fsdp.StepResult] = []
         self._watched = Watched()
