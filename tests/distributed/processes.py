@@ -18,9 +18,10 @@ import torch.multiprocessing as mp
 TIMEOUT = 60
 
 
-def _context():
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+def _context(method):
+    context = mp.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["tests.distributed.preload"])
     return context
 
 
@@ -51,12 +52,13 @@ def join(rank, world, store, timeout=TIMEOUT):
     )
 
 
-def run(function, world, *arguments, timeout=TIMEOUT, deaths=()):
+def run(function, world, *arguments, timeout=TIMEOUT, deaths=(), method="forkserver"):
     """``function(rank, world, *arguments)`` on every rank: dicts with ``value``, or ``error`` and ``traceback``.
 
-    A rank in ``deaths`` is expected to die and has ``None``. Fails if a rank ends otherwise, or not at all.
+    A rank in ``deaths`` is expected to die and has ``None``. ``method``: ``"fork"`` from a process that has loaded more
+    than the server. Fails if a rank ends otherwise, or not at all.
     """
-    context = _context()
+    context = _context(method)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank, args=(rank, world, folder, function, arguments, timeout), daemon=True)

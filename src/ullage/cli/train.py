@@ -47,6 +47,7 @@ def _run(argv: list[str], first: bool) -> None:
 
     from ullage.cli.train_arguments import parse
     from ullage.cli.train_folder import begin, finish, look_at
+    from ullage.cli.train_layout import check_layout_of
     from ullage.cli.train_model import load_model, load_tokenizer
 
     command = parse(argv)
@@ -61,6 +62,7 @@ def _run(argv: list[str], first: bool) -> None:
         return
     for note in situation.notes:
         say(note)
+    check_layout_of(situation.checkpoint, command.parallel.asked)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command, tokenizer, situation.checkpoint)
@@ -159,6 +161,10 @@ def _trainer(
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
     meter = Meter(show=first and not arguments.disable_tqdm)
+    if command.parallel.asked:
+        from ullage.cli.train_parallel import ParallelTrainer
+
+        return ParallelTrainer(command, model, tokenizer, training, held_out, meter), meter
     trainer = Measured(
         model=model,
         args=arguments,
@@ -180,7 +186,8 @@ def _train(
     from ullage.cli.train_progress import Interruption, Stop
     from ullage.training.saving import checkpoints_in
 
-    conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
+    converts = checkpoint is not None and not command.parallel.asked
+    conversion = trainer.conversion_for(checkpoint) if converts else None
     if conversion is not None:
         say(str(conversion))
     stop = Stop(command.run.stop_at_step)

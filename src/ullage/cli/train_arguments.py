@@ -21,6 +21,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from ullage.cli.train_layout import ParallelArguments
 from ullage.cli.train_record import taken_over
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
@@ -35,6 +36,7 @@ docstrings of this Python's standard library.
   ullage train --config run.yaml --learning_rate 1e-3
   ullage train --output_dir runs/first --resume_from_checkpoint
   torchrun --nproc_per_node 2 -m ullage train --model llama-256x4 --packing --zero 2
+  torchrun --nproc_per_node 8 -m ullage train --model llama-256x4 --dp 2 --cp 2 --tp 2 --bf16
 
 What is resumed keeps its settings, on any number of processes and at any ZeRO stage.
 """
@@ -181,13 +183,16 @@ class TrainCommand:
     model: ModelArguments
     output: OutputArguments
     run: RunArguments
+    parallel: ParallelArguments
     training: TrainingArguments
     given: frozenset[str]
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
     """Raises ``UsageError``, which names near matches for an unknown key or flag. ``--help`` prints and exits."""
-    parser = _Parser((DataArguments, ModelArguments, OutputArguments, RunArguments, TrainingArguments))
+    parser = _Parser(
+        (DataArguments, ModelArguments, OutputArguments, RunArguments, ParallelArguments, TrainingArguments)
+    )
     before, rest = _split_config(argv)
     flags: list[str] = []
     for path in before:
@@ -209,7 +214,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if unknown:
         name = unknown[0].partition("=")[0]
         raise UsageError(f"unknown argument {name}", hint=parser.near(name))
-    return TrainCommand(*parts[:5], given=frozenset(given))
+    return TrainCommand(*parts[:6], given=frozenset(given))
 
 
 def _resumed(parser: _Parser, given: dict[str, Any]) -> list[str]:
@@ -219,8 +224,9 @@ def _resumed(parser: _Parser, given: dict[str, Any]) -> list[str]:
         return []
     output = given.get("output_dir", DEFAULTS["output_dir"])
     folder = Path(output if resume.lower() in ("true", "last") else resume.rstrip("/") + "/..")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return parser.flags_of(taken_over(folder.resolve(), {*given, *parser.emptied}, world_size))
+    layout = ParallelArguments(**{name: given[name] for name in ("dp", "cp", "tp") if name in given})
+    ranks = layout.data_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+    return parser.flags_of(taken_over(folder.resolve(), {*given, *parser.emptied}, ranks))
 
 
 def _zero(given: dict[str, Any]) -> list[str]:
@@ -325,6 +331,7 @@ class _Parser(HfArgumentParser):
         sections: dict[str, list[argparse.Action]] = {
             "Data": self._of(DataArguments),
             "Model": self._of(ModelArguments),
+            "Layout, under torchrun": self._of(ParallelArguments),
             "Training, most used": [
                 *(self._by_name[name] for name in _MOST_USED if name in self._by_name),
                 *self._of(RunArguments),

@@ -56,6 +56,7 @@ _KEPT = ("logging_steps", "save_steps", "save_total_limit", "eval_steps", "eval_
 def settings_of(command: TrainCommand) -> dict[str, Any]:
     """The settings that decide the numbers of a run, as they are written to JSON."""
     training = {name: getattr(command.training, name) for name in _DECIDING}
+    training["world_size"] = command.parallel.data_ranks(command.training.world_size)
     settings = {**asdict(command.data), **asdict(command.model), **training}
     return json.loads(json.dumps(settings, default=str))
 
@@ -85,8 +86,8 @@ def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | 
 def taken_over(folder: Path, given: set[str], world_size: int) -> dict[str, Any]:
     """The settings of the run in ``folder`` for a call that resumes it and gave ``given`` itself.
 
-    The global batch stays what it was: on another number of processes each takes another part of it. Raises
-    ``UsageError`` where it cannot be shared evenly.
+    ``world_size``: ranks that read different sequences. The global batch stays what it was: on another number of them
+    each takes another part of it. Raises ``UsageError`` where it cannot be shared evenly.
     """
     record = read_record(folder)
     if record is None:

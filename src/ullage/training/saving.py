@@ -108,26 +108,45 @@ class WholeCheckpointMixin(_Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_whole(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Calls ``write`` with an empty staging folder and moves what it wrote into ``folder``."""
-        staging = folder / PARTIAL
-        several = self.args.world_size > 1
-        with _agreement(several, "preparing to save"):
-            if self.args.should_save or self.args.local_process_index == 0:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True, exist_ok=True)
-        with _agreement(several, "writing a checkpoint"):
-            write(staging)
-        with _agreement(several, "putting a checkpoint in its place"):
-            if self.args.should_save:
-                _move_in(staging, folder)
-        # ranks whose disk the saving rank does not see still hold their own part
-        with _agreement(several, "putting a checkpoint in its place"):
-            if self.args.local_process_index == 0 and staging.is_dir():
-                _move_in(staging, folder)
+        write_whole(
+            folder,
+            write,
+            several=self.args.world_size > 1,
+            saves=self.args.should_save,
+            first_of_its_machine=self.args.local_process_index == 0,
+        )
+
+
+def write_whole(
+    folder: Path,
+    write: Callable[[Path], None],
+    *,
+    several: bool = False,
+    saves: bool = True,
+    first_of_its_machine: bool = True,
+) -> None:
+    """Calls ``write`` with an empty staging folder inside ``folder`` and moves what it wrote into ``folder``.
+
+    ``several``: other processes do the same, and all succeed or all raise. ``saves``: this one puts things in place.
+    """
+    staging = folder / PARTIAL
+    with agreement(several, "preparing to save"):
+        if saves or first_of_its_machine:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True, exist_ok=True)
+    with agreement(several, "writing a checkpoint"):
+        write(staging)
+    with agreement(several, "putting a checkpoint in its place"):
+        if saves:
+            _move_in(staging, folder)
+    # ranks whose disk the saving rank does not see still hold their own part
+    with agreement(several, "putting a checkpoint in its place"):
+        if first_of_its_machine and staging.is_dir():
+            _move_in(staging, folder)
 
 
 @contextmanager
-def _agreement(several: bool, doing: str) -> Iterator[None]:
+def agreement(several: bool, doing: str) -> Iterator[None]:
     """Leaves the block on all ranks or on none: if one raised, the others raise ``DistributedError`` that names it."""
     problem: Exception | None = None
     try:

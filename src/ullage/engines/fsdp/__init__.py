@@ -1,0 +1,35 @@
+"""Torch's own engine for Hugging Face models on packed sequences: FSDP2, tensor and context parallel.
+
+    topology = fsdp.make_topology(dp=2, cp=2, tp=2)             # under torchrun; or any Topology you have
+    model = fsdp.parallelize(AutoModelForCausalLM.from_pretrained(name), topology)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with PackedIterator(samples, topology, global_batch_size=64, capacity=8192) as steps:
+        for step in steps:
+            result = fsdp.train_step(model, optimizer, step, max_grad_norm=1.0)
+    fsdp.save("runs/checkpoint", model, optimizer)              # loads on any other layout
+    fsdp.save_pretrained(model, "runs/model")                   # loads with from_pretrained
+
+Parameters are sharded over dp·cp by ``torch.distributed.fsdp.fully_shard``; over tp by the model's own plan, as
+transformers applies it; sequences over cp inside ``ullage.attention``. Losses and gradients are those of one process.
+"""
+
+from ullage.engines.fsdp.checkpoint import is_checkpoint, load, save, save_pretrained
+from ullage.engines.fsdp.clipping import clip_grad_norm
+from ullage.engines.fsdp.mesh import make_topology
+from ullage.engines.fsdp.model import Parallel, parallel_of, parallelize
+from ullage.engines.fsdp.step import StepResult, evaluate_step, train_step
+
+__all__ = [
+    "Parallel",
+    "StepResult",
+    "clip_grad_norm",
+    "evaluate_step",
+    "is_checkpoint",
+    "load",
+    "make_topology",
+    "parallel_of",
+    "parallelize",
+    "save",
+    "save_pretrained",
+    "train_step",
+]

@@ -1,0 +1,190 @@
+"""Saving on one layout, loading on another: model and optimizer through ``torch.distributed.checkpoint``.
+
+Names are those that ``ullage convert --to dcp`` writes, so a DeepSpeed run goes on under FSDP2:
+
+    model.<name>                         weights and buffers; of tied names one is enough
+    optim.state.<name>.<key>             exp_avg, exp_avg_sq, step, ...
+    optim.param_groups.<i>.<setting>     hyperparameters, and the names of the parameters
+
+Beside it lie the model's ``config.json`` and, in ``ullage_states.json``, the states of whatever else was given (a
+scheduler, an iterator), which must be plain numbers. A folder is written beside its place and renamed when every rank
+has written its part. What is loaded is compared with the folder's metadata first, so that nothing is half loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from ullage.engines.fsdp import chunks
+from ullage.engines.fsdp.model import parallel_of, tied_names
+from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
+from ullage.errors import CheckpointError, InputError
+from ullage.training.saving import agreement, check_same_model, write_whole
+
+STATES = "ullage_states.json"
+
+
+def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None = None, **states: Any) -> None:
+    """Writes ``folder``, whole or not at all; a folder of that name is replaced.
+
+    ``states``: by name, objects with a ``state_dict`` of plain numbers, the same on every rank, or such dicts.
+    Collective; waits for the device. Raises on every rank if one of them could not write.
+    """
+    parallel_of(model)
+    folder = Path(folder)
+    with agreement(_several(), "collecting a checkpoint"):
+        told = {name: state.state_dict() if hasattr(state, "state_dict") else state for name, state in states.items()}
+        try:
+            text = json.dumps(told)
+        except (TypeError, ValueError) as error:
+            raise InputError("a state is more than plain numbers", where=", ".join(states), found=error) from error
+    state = {"model": {name: chunks.writable(value) for name, value in _weights(model).items()}}
+    if optimizer is not None:
+        state["optim"] = optimizer_state(model, optimizer)
+
+    def write(staging: Path) -> None:
+        place = staging / folder.name
+        chunks.write(state, place)
+        if _rank() == 0:
+            model.config.save_pretrained(place)
+            (place / STATES).write_text(text, encoding="utf-8")
+
+    _write(folder.parent, write)
+
+
+def load(
+    folder: str | Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    hyperparameters: bool = True,
+    **states: Any,
+) -> None:
+    """Fills model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
+
+    ``hyperparameters``: whether the optimizer's settings (lr, betas, ...) become those of the folder too. ``states``:
+    objects with ``load_state_dict``, by the names they were saved under. Collective; waits for the device. Raises
+    ``CheckpointError`` on every rank, before anything is changed, for a folder that is none or of another model, and
+    for an optimizer of other parameters or another kind.
+    """
+    parallel_of(model)
+    folder = Path(folder)
+    with agreement(_several(), "reading a checkpoint"):
+        names = _metadata(folder)
+        if (folder / "config.json").is_file():
+            check_same_model(model.config, folder)
+        told = _read_states(folder, states)
+        weights = _weights(model, names)
+        chunks.check_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
+        _check_nothing_is_left(folder, model, names)
+        loader = None if optimizer is None else OptimizerLoader(folder, model, optimizer, names)
+        if loader is not None:
+            loader.check()
+    settings = loader.settings() if loader is not None and hyperparameters else []
+    targets = {name: chunks.writable(value) for name, value in weights.items()}
+    chunks.read({"model": targets}, folder)
+    chunks.copy_back(weights, targets)
+    if loader is not None:
+        loader.load(settings)
+    for name, state in states.items():
+        state.load_state_dict(told[name])
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether ``folder`` is a whole checkpoint of torch's format."""
+    return (Path(folder) / ".metadata").is_file()
+
+
+def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
+    """Writes the whole model so that ``from_pretrained`` reads it, and ``others`` (a tokenizer) beside it.
+
+    Collective; rank 0 gathers all weights in its memory. Raises on every rank if they could not be written.
+    """
+    parallel_of(model)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def write(staging: Path) -> None:
+        if _rank() == 0:
+            model.save_pretrained(staging, state_dict=whole)
+            for other in others:
+                other.save_pretrained(staging)
+
+    _write(Path(folder), write)
+
+
+def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
+    """The model's tensors by name. Of tied names the first, or the first that is ``found`` in a folder."""
+    weights = cast(dict[str, Tensor], get_model_state_dict(model))
+    for names in tied_names(model):
+        names = [name for name in names if name in weights]
+        kept = next((name for name in names if found is not None and f"model.{name}" in found), names[0])
+        for name in names:
+            if name != kept:
+                del weights[name]
+    return weights
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        raise CheckpointError(
+            "this folder holds no distributed checkpoint",
+            where=str(folder),
+            expected=".metadata and *.distcp files",
+            found=type(error).__name__ if folder.is_dir() else "no such folder",
+            hint="ullage convert --to dcp makes one of a DeepSpeed checkpoint",
+        ) from error
+    assert isinstance(metadata, Metadata)
+    return metadata.state_dict_metadata
+
+
+def _check_nothing_is_left(folder: Path, model: Any, names: dict[str, Any]) -> None:
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    left = [n for n in names if n.startswith("model.") and n.removeprefix("model.") not in known]
+    if left:
+        raise CheckpointError(
+            "the checkpoint is of a larger model",
+            where=str(folder),
+            found=left[0] + (f" and {len(left) - 1} more" if len(left) > 1 else ""),
+            hint="continue with the model that it was made from",
+        )
+
+
+def _read_states(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
+    path = folder / STATES
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    missing = [name for name in states if name not in told]
+    if missing:
+        raise CheckpointError(f"the checkpoint holds no state of {missing[0]!r}", where=str(path), found=list(told))
+    return told
+
+
+def _write(folder: Path, write: Any) -> None:
+    write_whole(
+        folder,
+        write,
+        several=_several(),
+        saves=_rank() == 0,
+        first_of_its_machine=int(os.environ.get("LOCAL_RANK", _rank())) == 0,
+    )
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if _several() else 0

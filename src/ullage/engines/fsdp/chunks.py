@@ -1,0 +1,94 @@
+"""Between a model's layout and the chunks of ``torch.distributed.checkpoint``; reading and writing them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ullage.errors import CheckpointError
+
+
+def read(state: dict[str, Any], folder: Path) -> None:
+    """Fills ``state`` in place, of any layout. Collective. Raises ``CheckpointError`` on every rank."""
+    with _quietly("read", folder):
+        load(state, checkpoint_id=folder)
+
+
+def write(state: dict[str, Any], folder: Path) -> None:
+    """Writes ``state`` into an empty folder. Collective. Raises ``CheckpointError`` on every rank."""
+    with _quietly("written", folder):
+        save(state, checkpoint_id=folder)
+
+
+def check_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -> None:
+    """Each wanted item is in the folder, and of its size."""
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise CheckpointError(
+            "the checkpoint lacks what the model needs" if missing[0].startswith("model.") else
+            "the checkpoint lacks what the optimizer needs",
+            where=str(folder),
+            expected=missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            found=f"{len(names)} other items",
+        )  # fmt: skip
+    for name, value in wanted.items():
+        entry = names[name]
+        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+            raise CheckpointError(
+                "a tensor of the checkpoint has another size",
+                where=f"{folder}, {name}",
+                expected=list(value.shape),
+                found=list(entry.size),
+                hint="continue with the model that it was made from",
+            )
+
+
+def writable(value: Any) -> Any:
+    """As torch's format can describe it: it knows no chunks of fused weights that tp cut in pieces.
+
+    FSDP2 describes what it cut of a tp shard in the same words, but those chunks lie in one piece.
+    """
+    if not isinstance(value, DTensor) or not isinstance(value.placements[-1], _StridedShard):
+        return value
+    plain = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in value.placements]
+    return value.redistribute(placements=plain)
+
+
+def copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """What was loaded beside the tensors themselves into them."""
+    with torch.no_grad():
+        for name, value in loaded.items():
+            held = values[name]
+            if value is held:
+                continue
+            if isinstance(held, DTensor):
+                held._local_tensor.copy_(value.redistribute(placements=held.placements)._local_tensor)
+            else:
+                values[name] = value
+
+
+@contextmanager
+def _quietly(done: str, folder: Path) -> Iterator[None]:
+    """Without the remark that there is one process; with our error in place of torch's, which is no ``Exception``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(sorted(failed.failures.items(), key=lambda item: item[0])))
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the checkpoint could not be {done}", where=f"{folder}, rank {rank}", found=found
+        ) from None

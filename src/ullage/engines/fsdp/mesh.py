@@ -1,0 +1,90 @@
+"""From a topology to the device mesh that torch's engine wants, and from sizes to a topology.
+
+FSDP2 and DTensor want their meshes cut from one mesh. A :class:`Topology` lists ranks along its axes in any order, so
+the mesh is laid out by what the ranks themselves say: each tells its coordinates.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ullage.errors import DistributedError, InputError
+from ullage.exchange import Topology
+
+AXES = ("dp", "cp", "tp")
+
+
+def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topology:
+    """The topology of ``dp`` × ``cp`` × ``tp`` ranks; joins the processes of ``torchrun`` if that was not done.
+
+    ``dp``: as many as there are, if ``None``. Neighbouring ranks share tp, then cp. One process without ``torchrun`` is
+    a topology of one. Raises ``InputError`` on every rank for sizes that do not multiply to the world.
+    """
+    _join()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise InputError(f"{name} must be a positive integer", found=size)
+    if dp is None:
+        dp = max(world // (cp * tp), 1)
+    if dp * cp * tp != world:
+        raise InputError(
+            "the sizes of the axes do not multiply to the world",
+            expected=f"{world} {'process' if world == 1 else 'processes'}",
+            found=f"dp {dp} × cp {cp} × tp {tp} = {dp * cp * tp}",
+            hint="start as many with torchrun --nproc_per_node, or give other sizes",
+        )
+    if world == 1:
+        return Topology.single()
+    return Topology.from_device_mesh(init_device_mesh(device_type(), (dp, cp, tp), mesh_dim_names=AXES))
+
+
+def device_type() -> str:
+    """``"cuda"`` where the process group can move what lies there, ``"cpu"`` otherwise."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        return "cpu"
+    return "cuda"
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def mesh_of(topology: Topology) -> tuple[DeviceMesh, DeviceMesh]:
+    """A mesh of dp, cp and tp, laid out as the topology says, and dp·cp of it as one axis. Collective over the world.
+
+    Raises ``DistributedError`` on every rank if ranks give the same coordinates or other sizes.
+    """
+    coordinates = [topology.dp.rank, topology.cp.rank, topology.tp.rank]
+    sizes = [topology.dp.size, topology.cp.size, topology.tp.size]
+    said: list[tuple[list[int], list[int]]] = [None] * dist.get_world_size()  # type: ignore[list-item]
+    dist.all_gather_object(said, (coordinates, sizes))
+    layout = torch.full(sizes, -1, dtype=torch.int64)
+    for rank, (place, told) in enumerate(said):
+        if told == sizes:
+            layout[tuple(place)] = rank
+    if (layout < 0).any():
+        raise DistributedError(
+            "the ranks do not agree on the topology",
+            expected="every coordinate of dp × cp × tp once",
+            found=f"coordinates {[place for place, _ in said]} of sizes {[told for _, told in said]}",
+        )
+    mesh = DeviceMesh(device_type(), layout, mesh_dim_names=AXES)
+    return mesh, mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def _join() -> None:
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")

@@ -1,0 +1,40 @@
+"""The example of ``ullage.engines.fsdp``: the same losses on one process and on two, and on from its own checkpoint."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT, environment, torchrun
+
+EXAMPLE = ROOT / "examples" / "10_fsdp_context_parallel.py"
+SMALL = ("--hidden_size", 32, "--global_batch_size", 8, "--max_length", 256, "--capacity", 1024)
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+def alone(*arguments):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *map(str, (*SMALL, *arguments))],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return losses(done.stdout)
+
+
+@pytest.mark.slow
+def test_two_processes_print_what_one_prints(tmp_path):
+    whole = alone("--steps", 4)
+    assert len(whole) == 4
+    assert whole[-1] < whole[0]
+    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--checkpoint", tmp_path / "there")
+    then = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--tp", 2, "--checkpoint", tmp_path / "there")
+    assert losses(first) + losses(then) == pytest.approx(whole, abs=2e-5)
+    assert ".metadata" in os.listdir(tmp_path / "there")
