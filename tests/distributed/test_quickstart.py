@@ -35,8 +35,8 @@ def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one
         "1 process",
     ]
     for row in table["rows"][3:]:
-        pairs = [pair.split(", ") for pair in row["next losses: here, uninterrupted"].split("; ")]
-        assert len(pairs) == 3
+        pairs = [pair.split(", ") for pair in row["losses before and after: here, uninterrupted"].split("; ")]
+        assert len(pairs) == 4
         assert all(abs(float(ours) - float(theirs)) < 2e-5 * float(theirs) for ours, theirs in pairs)
     assert "torchrun --standalone --nproc_per_node 2 -m ullage train" in done.stderr
     assert "is converted to global_step8_universal" in done.stderr  # by itself, after saying so

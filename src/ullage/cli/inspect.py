@@ -19,6 +19,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also draw shards, fragments and padding on this page.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Leave the list of tensors out.")] = False,
 ) -> None:
     """Say what a checkpoint holds and whether it is whole, without loading it and without running code from it.
 
@@ -36,7 +37,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(as_data(inventory, problems)))
     else:
-        _print(inventory, problems, None if all_rows else _SHOWN)
+        _print(inventory, problems, None if all_rows else _SHOWN, tensors=not summary)
     if problems:
         raise typer.Exit(1)
 
@@ -90,7 +91,7 @@ def as_data(inventory: Any, problems: Any) -> dict[str, Any]:
     }
 
 
-def _print(inventory: Any, problems: Any, limit: int | None) -> None:
+def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
 
@@ -106,6 +107,7 @@ def _print(inventory: Any, problems: Any, limit: int | None) -> None:
         ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
         ("tensors", f"{len(inventory.tensors):,}, {size(inventory.num_bytes)}"),
         ("states", ", ".join(inventory.keys)),
+        ("dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))),
         ("padding", f"{inventory.padding:,} elements"),
     ]
     if inventory.steps:
@@ -113,7 +115,8 @@ def _print(inventory: Any, problems: Any, limit: int | None) -> None:
     console.print(_plain_table(facts))
     if inventory.groups:
         console.print(_groups_table(inventory, limit))
-    console.print(_tensors_table(inventory, limit))
+    if tensors:
+        console.print(_tensors_table(inventory, limit))
     for note in inventory.notes:
         console.print(f"note: {escape(note)}", style="dim", soft_wrap=True)
     if not problems:
@@ -177,19 +180,22 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
     from ullage.report.checkpoint import by_name
     from ullage.report.page import size
 
-    table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
-    for name in ("name", "shape", "dtype", "states"):
-        table.add_column(name, overflow="fold")
-    for name in ("bytes", "fragments"):
-        table.add_column(name, justify="right")
     names = by_name(inventory)
+    rows: list[list[str]] = []
     for name, tensors in list(names.items())[:limit]:
         first = tensors[0]
         shape = " × ".join(map(str, first.shape)) or "scalar"
         states = ", ".join(t.key for t in tensors)
-        total = sum(t.num_bytes for t in tensors)
         fragments = str(max(t.num_fragments for t in tensors))
-        table.add_row(Text(name), shape, first.dtype, states, size(total), fragments)
+        rows.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
+    table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
+    # What is the same for all of them is said once, above; so names have room.
+    kept = [k for k in range(6) if k not in (2, 3) or len({row[k] for row in rows}) > 1]
+    headings = ("name", "shape", "dtype", "states", "bytes", "fragments")
+    for k in kept:
+        table.add_column(headings[k], overflow="fold", justify="right" if k > 3 else "left")
+    for row in rows:
+        table.add_row(*(Text(row[k]) for k in kept))
     if limit is not None and len(names) > limit:
         table.caption = f"and {len(names) - limit:,} more (--all)"
     return table

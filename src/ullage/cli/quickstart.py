@@ -176,7 +176,7 @@ class _Quickstart:
         tag = f"global_step{self.stops[0]}"
         target = checkpoint / f"{tag}_universal"
         done = target.is_dir()
-        self.do("What it left behind", ["ullage", "inspect", str(checkpoint / tag)], done)
+        self.do("What it left behind", ["ullage", "inspect", str(checkpoint / tag), "--summary"], done)
         self.do("Converted, for any number of ranks", ["ullage", "convert", str(checkpoint / tag), str(target)], done)
         self.do("Compared, byte by byte", ["ullage", "verify", str(checkpoint / tag), str(target)], done)
 
@@ -264,20 +264,28 @@ def _show(journey: Journey, page: Path) -> None:
 
     from ullage.report.journey import HEADINGS
 
+    console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in ("tokens/s", "ullage", "imbalance") else "left")
+    for heading in HEADINGS[:-1]:
+        number = heading in ("tokens/s", "ullage", "imbalance")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in journey.rows():
-        table.add_row(*row)
-    console = Console(width=max(Console().width, 80))
-    console.print()
-    console.print(table)
+        table.add_row(*row[:-1])
+    console.print("\n", table, "\n", sep="")
+    after = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("continued on", "step", "loss", "uninterrupted", ""):
+        after.add_column(heading, no_wrap=True)
+    for leg in journey.legs:
+        for k, found in enumerate(journey.comparisons(leg)):
+            losses = f"{found.loss:.5f}", f"{found.uninterrupted:.5f}"
+            verdict = "" if found.agrees else "[bold red]differs"
+            after.add_row(leg.layout if k == 1 else "", str(found.number), *losses, verdict)
+        after.add_section()
+    console.print(after, "\n", sep="")
     faster = journey.whole.tokens_per_second / journey.padded.tokens_per_second
-    console.print(
-        f"\nPacking trained on {faster:.1f} times as many real tokens per second as padding.", highlight=False
-    )
+    console.print(f"Packed, {faster:.1f} times as many real tokens per second as padded.")
     if journey.agrees:
         console.print("After every change of layout the next losses equal the uninterrupted run's to five digits.")
     else:
         console.print("[bold red]After a change of layout a loss differs within five digits.")
-    console.print(f"The curves, the plan and the shards: {page}", highlight=False, soft_wrap=True)
+    console.print(f"The curves, the plan and the shards: {page}", soft_wrap=True)

@@ -6,6 +6,7 @@ step's lengths.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -92,11 +93,13 @@ class Journey:
     legs: Sequence[Leg]
 
     def comparisons(self, leg: Leg) -> list[Comparison]:
-        """The first steps of ``leg`` beside the uninterrupted run's; none for the first leg, which changed nothing."""
-        if leg is self.legs[0]:
-            return []
+        """The step before ``leg`` and its first ones, beside the uninterrupted run's; none for the first leg."""
         uninterrupted = {step.number: step.loss for step in self.whole.steps}
-        return [Comparison(step.number, step.loss, uninterrupted[step.number]) for step in leg.steps[:COMPARED]]
+        for before, after in itertools.pairwise(self.legs):
+            if after is leg:
+                steps = [before.steps[-1], *leg.steps[:COMPARED]]
+                return [Comparison(step.number, step.loss, uninterrupted[step.number]) for step in steps]
+        return []
 
     @property
     def agrees(self) -> bool:
@@ -107,12 +110,21 @@ class Journey:
         """The table, as text: see :data:`HEADINGS`."""
         return [
             _row("padded", self.padded, None),
-            _row("packed, uninterrupted", self.whole, None),
-            *(_row("packed" if leg is self.legs[0] else "continued", leg, self.comparisons(leg)) for leg in self.legs),
+            _row("whole", self.whole, None),
+            *(_row("stopped" if leg is self.legs[0] else "continued", leg, self.comparisons(leg)) for leg in self.legs),
         ]
 
 
-HEADINGS = ("run", "layout", "steps", "tokens/s", "ullage", "imbalance", "loss", "next losses: here, uninterrupted")
+HEADINGS = (
+    "run",
+    "layout",
+    "steps",
+    "tokens/s",
+    "ullage",
+    "imbalance",
+    "loss",
+    "losses before and after: here, uninterrupted",
+)
 
 
 def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str, ...]:
@@ -126,7 +138,7 @@ def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str
         f"{leg.tokens_per_second:,.0f}",
         f"{leg.ullage:.1%}",
         imbalance,
-        f"{first.loss:.3f} to {last.loss:.3f}",
+        f"{last.loss:.3f}",
         beside,
     )
 
