@@ -92,7 +92,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
         )
-        if outputs.past_key_values is not None:
+        if isinstance(outputs.past_key_values, RecurrentState):
             outputs.past_key_values.remember(past_key_values, input_ids)
         hidden = cast(Tensor, outputs.last_hidden_state)
         has_labels = labels is not None or shift_labels is not None
