@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -181,12 +180,10 @@ def computed_pairs(slices: Slices, window: int | None = None) -> int:
     return total
 
 
-@lru_cache(maxsize=128)
 def _corner(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query sees, bool [queries, keys]; the last query sees the last key."""
-    distance = np.add.outer(np.arange(keys - queries, keys), -np.arange(keys))
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return torch.from_numpy(seen).to(device)
+    """Which keys each query sees, bool [queries, keys]; the last query sees the last key. Too large to be kept."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return seen if window is None else seen.triu_(keys - queries - window + 1)
 
 
 def _calls(slices: Slices, route: _Route, window: int | None, device: torch.device) -> _Calls:
