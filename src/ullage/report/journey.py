@@ -152,8 +152,9 @@ def journey_page(journey: Journey, plan: Plan, inventory: Inventory, commands: S
     return render(
         "journey.html",
         journey=journey,
-        headings=HEADINGS,
-        rows=journey.rows(),
+        headings=HEADINGS[:-1],
+        rows=[row[:-1] for row in journey.rows()],
+        changes=[(leg.layout, journey.comparisons(leg)) for leg in journey.legs[1:]],
         commands=commands,
         curves=list(_curves(journey, low, high)),
         losses=list(_losses(low, high)),
@@ -195,9 +196,12 @@ def _curves(journey: Journey, low: float, high: float) -> Iterator[Curve]:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
 
     yield Curve("uninterrupted", "whole", points(journey.whole.steps), 0.0)
+    before: Sequence[Step] = ()
     for k, leg in enumerate(journey.legs):
-        start = 100 * (leg.steps[0].number - 1) / (last - 1)
-        yield Curve(leg.layout, f"k{k % NUM_COLOURS}", points(leg.steps), start)
+        steps = [*before[-1:], *leg.steps]
+        start = 100 * (steps[0].number - 1) / (last - 1)
+        yield Curve(leg.layout, f"k{k % NUM_COLOURS}", points(steps), start)
+        before = leg.steps
 
 
 def _losses(low: float, high: float) -> Iterator[tuple[str, float]]:
