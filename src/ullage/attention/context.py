@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ullage.attention.gathered import gathered
 from ullage.attention.slices import Slices, cut
 from ullage.attention.ulysses import ulysses
-from ullage.batch import IGNORED_LABEL, RaggedBatch, fill_value
+from ullage.batch import RaggedBatch
+from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import DistributedError, InputError, UllageError
 from ullage.exchange.topology import Axis
 from ullage.layout import Layout

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.batch import RaggedBatch, fill_value, sample_value
+from ullage.batch import RaggedBatch
+from ullage.columns import fill_value, sample_value
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.wire import aligned
 from ullage.layout import Int64, Layout

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.batch import sample_value
+from ullage.columns import sample_value
 from ullage.errors import InputError
 from ullage.layout import Int64
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
-from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.batch import RaggedBatch
+from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.layout import Int64
 from ullage.models.causal_lm import next_token_loss

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.batch import RaggedBatch
+from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 
 

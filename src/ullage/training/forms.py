@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import ullage.attention as packed_attention
-from ullage.batch import IGNORED_LABEL, RaggedBatch, fill_value
+from ullage.batch import RaggedBatch
+from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import InputError
 from ullage.layout import Layout
 

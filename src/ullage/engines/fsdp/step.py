@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import ullage.attention as packed_attention
-from ullage.batch import IGNORED_LABEL, RaggedBatch
+from ullage.batch import RaggedBatch
+from ullage.columns import IGNORED_LABEL
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
 from ullage.engines.fsdp.optimizer import check_optimizer, reshard

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ullage.batch import sample_value
+from ullage.columns import sample_value
 from ullage.errors import InputError
 
 #: The fields of every sample, and their dtypes.
