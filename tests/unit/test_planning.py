@@ -356,3 +356,13 @@ def test_pack_dataset() -> None:
         ullage.pack_dataset([1, 9], 8)
     with pytest.raises(ullage.InputError, match="capacity must be an integer"):
         ullage.pack_dataset([1, 9], 0)
+
+
+@pytest.mark.parametrize(("multiple", "expected"), [(1, 3), (2, 4)])
+def test_a_shared_plan_has_no_microbatch_without_a_sequence(multiple, expected):
+    shared = ullage.plan([3, 7, 8], ranks=2, capacity=64, context_parallel="auto", microbatch_multiple=multiple)
+    assert shared.check() == []
+    held = [sum(len(shared.members(m, r)) for r in range(2)) for m in range(shared.num_microbatches)]
+    assert sorted(held, reverse=True) == held
+    assert shared.num_microbatches <= expected
+    assert held.count(0) < multiple

@@ -202,6 +202,23 @@ def _place_rest(slots, costs, counts, capacity, sequences, ranks, home, exponent
     return True
 
 
+@kernel(types.Tuple((ARRAY, ARRAY, int64))(ARRAY, ARRAY, int64, int64, int64))
+def _without_empty(homes, exponents, ranks, microbatches, multiple):
+    """The same plan without microbatches that hold nothing, as far as their number stays a multiple."""
+    held = np.zeros(microbatches, np.int64)
+    for home in homes:
+        held[home // ranks] = 1
+    order = np.concatenate((np.flatnonzero(held == 1), np.flatnonzero(held == 0)))
+    left = max(-(-held.sum() // multiple), 1) * multiple
+    moved = np.empty(microbatches, np.int64)
+    kept = np.empty(left * ranks, np.int64)
+    for k in range(microbatches):
+        moved[order[k]] = k
+        if k < left:
+            kept[k * ranks : (k + 1) * ranks] = exponents[order[k] * ranks : (order[k] + 1) * ranks]
+    return moved[homes // ranks] * ranks + homes % ranks, kept, left
+
+
 @kernel(types.Tuple((ARRAY, ARRAY, int64))(TABLE, TABLE, ARRAY, int64, int64, int64, int64, int64, int64))
 def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
     """The place of each item, the exponent of the bin at each place (−1 behind the first rank of a block and 0 for one
@@ -241,7 +258,7 @@ def share_out(slots, costs, counts, capacity, sequences, ranks, microbatches, mu
         extra += 1
     homes = np.empty(n, np.int64)
     homes[order] = best_home
-    return homes, best_exponents, best_microbatches
+    return _without_empty(homes, best_exponents, ranks, best_microbatches, multiple)
 
 
 @kernel(int64(TABLE, TABLE, int64, int64, int64))
