@@ -1,7 +1,7 @@
 """A small llama on docstrings, packed: microbatches without padding, each optimizer step planned and balanced.
 
 python examples/02_train_packed.py
-torchrun --standalone --nproc_per_node 2 examples/02_train_packed.py      # the same losses
+torchrun --standalone --nproc_per_node 2 examples/02_train_packed.py --batch 16    # the same losses
 """
 
 import argparse
@@ -14,7 +14,8 @@ from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
-steps = parser.parse_args().steps
+parser.add_argument("--batch", type=int, default=32, help="sequences that each process brings to a step")
+chosen = parser.parse_args()
 
 tokenizer = byte_tokenizer()
 texts = docstrings()
@@ -34,8 +35,8 @@ arguments = TrainingArguments(
     "runs/02_train_packed",
     packing=True,
     capacity=1024,  # tokens a rank holds at once
-    per_device_train_batch_size=16,
-    max_steps=steps,
+    per_device_train_batch_size=chosen.batch,
+    max_steps=chosen.steps,
     learning_rate=3e-3,
     logging_steps=5,
     save_strategy="no",

@@ -1,7 +1,9 @@
 """What all tests share: nothing depends on how fast this machine is, and no test reaches the network."""
 
 import os
+import sys
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ullage", deadline=None)
@@ -9,3 +11,13 @@ settings.load_profile("ullage")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def only_our_cells():
+    """A cell that a test registered is gone after it: other tests ask which cells there are."""
+    yield
+    cells = sys.modules.get("ullage.models.cells")
+    if cells is not None:
+        for name in [name for name, cell in cells.CELLS.items() if not cell.__module__.startswith("ullage.")]:
+            del cells.CELLS[name]

@@ -20,6 +20,7 @@ def assert_same(one, other, tolerance):
         assert flat(values) == pytest.approx(flat(other["adapter"][name]), abs=2e-4), name
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path):
     alone = adapter_script.everything(str(tmp_path / "alone"), 8)
     torchrun(2, adapter_script.__file__, tmp_path)

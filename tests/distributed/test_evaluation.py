@@ -46,7 +46,7 @@ def test_on_one_process(tmp_path):
     assert_as_by_hand(results)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_several_processes(tmp_path, processes):
     torchrun(processes, evaluate_script.__file__, tmp_path)
     assert_as_by_hand(json.loads((tmp_path / "results.json").read_text()))

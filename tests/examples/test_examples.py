@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.launch import ROOT, environment
 
 
@@ -26,13 +28,19 @@ def test_a_batch():
     assert "16 slots, 9 tokens, ullage 44%" in said
 
 
+@pytest.mark.slow
 def test_packed_training_is_the_same_on_two_processes(tmp_path):
     pattern = r"loss ([\d.]+) to ([\d.]+), ullage [\d.]+%, imbalance ([\d.]+)"
-    one = re.search(pattern, run("02_train_packed.py", "--steps", 10, cwd=tmp_path))
+    one, two = (
+        re.search(pattern, run("02_train_packed.py", "--steps", 10, "--batch", 32 // n, processes=n, cwd=tmp_path))
+        for n in (1, 2)
+    )
     assert one is not None
+    assert two is not None
     first, last, imbalance = map(float, one.groups())
     assert last < first - 0.5
     assert imbalance == 1.0
+    assert two.groups()[:2] == one.groups()[:2]
 
 
 def test_a_plan(tmp_path):

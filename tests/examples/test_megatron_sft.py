@@ -28,6 +28,7 @@ def run(processes, *flags):
     return steps
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel_packed():
     steps = run(
         2,

@@ -49,8 +49,13 @@ class LayeredCell(OwnCell):
 
 
 OURS = tuple(CELLS)
-register_cell("own")(OwnCell)
-register_cell("layered")(LayeredCell)
+
+
+@pytest.fixture(autouse=True)
+def our_own_cells():
+    register_cell("own")(OwnCell)
+    register_cell("layered")(LayeredCell)
+
 
 CASES = [(cell, False) for cell in (*OURS, "own", "layered")] + [("lstm", True), ("gru", True)]
 
