@@ -136,8 +136,8 @@ class ModelArguments:
     model: str = field(
         default="lstm",
         metadata={
-            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm) or llama, with sizes if you like (gru-512 or "
-            "llama-256x4: hidden size, layers), a folder with a model or its config, or a config .json"
+            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm) or llama, with sizes if you like "
+            "(gru-512 or llama-256x4: hidden size, layers), a folder with a model or its config, or a config .json"
         },
     )
     hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
