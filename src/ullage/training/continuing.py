@@ -80,12 +80,18 @@ class Conversion:
 def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
     """What ``checkpoint``, a Trainer's folder, must be converted to for ``here``; None if it loads as it is.
 
-    Reads no tensor data, changes nothing. Raises ``CheckpointError`` for a folder that DeepSpeed did not finish.
+    Reads no tensor data, changes nothing. What we cannot read, such as experts, is left to DeepSpeed's own loader,
+    which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``.
     """
     folder = Path(checkpoint)
     if not (folder / _LATEST).is_file() or (here.stage and prefers_universal(folder)):
         return None
-    inventory = read(folder)
+    try:
+        inventory = read(folder)
+    except CheckpointError:
+        if here.stage:
+            return None
+        raise
     written = Layout(inventory.topology.stage or 0, inventory.topology.dp)
     if written == here:
         return None
@@ -125,7 +131,10 @@ class ContinuingMixin(_Base):
 
         Collective; reads no tensor data, changes nothing.
         """
-        conversion = _agreed(checkpoint, self._layout())
+        here = self._layout()
+        if self.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
+            return None
+        conversion = _agreed(checkpoint, here)
         if conversion is not None and not conversion.here.stage and self.is_fsdp_enabled:
             raise CheckpointError(
                 "a checkpoint of DeepSpeed's cannot be continued under accelerate's FSDP",
