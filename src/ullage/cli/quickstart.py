@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,13 @@ def _check_surroundings(folder: Path) -> None:
             "there is no C++ compiler, and DeepSpeed compiles its communication when it is first used",
             expected=f"{compiler!r} on the path",
             hint="install one (Debian: apt install g++), or train without DeepSpeed: ullage train",
+        )
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not headers.is_file():
+        raise UsageError(
+            "Python's headers are missing, and DeepSpeed compiles against them",
+            expected=str(headers),
+            hint="install them (Debian: apt install python3-dev), or train without DeepSpeed: ullage train",
         )
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
