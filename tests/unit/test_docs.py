@@ -10,9 +10,15 @@ from tests.browser import lay_out, needs_chromium
 from tests.launch import ROOT, environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: Pages that train for longer, or load an engine.
+SLOW = {"checkpoints.md", "metrics.md", "fsdp.md", "megatron.md", "trl.md", "adapters.md"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_snippets_of_a_page_run(page, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     if not blocks:
