@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch import environment
@@ -19,9 +22,35 @@ def quickstart(folder: Path, *arguments: object, **options) -> subprocess.Comple
     return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=560)
 
 
+def interrupted(folder: Path) -> int:
+    """Ctrl-C in the middle of a run on two processes; the exit status."""
+    command = [sys.executable, "-m", "ullage", "quickstart", "--output_dir", str(folder), "--steps", "16"]
+    process = subprocess.Popen(
+        [*command, "--model", "llama-64x2", "--json"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for _ in range(2400):  # until a step of the uninterrupted run is saved
+        if (folder / "whole" / "checkpoint-4").is_dir() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    return process.wait(60)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @pytest.mark.slow
 def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one_goes_on(tmp_path):
     folder = tmp_path / "journey"
+    assert interrupted(folder) == 130
+    assert [process for process in psutil.process_iter() if str(folder) in " ".join(_command(process))] == []
     done = quickstart(folder)
     assert done.returncode == 0, done.stderr[-3000:]
     table = json.loads(done.stdout.splitlines()[-1])

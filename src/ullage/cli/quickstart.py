@@ -5,12 +5,12 @@ Every command continues what it finds in its folder, so an interrupted quickstar
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -241,8 +241,7 @@ def _run(command: Sequence[str], shown: str) -> None:
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
         raise
     if status:
         raise TrainingError(
@@ -252,6 +251,17 @@ def _run(command: Sequence[str], shown: str) -> None:
             found=status,
             hint="the same quickstart goes on from here; --overwrite_output_dir starts over",
         )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and all that it started; torchrun's workers are in sessions of their own."""
+    import psutil
+
+    parent = psutil.Process(process.pid)
+    for one in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def _last(folder: Path) -> Path:
