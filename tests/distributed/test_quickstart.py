@@ -19,7 +19,7 @@ from tests.launch import environment
 def quickstart(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ullage", "quickstart", "--output_dir", str(folder), "--steps", "16"]
     command += ["--model", "llama-64x2", "--json", *map(str, arguments)]
-    return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=560)
+    return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=900)
 
 
 def interrupted(folder: Path) -> int:
