@@ -1,16 +1,19 @@
 """What the ranks of the Megatron tests run: its entry points on gloo worlds, without a model."""
 
 import copy
+import time
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
+from megatron.core.pipeline_parallel import schedules
 
 from ullage.datasets import MockSamples
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
+    on_cpu,
     packed_step,
     wrap_data_iterator,
 )
@@ -325,7 +328,34 @@ def everywhere(rank, world):
     return {"dp": dp, "tokens": seen, "rewards": rewards, "agree": agree, "lengths": lengths}
 
 
+def freed_while_sent(rank, world):
+    """A stage posts its send and frees the output, as the pipeline schedule does; the next stage receives later."""
+    elements = 1 << 22
+    if rank == 0:
+        with on_cpu(required=True):
+            output = torch.ones(elements, requires_grad=True) * 3
+            sending = dist.isend(output, 1)
+            schedules.deallocate_output_tensor(output, True)
+            others = [torch.zeros(elements) for _ in range(4)]  # what the stage computes next, in the freed memory
+            sending.wait()
+        return {"freed to": output.numel(), "others": sum(float(other.sum()) for other in others)}
+    if rank == 1:
+        time.sleep(0.3)
+        received = torch.empty(elements)
+        dist.recv(received, 0)
+        return {"received": received.unique().tolist()}
+    return {}
+
+
 def everything(rank, world, shapes):
-    behaviours = (few, bad_input, bad_batches, middle_stage_with_prediction, another_order, everywhere)
+    behaviours = (
+        few,
+        bad_input,
+        bad_batches,
+        middle_stage_with_prediction,
+        another_order,
+        everywhere,
+        freed_while_sent,
+    )
     found = {case.__name__: case(rank, world) for case in behaviours}
     return found, [layouts(rank, world, *shape) for shape in shapes]

@@ -158,6 +158,12 @@ def test_groups_that_are_no_grid_are_refused(behaviours):
     assert all("ranks disagree on the dp axis" in rank["another_order"]["crooked"] for rank in behaviours)
 
 
+def test_what_is_being_sent_keeps_its_memory(behaviours):
+    """gloo reads when the receiver is ready; megatron-core frees when the send is posted."""
+    assert behaviours[0]["freed_while_sent"] == {"freed to": 1, "others": 0.0}
+    assert behaviours[1]["freed_while_sent"] == {"received": [3.0]}
+
+
 @pytest.fixture
 def layouts(ranks):
     return {shape: [found[i] for _, found in ranks] for i, shape in enumerate(SHAPES)}

@@ -2,7 +2,9 @@
 
 megatron-core asks torch for the current CUDA device when it makes buffers, moves batches with ``Tensor.cuda`` and
 counts tokens in a tensor with ``device="cuda"``. Within :func:`on_cpu` these mean the host. What has no meaning there,
-synchronising and the tracker of CUDA random states, does nothing; so dropout draws from torch's own generator.
+synchronising and the tracker of CUDA random states, does nothing; so dropout draws from torch's own generator. What a
+pipeline stage sends keeps its memory until its backward pass: megatron-core frees it once the send is posted, which on
+a GPU happens in the stream's order, but gloo reads the memory whenever the receiver is ready.
 Checked with megatron-core 0.16.1.
 """
 
@@ -63,6 +65,13 @@ def on_cpu(required: bool = False) -> Iterator[None]:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
+    free = schedules.deallocate_output_tensor
+
+    def free_with_the_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        if out is not None and deallocate_pipeline_outputs:
+            out._being_sent = out.detach()  # the storage that gloo reads, kept for as long as ``out`` itself
+        free(out, deallocate_pipeline_outputs)
+
     host = torch.device("cpu")
     replaced = [
         (torch.cuda, "current_device", lambda: host),
@@ -71,6 +80,7 @@ def on_cpu(required: bool = False) -> Iterator[None]:
         (random, "_CUDA_RNG_STATE_TRACKER", _NoTracker()),
         (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         (schedules, "torch", _HostTorch("torch")),
+        (schedules, "deallocate_output_tensor", free_with_the_tensor),
     ]
     usual = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
