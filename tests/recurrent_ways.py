@@ -48,6 +48,16 @@ def _flattened_slots(samples: Samples) -> Way:
     return {**_flat_keywords(batch), "input_lengths": lengths}, lambda logits: logits[0, index]
 
 
+def _flattened_slots_told_by_positions(samples: Samples) -> Way:
+    """Nothing beside the keywords that every padding-free model takes; what lies in the padding is poisoned."""
+    batch = ullage.RaggedBatch.from_samples(samples, multiple_of=4)
+    index = torch.tensor(batch.layout.token_index())
+    padding = torch.ones(batch.layout.size, dtype=torch.bool).index_fill(0, index, False)
+    keywords = _flat_keywords(batch)
+    keywords["input_ids"] = keywords["input_ids"].masked_fill(padding, 11)
+    return keywords, lambda logits: logits[0, index]
+
+
 def _positions(samples: Samples) -> Way:
     flat, real = _flattened(samples)
     return {name: flat[name] for name in ("input_ids", "labels", "position_ids")}, real
@@ -86,6 +96,7 @@ WAYS: dict[str, Callable[[Samples], Way]] = {
     "flattened": _flattened,
     "flattened, lengths on the host": _flattened_with_host_lengths,
     "flattened, slots of 4": _flattened_slots,
+    "flattened, slots of 4 told by positions": _flattened_slots_told_by_positions,
     "position_ids": _positions,
     "mask, right": _masked("right"),
     "mask, left": _masked("left"),

@@ -275,8 +275,9 @@ class RaggedBatch:
 
         The token-aligned fields [1, T, ...], ``position_ids`` [1, T], ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
         [N + 1], ``max_length_q`` and ``max_length_k`` host integers. Each sequence's first label is -100, so that a
-        loss that shifts never crosses a boundary. Where slots have padding, it stays in the row, and cu_seq_lens
-        bound the slots. Names as transformers' ``DataCollatorWithFlattening`` writes them.
+        loss that shifts never crosses a boundary. Where slots have padding, it stays in the row: cu_seq_lens bound the
+        slots, and the padding's positions are 0, by which our recurrent models tell it from tokens. Names as
+        transformers' ``DataCollatorWithFlattening`` writes them.
         """
         layout = self.layout
         row = {name: tensor[None] for name, tensor in self._values.items() if name not in self.per_sequence}
@@ -284,7 +285,9 @@ class RaggedBatch:
             starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
-            row["position_ids"] = self.position_ids[None]
+            positions = layout.positions()
+            positions[positions >= np.repeat(layout.lengths, layout.slots)] = 0
+            row["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
         cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(self.device)
         longest = int(layout.slots.max(initial=0))
         return {

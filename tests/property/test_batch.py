@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from ullage import RaggedBatch
+from ullage.models.sequences import Sequences
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 slots = st.integers(1, 5)
@@ -112,6 +113,26 @@ def test_flattened_has_exactly_the_keywords_of_the_field(lengths):
     assert row["cu_seq_lens_q"].tolist() == np.cumsum([0, *lengths]).tolist()
     assert row["cu_seq_lens_q"].dtype == torch.int32
     assert row["max_length_q"] == max(lengths)
+
+
+@given(lengths, slots)
+def test_flattened_positions_tell_tokens_from_padding(lengths, multiple_of):
+    _, batch = make(lengths, multiple_of)
+    row = batch.to_flattened()
+    told = [t if t < n else 0 for n, slot in zip(lengths, batch.layout.slots) for t in range(slot)]
+    assert row["position_ids"][0].tolist() == told
+    cu, positions = row["cu_seq_lens_q"], row["position_ids"]
+    assert _lengths(cu, positions) == lengths
+    assert _lengths(cu, positions + (positions > 0) * 7) == lengths, "positions may go on from an earlier part"
+    assert _lengths(cu, positions, input_lengths=batch.layout.slots.tolist()) == batch.layout.slots.tolist()
+    assert _lengths(cu, None) == batch.layout.slots.tolist()
+
+
+def _lengths(cu_seq_lens, position_ids, input_lengths=None):
+    """The lengths that a recurrent model reads."""
+    rows = torch.zeros(1, int(cu_seq_lens[-1]))
+    found = Sequences.read(rows, cu_seq_lens=cu_seq_lens, position_ids=position_ids, input_lengths=input_lengths)
+    return [found.length] * found.num_sequences if found.lengths is None else found.lengths.tolist()
 
 
 @given(lengths, slots)

@@ -56,9 +56,10 @@ class Sequences:
         """The sequences in ``rows`` [N, L, ...], told by whichever of the keywords is given; else each row is one.
 
         ``cu_seq_lens`` [n + 1] cumulates the slots of one row of sequences; ``input_lengths`` beside it are the tokens
-        in each slot, and spare a look at the device. A ``PackedSequence`` tells its own. Waits for the device at most
-        once, and not at all for rows alone, for ``input_lengths`` that are a list, and on the CPU. Raises
-        ``InputError`` for lengths that do not fit the rows, a mask with holes, and a row of padding alone.
+        in each slot, and spare a look at the device. Without them ``position_ids`` that end a slot with zeros say that
+        it ends with padding. A ``PackedSequence`` tells its own. Waits for the device at most once (twice where only
+        positions tell of padding), and not at all for rows alone, for ``input_lengths`` that are a list, and on the
+        CPU. Raises ``InputError`` for lengths that do not fit the rows, a mask with holes, and a row of padding alone.
         """
         if isinstance(rows, PackedSequence):
             told = {"attention_mask": attention_mask, "input_lengths": input_lengths, "cu_seq_lens_q": cu_seq_lens}
@@ -74,7 +75,7 @@ class Sequences:
         if attention_mask is not None:
             attention_mask = _fitting_mask(attention_mask, shape)
         if cu_seq_lens is not None:
-            return cls._read_flat(shape, cu_seq_lens, attention_mask, input_lengths)
+            return cls._read_flat(shape, cu_seq_lens, attention_mask, input_lengths, position_ids)
         if input_lengths is not None and attention_mask is None:
             return cls._read_lengths(shape, _host(input_lengths, "input_lengths"), rows.device)
         if attention_mask is not None:
@@ -107,7 +108,12 @@ class Sequences:
 
     @classmethod
     def _read_flat(
-        cls, shape: tuple[int, int], cu_seq_lens: Tensor, mask: Tensor | None, lengths: Lengths | None
+        cls,
+        shape: tuple[int, int],
+        cu_seq_lens: Tensor,
+        mask: Tensor | None,
+        lengths: Lengths | None,
+        position_ids: Tensor | None,
     ) -> Sequences:
         if mask is not None and not bool((mask != 0).all()):
             raise InputError("rows without padding take no attention_mask", where="attention_mask beside cu_seq_lens_q")
@@ -116,13 +122,16 @@ class Sequences:
         real = None if lengths is None else _host(lengths, "input_lengths")
         if real is not None and int(real.sum()) == shape[1] and len(real) == len(cu_seq_lens) - 1 and real.min() >= 0:
             return cls._of(shape, real)
-        slots = np.diff(_host(cu_seq_lens, "cu_seq_lens_q"))
+        told = position_ids if position_ids is not None and position_ids.shape == shape and real is None else None
+        slots, last_positions = _slots(cu_seq_lens, told)
         if len(slots) == 0 or (slots < 0).any() or int(slots.sum()) != shape[1]:
             raise InputError(
                 "cu_seq_lens_q does not cover the row",
                 expected=f"rising from 0 to {shape[1]}",
                 found=f"{len(slots)} sequences, {int(slots.sum())} tokens",
             )
+        if told is not None and ((slots > 1) & (last_positions == 0)).any():
+            real = _lengths_by_positions(told[0].cpu().numpy(), slots)
         if real is None:
             return cls._of(shape, slots)
         if len(real) != len(slots) or (real < 0).any() or (real > slots).any() or not real.any():
@@ -258,6 +267,24 @@ def _host(values: Lengths, name: str) -> Int64:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(f"{name} must be a flat list of integers", found=f"shape {list(array.shape)} {array.dtype}")
     return array.astype(np.int64)
+
+
+def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int64]:
+    """What ``cu_seq_lens`` cumulates, and the last of the ``position_ids`` [1, T] in each slot, if there are any."""
+    if position_ids is None or len(cu_seq_lens) < 2 or cu_seq_lens.is_floating_point():
+        return np.diff(_host(cu_seq_lens, "cu_seq_lens_q")), np.empty(0, np.int64)
+    bounds = cu_seq_lens.to(position_ids.device)
+    last = position_ids[0].index_select(0, (bounds[1:] - 1).clamp(0, position_ids.shape[1] - 1))
+    both = _host(torch.cat([bounds, last]), "cu_seq_lens_q")
+    return np.diff(both[: len(bounds)]), both[len(bounds) :]
+
+
+def _lengths_by_positions(positions: Int64, slots: Int64) -> Int64:
+    """The tokens in each slot: what comes before the zeros at its end, or one, for there the first position is 0."""
+    ends = np.cumsum(slots)
+    counted = np.maximum.accumulate(np.where(positions != 0, np.arange(1, len(positions) + 1), 0))
+    last = np.where(slots > 0, counted[np.maximum(ends, 1) - 1], 0)
+    return np.clip(last - (ends - slots), np.minimum(slots, 1), slots)
 
 
 def _shape(tensor: Tensor) -> str:
