@@ -167,7 +167,8 @@ class _Quickstart:
         for layout, stop in zip(others, self.stops[1:], strict=True):
             title = f"Continued on {layout}" + (" without DeepSpeed" if not layout.zero else "")
             self.train(title, layout, "run", stop, ["--resume_from_checkpoint"], stop=stop < self.steps)
-        return self.journey(), self.page()
+        journey = self.journey()
+        return journey, self.page(journey)
 
     def train(
         self, title: str, layout: _Layout, name: str, until: int, flags: Sequence[str], stop: bool = False
@@ -204,7 +205,8 @@ class _Quickstart:
         """What the runs logged."""
         from ullage.report.journey import Journey, Leg, read_steps
 
-        steps = {name: read_steps(_last(self.folder / name)) for name in ("padded", "whole", "run")}
+        folders = {name: self.folder / name for name in ("padded", "whole", "run")}
+        steps = {name: read_steps(folder / f"checkpoint-{_reached(folder)}") for name, folder in folders.items()}
         begins = [0, *self.stops]
         legs = [
             Leg(str(layout), [step for step in steps["run"] if begin < step.number <= end])
@@ -213,7 +215,7 @@ class _Quickstart:
         first = str(_LAYOUTS[0])
         return Journey(Leg(first, steps["padded"]), Leg(first, steps["whole"]), legs)
 
-    def page(self) -> Path:
+    def page(self, journey: Journey) -> Path:
         """Writes the page."""
         from ullage.checkpoint import read
         from ullage.datasets.text import docstring_lengths
@@ -224,7 +226,7 @@ class _Quickstart:
         inventory = read(self.folder / "run" / f"checkpoint-{stop}" / f"global_step{stop}")
         step = plan(docstring_lengths(_BATCH), ranks=2, capacity=_CAPACITY, sync="step")
         page = self.folder / "quickstart.html"
-        page.write_text(journey_page(self.journey(), step, inventory, self.typed), encoding="utf-8")
+        page.write_text(journey_page(journey, step, inventory, self.typed), encoding="utf-8")
         return page
 
 
@@ -262,12 +264,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
-
-
-def _last(folder: Path) -> Path:
-    from ullage.training.saving import checkpoints_in
-
-    return checkpoints_in(folder)[-1]
 
 
 def _reached(folder: Path) -> int:

@@ -49,6 +49,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train_folder import begin, finish, look_at
     from ullage.cli.train_layout import check_layout_of
     from ullage.cli.train_model import load_model, load_tokenizer
+    from ullage.training.costing import num_parameters
 
     command = parse(argv)
     say = _Voice(first, command.output.json)
@@ -70,8 +71,7 @@ def _run(argv: list[str], first: bool) -> None:
     for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
             dataset.check_vocabulary(model.config.get_text_config().vocab_size, name)
-    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ZeRO 3 has cut them
-    say(f"{type(model).__name__}: {num_parameters:,} parameters")
+    say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     try:

@@ -23,8 +23,9 @@ from ullage.cli.train_layout import WEIGHTS
 from ullage.engines import fsdp
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
-from ullage.planning import RecurrentCost, TransformerCost
+from ullage.planning import TransformerCost
 from ullage.training.arguments import form_process_group
+from ullage.training.costing import cost_of
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import write_whole
 
@@ -62,7 +63,7 @@ class Watched:
         self._imbalance.append(statistics.rank_imbalance)
         self._tokens += step.num_tokens
         if isinstance(cost, TransformerCost):
-            self._flops += 3 * (cost.linear * step.num_tokens + cost.quadratic * step.sum_squared_lengths / 2)
+            self._flops += cost.training_flops(step.num_tokens, step.sum_squared_lengths)
 
     def rates(self) -> dict[str, float]:
         """By the names that Trainer's packed runs log."""
@@ -89,7 +90,7 @@ class ParallelTrainer:
         self.dataset, self.eval_dataset, self._tokenizer, self._meter = training, held_out, tokenizer, meter
         if self.args.gradient_checkpointing:
             model.activation_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self._cost = _cost_of(model)
+        self._cost = cost_of(model)
         dtype = torch.bfloat16 if self.args.bf16 else None
         self.model = fsdp.parallelize(model, self.topology, dtype=dtype, cp_method=sizes.cp_method)
         self.optimizer = _optimizer(self.model, self.args)
@@ -258,15 +259,6 @@ class ParallelTrainer:
                     if name == "gradient_accumulation_steps"
                     else "leave it out",
                 )
-
-
-def _cost_of(model: Any) -> Any:
-    if getattr(model.config, "cell", None) is not None:
-        return RecurrentCost()
-    try:
-        return TransformerCost.from_config(model.config)
-    except InputError:  # a model we have no formula for: its matrices cost every token the same
-        return TransformerCost(linear=2 * model.num_parameters(), quadratic=0)
 
 
 def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:

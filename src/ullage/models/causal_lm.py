@@ -15,14 +15,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import RecurrentState
-
-_IGNORED = -100
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
@@ -115,12 +114,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
                 raise InputError("logits_to_keep names columns of rows", where=f"{other} beside it")
             columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(rows[:, columns])
-        states = outputs.hidden_states
         return CausalLMOutputWithPast(
             loss=loss,
             logits=cast(Any, logits),
             past_key_values=outputs.past_key_values,
-            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
+            hidden_states=sequences.unflatten_states(outputs.hidden_states),
         )
 
 
@@ -129,7 +127,7 @@ def next_token_loss(
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = _IGNORED,
+    ignore_index: int = IGNORED_LABEL,
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -151,5 +149,5 @@ def _flat_labels(labels: Rows | None, sequences: Sequences, *, first: bool) -> T
         return None
     flat = sequences.flatten_labels(labels, "shift_labels" if first else "labels").long()
     if not first:
-        flat = flat.index_fill(0, sequences.starts(flat.device), _IGNORED)
+        flat = flat.index_fill(0, sequences.starts(flat.device), IGNORED_LABEL)
     return flat[None]

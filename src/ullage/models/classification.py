@@ -82,12 +82,11 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
                     found=f"shape {list(labels.shape)}",
                 )
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        states = outputs.hidden_states
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
+            hidden_states=sequences.unflatten_states(outputs.hidden_states),
         )
 
 
@@ -142,11 +141,10 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, sequences.flatten_labels(labels), self.config, **kwargs)
-        states = outputs.hidden_states
         return TokenClassifierOutput(
             loss=loss,
             logits=cast(Any, sequences.unflatten(logits)),
-            hidden_states=cast(Any, states and tuple(sequences.unflatten(state[0]) for state in states)),
+            hidden_states=sequences.unflatten_states(outputs.hidden_states),
         )
 
 

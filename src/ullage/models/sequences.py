@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,6 +197,10 @@ class Sequences:
             index = self.index.to(flat.device)
             flat = flat.new_zeros(rows * width, *flat.shape[1:]).index_copy(0, index, flat)
         return flat.unflatten(0, self.shape)
+
+    def unflatten_states(self, states: tuple[Tensor, ...] | None) -> Any:
+        """Hidden states [1, T, D] of every layer as they came; None if there are none."""
+        return states and tuple(self.unflatten(state[0]) for state in states)
 
     def flatten_labels(self, labels: Rows, name: str = "labels") -> Tensor:
         """Labels of the tokens alone [T]. Raises ``InputError`` for labels that do not lie as the input does."""

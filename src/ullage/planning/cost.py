@@ -57,6 +57,11 @@ class TransformerCost:
         terms."""
         return self.linear * int(num_tokens) + self.quadratic * int(sum_squared_lengths)
 
+    def training_flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
+        """Model FLOPs of forward and backward, where the terms are FLOPs: three forward passes, of attention its
+        causal half."""
+        return 3 * (self.linear * int(num_tokens) + self.quadratic * int(sum_squared_lengths) / 2)
+
     @classmethod
     def from_config(cls, config: Any, *, per_microbatch: float = 0, communication: float = 0) -> TransformerCost:
         """The FLOPs of one forward pass of a Hugging Face model, two for each multiplication of its matrices.

@@ -25,11 +25,12 @@ import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import Topology, exchange, gather_lengths, materialize
-from ullage.planning import Plan, RecurrentCost, TransformerCost, plan
+from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
 from ullage.training import forms
 from ullage.training.arguments import PackingOptions
 from ullage.training.collators import RaggedCollator
+from ullage.training.costing import cost_of, num_parameters
 from ullage.training.reading import ReadingMixin
 
 
@@ -122,19 +123,11 @@ class PackingMixin(ReadingMixin):
 
     @functools.cached_property
     def _cost(self) -> Cost:
-        """What a sequence costs this model: its FLOPs, or time steps and rows."""
-        config = getattr(self._bare_model, "config", None)
-        if getattr(config, "cell", None) is not None:
-            return RecurrentCost()
-        try:
-            return TransformerCost.from_config(config)
-        except InputError:  # a model we have no formula for: its matrices cost every token the same
-            return TransformerCost(linear=2 * self._num_parameters, quadratic=0)
+        return cost_of(self._bare_model)
 
     @functools.cached_property
     def _num_parameters(self) -> int:
-        """Parameters of the whole model; ZeRO-3 leaves the full count of one that it has sharded beside it."""
-        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self._bare_model.parameters())
+        return num_parameters(self._bare_model)
 
     @property
     def _zero_stage(self) -> int:
@@ -161,7 +154,7 @@ class PackingMixin(ReadingMixin):
         if not isinstance(cost, TransformerCost):
             return 6 * batch.numel() * self._num_parameters
         squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
-        return int(3 * (cost.linear * batch.numel() + cost.quadratic * squares / 2))
+        return int(cost.training_flops(batch.numel(), squares))
 
     def _pack(self, batch: Any) -> PackedBatch:
         """This rank's share of the global batch that the ranks' batches make together. Collective."""
