@@ -244,30 +244,19 @@ def shard_batch(
         slices = cut(Layout.from_slots(lengths, slots), size, rank, order)
     if size > 1:
         _UNSERVED.add(slices)
-    layout = slices.layout
     row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
-        starts = torch.from_numpy(batch.layout.starts[batch.layout.slots > 0]).to(batch.device)
-        row["labels"] = row["labels"].index_fill(0, starts, IGNORED_LABEL)
         if num_items is None:
             num_items = (row["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1)
         extra["num_items_in_batch"] = num_items
     if tail:
         for name, values in row.items():
             row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name))])
-    row.setdefault("position_ids", torch.from_numpy(layout.positions()).to(batch.device))
+    whole = RaggedBatch(row, slices.layout).to_flattened()
     take = torch.from_numpy(slices.index).to(batch.device)
-    cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(batch.device)
-    longest = int(layout.slots.max(initial=0))
-    return {
-        **{name: values.index_select(0, take)[None] for name, values in row.items()},
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        **extra,
-    }
+    mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}
+    return {**whole, **mine, **extra}
 
 
 def _digest(text: str) -> int:
