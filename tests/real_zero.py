@@ -16,6 +16,7 @@ The writer runs in a child process (DeepSpeed is imported once, each rank is a f
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import subprocess
@@ -201,6 +202,7 @@ def _serve() -> None:
         weight = torch.zeros(4, requires_grad=True)
         weight.grad = torch.zeros(4)
         _optimizer(recipe, [{"params": [weight]}]).step()
+    gc.freeze()  # DeepSpeed collects garbage in every fork, which would copy every page that holds an object
     for line in sys.stdin:
         request = json.loads(line)
         error = _write_all_ranks(request["folder"], Recipe(**request["recipe"]))
