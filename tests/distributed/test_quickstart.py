@@ -30,6 +30,7 @@ def interrupted(folder: Path) -> int:
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     )
     for _ in range(2400):  # until a step of the uninterrupted run is saved
         if (folder / "whole" / "checkpoint-4").is_dir() or process.poll() is not None:
