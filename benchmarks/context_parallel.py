@@ -207,7 +207,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"context_parallel_{date.today().isoformat()}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {path.name}")
+    console.print(f"written to {path}")
 
 
 if __name__ == "__main__":
