@@ -43,6 +43,13 @@ def test_only_another_layout_is_converted(written):
     assert conversion_for(folder.parent, Layout(2, 1)) is None  # no checkpoint of DeepSpeed's
 
 
+def test_what_was_trained_without_deepspeed_is_refused_under_zero(tmp_path):
+    (tmp_path / "optimizer.pt").write_bytes(b"")
+    assert conversion_for(tmp_path, Layout(0, 2)) is None
+    with pytest.raises(CheckpointError, match=r"without DeepSpeed cannot be continued under ZeRO .*optimizer.pt"):
+        conversion_for(tmp_path, Layout(2, 2))
+
+
 def test_weights_and_state_arrive_by_name_bit_for_bit(written):
     folder, truth = written
     conversion = conversion_for(folder, Layout(0, 1))

@@ -32,6 +32,8 @@ from ullage.errors import CheckpointError
 from ullage.training.universal import prefers_universal
 
 _LATEST = "latest"
+#: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
+_PLAIN = "optimizer.pt"
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -81,10 +83,19 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
     """What ``checkpoint``, a Trainer's folder, must be converted to for ``here``; None if it loads as it is.
 
     Reads no tensor data, changes nothing. What we cannot read, such as experts, is left to DeepSpeed's own loader,
-    which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``.
+    which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``, as does what was
+    written without DeepSpeed, for a run under ZeRO.
     """
     folder = Path(checkpoint)
-    if not (folder / _LATEST).is_file() or (here.stage and prefers_universal(folder)):
+    is_native = (folder / _LATEST).is_file()
+    if here.stage and not is_native and not prefers_universal(folder) and (folder / _PLAIN).is_file():
+        raise CheckpointError(
+            "what was trained without DeepSpeed cannot be continued under ZeRO",
+            where=str(folder / _PLAIN),
+            expected="a checkpoint of DeepSpeed's, at any stage, of any size",
+            hint="continue without DeepSpeed, on one process or several, or begin a new run from its weights",
+        )
+    if not is_native or (here.stage and prefers_universal(folder)):
         return None
     try:
         inventory = read(folder)
