@@ -286,7 +286,8 @@ class RaggedBatch:
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
             positions = layout.positions()
-            positions[positions >= np.repeat(layout.lengths, layout.slots)] = 0
+            if layout.num_tokens < layout.size:
+                positions[layout.padding_mask()] = 0
             row["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
         cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(self.device)
         longest = int(layout.slots.max(initial=0))

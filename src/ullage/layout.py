@@ -197,6 +197,10 @@ class Layout:
         """Each flat position counted from the start of its slot, int64 [size]; padding counts on."""
         return np.arange(self.size) - np.repeat(self.starts, self.slots)
 
+    def padding_mask(self) -> npt.NDArray[np.bool_]:
+        """True on the padding, bool [size]."""
+        return self.positions() >= np.repeat(self.lengths, self.slots)
+
     def item_ids(self) -> Int64:
         """The item whose slot holds each flat position, int64 [size]."""
         return np.repeat(np.arange(self.num_items), self.slots)

@@ -259,5 +259,4 @@ def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None)
 
 def padding_mask(layout: Layout, device: torch.device | str = "cpu") -> Tensor:
     """True on the padding of a row, bool [layout.size]."""
-    mask = layout.positions() >= np.repeat(layout.lengths, layout.slots)
-    return torch.from_numpy(mask).to(device)
+    return torch.from_numpy(layout.padding_mask()).to(device)
