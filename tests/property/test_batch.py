@@ -123,6 +123,7 @@ def test_flattened_positions_tell_tokens_from_padding(lengths, multiple_of):
     assert row["position_ids"][0].tolist() == told
     cu, positions = row["cu_seq_lens_q"], row["position_ids"]
     assert _lengths(cu, positions) == lengths
+    assert _lengths(cu.tolist(), positions) == lengths
     assert _lengths(cu, positions + (positions > 0) * 7) == lengths, "positions may go on from an earlier part"
     assert _lengths(cu, positions, input_lengths=batch.layout.slots.tolist()) == batch.layout.slots.tolist()
     assert _lengths(cu, None) == batch.layout.slots.tolist()

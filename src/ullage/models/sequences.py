@@ -76,7 +76,7 @@ class Sequences:
         if attention_mask is not None:
             attention_mask = _fitting_mask(attention_mask, shape)
         if cu_seq_lens is not None:
-            return cls._read_flat(shape, cu_seq_lens, attention_mask, input_lengths, position_ids)
+            return cls._read_flat(shape, torch.as_tensor(cu_seq_lens), attention_mask, input_lengths, position_ids)
         if input_lengths is not None and attention_mask is None:
             return cls._read_lengths(shape, _host(input_lengths, "input_lengths"), rows.device)
         if attention_mask is not None:
@@ -276,12 +276,13 @@ def _host(values: Lengths, name: str) -> Int64:
 
 def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int64]:
     """What ``cu_seq_lens`` cumulates, and the last of the ``position_ids`` [1, T] in each slot, if there are any."""
-    if position_ids is None or len(cu_seq_lens) < 2 or cu_seq_lens.is_floating_point():
-        return np.diff(_host(cu_seq_lens, "cu_seq_lens_q")), np.empty(0, np.int64)
-    bounds = cu_seq_lens.to(position_ids.device)
-    last = position_ids[0].index_select(0, (bounds[1:] - 1).clamp(0, position_ids.shape[1] - 1))
-    both = _host(torch.cat([bounds, last]), "cu_seq_lens_q")
-    return np.diff(both[: len(bounds)]), both[len(bounds) :]
+    if position_ids is not None:
+        bounds = cu_seq_lens.to(position_ids.device)
+        if bounds.ndim == 1 and len(bounds) > 1 and bounds.dtype in (torch.int32, torch.int64):
+            last = position_ids[0].index_select(0, (bounds[1:] - 1).clamp(0, position_ids.shape[1] - 1))
+            both = _host(torch.cat([bounds, last]), "cu_seq_lens_q")
+            return np.diff(both[: len(bounds)]), both[len(bounds) :]
+    return np.diff(_host(cu_seq_lens, "cu_seq_lens_q")), np.empty(0, np.int64)
 
 
 def _lengths_by_positions(positions: Int64, slots: Int64) -> Int64:
