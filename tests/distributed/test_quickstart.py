@@ -15,18 +15,18 @@ import pytest
 
 from tests.launch import environment
 
+COMMAND = [sys.executable, "-m", "ullage", "quickstart", "--steps", "16", "--model", "llama-64x2", "--json"]
+
 
 def quickstart(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ullage", "quickstart", "--output_dir", str(folder), "--steps", "16"]
-    command += ["--model", "llama-64x2", "--json", *map(str, arguments)]
+    command = [*COMMAND, "--output_dir", str(folder), *map(str, arguments)]
     return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=900)
 
 
 def interrupted(folder: Path) -> int:
     """Ctrl-C in the middle of a run on two processes; the exit status."""
-    command = [sys.executable, "-m", "ullage", "quickstart", "--output_dir", str(folder), "--steps", "16"]
     process = subprocess.Popen(
-        [*command, "--model", "llama-64x2", "--json"],
+        [*COMMAND, "--output_dir", str(folder)],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

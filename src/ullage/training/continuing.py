@@ -87,15 +87,17 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
     written without DeepSpeed, for a run under ZeRO.
     """
     folder = Path(checkpoint)
+    if here.stage and prefers_universal(folder):
+        return None
     is_native = (folder / _LATEST).is_file()
-    if here.stage and not is_native and not prefers_universal(folder) and (folder / _PLAIN).is_file():
+    if here.stage and not is_native and (folder / _PLAIN).is_file():
         raise CheckpointError(
             "what was trained without DeepSpeed cannot be continued under ZeRO",
             where=str(folder / _PLAIN),
             expected="a checkpoint of DeepSpeed's, at any stage, of any size",
             hint="continue without DeepSpeed, on one process or several, or begin a new run from its weights",
         )
-    if not is_native or (here.stage and prefers_universal(folder)):
+    if not is_native:
         return None
     try:
         inventory = read(folder)
