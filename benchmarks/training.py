@@ -134,8 +134,7 @@ def measure(lengths: np.ndarray, batch: int, capacity: int, hidden: int, seed: i
             RaggedCollator(labels_from="input_ids"),
             batch,
             hidden,
-            packing=True,
-            capacity=capacity,
+            packing_capacity=capacity,
         ),
     }
     groups = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
@@ -185,7 +184,7 @@ def giants(steps: int, hidden: int, repeats: int) -> dict[str, Any]:
         for strategy in seconds:
             clock = train(
                 Trainer, "ullage", samples, RaggedCollator(labels_from="input_ids"), batch, hidden,
-                packing=True, capacity=4096, strategy=strategy, cpu_time=False,
+                packing_capacity=4096, packing_plan_strategy=strategy, cpu_time=False,
             )  # fmt: skip
             seconds[strategy].append(sum(clock.steps[1:]))
     ratios = [slow / fast for slow, fast in zip(seconds["next_fit"], seconds["balanced"])]

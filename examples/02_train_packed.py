@@ -33,8 +33,7 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config)
 arguments = TrainingArguments(
     "runs/02_train_packed",
-    packing=True,
-    capacity=1024,  # tokens a rank holds at once
+    packing_capacity=1024,  # tokens a rank holds at once
     per_device_train_batch_size=chosen.batch,
     max_steps=chosen.steps,
     learning_rate=3e-3,

@@ -23,7 +23,7 @@ def run(folder, batch_size, packing, resume=None):
     model = get_peft_model(model, LoraConfig(r=3, **lora_targets(model)))
     generator = torch.Generator().manual_seed(1)
     samples = [{"input_ids": torch.randint(0, 4, (n,), generator=generator).tolist()} for n in LENGTHS]
-    options = {"packing": True, "capacity": 40} if packing else {}
+    options = {"packing_capacity": 40} if packing else {}
     arguments = TrainingArguments(
         folder, max_steps=4, save_steps=2, per_device_train_batch_size=batch_size, learning_rate=0.05, logging_steps=1,
         report_to=[], use_cpu=True, disable_tqdm=True, **options,

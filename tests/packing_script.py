@@ -51,7 +51,7 @@ def zero(stage):
 def make_trainer(name, folder, stage=0, samples=None, **options):
     world = int(os.environ.get("WORLD_SIZE", 1))
     options = {
-        "packing": True, "capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
+        "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
         "max_steps": 5, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch",
         "train_sampling_strategy": "sequential", "deepspeed": zero(stage) if stage else None, **options,

@@ -9,7 +9,7 @@ from tests.launch import torchrun
 
 MODELS = ("llama", "recurrent")
 #: A balanced plan leaves no microbatch empty if it can; arrival order leaves some.
-ARRIVAL = {"strategy": "next_fit"}
+ARRIVAL = {"packing_plan_strategy": "next_fit"}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_ddp_trains_as_one_process(alone, tmp_path):
 def test_zero_trains_as_one_process(alone, tmp_path, stage):
     cases = [[name, stage, ARRIVAL] for name in MODELS]
     if stage > 1:
-        cases.append(["llama", stage, {**ARRIVAL, "coalesce_gradients": False}])
+        cases.append(["llama", stage, {**ARRIVAL, "packing_coalesce_gradients": False}])
     ranks = on_two(tmp_path, cases)
     for k, (name, _, _) in enumerate(cases):
         assert_same(ranks[0][k], alone[name])
@@ -59,8 +59,8 @@ def test_zero_trains_as_one_process(alone, tmp_path, stage):
 def test_packing_changes_no_loss(alone, tmp_path):
     """However the step is cut into microbatches: capacity for two sequences, for all, and no packing at all."""
     for name in MODELS:
-        for options in ({"capacity": 1000}, {"packing": False}, {"capacity": 128, "strategy": "next_fit"}):
-            other = packing_script.run(name, str(tmp_path), **options) if options.get("packing", True) else None
+        for options in ({"packing_capacity": 1000}, {"packing_capacity": None}, {"packing_capacity": 128, **ARRIVAL}):
+            other = packing_script.run(name, str(tmp_path), **options) if options["packing_capacity"] else None
             if other is None:
                 trainer = packing_script.make_trainer(name, str(tmp_path), **options)
                 trainer.train()

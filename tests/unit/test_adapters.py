@@ -176,7 +176,7 @@ def train(folder, steps=6, packing=False, **options):
     from ullage.training import TrainingArguments as PackingArguments
 
     kind = PackingArguments if packing else TrainingArguments
-    options |= {"packing": True, "capacity": 24} if packing else {}
+    options |= {"packing_capacity": 24} if packing else {}
     arguments = kind(
         str(folder), max_steps=steps, per_device_train_batch_size=3, learning_rate=0.1, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, **{"save_strategy": "no", **options},

@@ -194,7 +194,7 @@ def test_each_fresh_model_is_packed_as_the_first(tmp_path):
         return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
 
     losses = []
-    for options in ({}, {"packing": True, "capacity": 64}):
+    for options in ({}, {"packing_capacity": 64}):
         trainer = searching(tmp_path / str(len(losses)), make, max_steps=2, logging_steps=1, **options)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

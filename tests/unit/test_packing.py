@@ -17,25 +17,29 @@ def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
 
 @pytest.mark.parametrize("capacity", [0, -5])
 def test_a_capacity_must_be_positive(tmp_path, capacity):
-    with pytest.raises(InputError, match=f"capacity must be positive: expected tokens a microbatch, found {capacity}"):
-        packing_script.make_trainer("llama", str(tmp_path), capacity=capacity)
+    with pytest.raises(
+        InputError, match=f"packing_capacity must be positive: expected tokens a microbatch, .*, found {capacity}"
+    ):
+        packing_script.make_trainer("llama", str(tmp_path), packing_capacity=capacity)
 
 
 def test_a_sequence_longer_than_the_capacity_is_named(tmp_path):
     with pytest.raises(InputError, match=r"(?s)100.*capacity.*64|capacity.*64.*100"):
-        packing_script.make_trainer("llama", str(tmp_path), capacity=64).train()
+        packing_script.make_trainer("llama", str(tmp_path), packing_capacity=64).train()
 
 
 def test_a_model_whose_sequences_would_see_each_other_is_refused(tmp_path):
     config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(InputError, match="would let packed sequences see each other"):
-        Trainer(BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing=True, use_cpu=True, report_to=[]))
+        Trainer(
+            BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[])
+        )
 
 
 def test_a_model_without_an_attention_hook_is_refused(tmp_path):
     model = GPTJForCausalLM(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
     with pytest.raises(InputError, match="would let packed sequences see each other"):
-        Trainer(model, TrainingArguments(str(tmp_path), packing=True, use_cpu=True, report_to=[]))
+        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
 
 
 def test_a_collator_that_does_not_know_its_sequences_is_refused(tmp_path):

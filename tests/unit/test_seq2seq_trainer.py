@@ -238,7 +238,7 @@ def test_packing_refuses_sequences_of_two_lengths(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="packing takes models whose sequences have one length"):
         Trainer(
             model=_model(),
-            args=TrainingArguments(str(tmp_path), packing=True, capacity=64),  # pyright: ignore[reportArgumentType]
+            args=TrainingArguments(str(tmp_path), packing_capacity=64),  # pyright: ignore[reportArgumentType]
             data_collator=Seq2SeqCollator(),
             train_dataset=_samples(),
         )

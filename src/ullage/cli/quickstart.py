@@ -151,7 +151,7 @@ class _Quickstart:
         self.stops = [steps * (k + 1) // len(_LAYOUTS) for k in range(len(_LAYOUTS))]
         self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
         self.common += ["--save_total_limit", "20", "--per_device_train_batch_size", str(_BATCH // 2)]
-        self.packed = ["--packing", "--capacity", str(_CAPACITY), "--max_steps", str(steps)]
+        self.packed = ["--packing_capacity", str(_CAPACITY), "--max_steps", str(steps)]
 
     def run(self) -> tuple[Journey, Path]:
         first, *others = _LAYOUTS

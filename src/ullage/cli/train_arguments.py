@@ -35,7 +35,7 @@ docstrings of this Python's standard library.
   ullage train --data texts.jsonl --text_column body --model gru-512x2 --num_train_epochs 3
   ullage train --config run.yaml --learning_rate 1e-3
   ullage train --output_dir runs/first --resume_from_checkpoint
-  torchrun --nproc_per_node 2 -m ullage train --model llama-256x4 --packing --zero 2
+  torchrun --nproc_per_node 2 -m ullage train --model llama-256x4 --packing_capacity 8192 --zero 2
   torchrun --nproc_per_node 8 -m ullage train --model llama-256x4 --dp 2 --cp 2 --tp 2 --bf16
 
 What is resumed keeps its settings, on any number of processes and at any ZeRO stage.
@@ -84,8 +84,7 @@ _MOST_USED = (
     "save_steps",
     "save_total_limit",
     "dataloader_num_workers",
-    "packing",
-    "capacity",
+    "packing_capacity",
     "report_to",
     "use_cpu",
 )

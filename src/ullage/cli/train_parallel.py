@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ullage.cli.train_arguments import TrainCommand
 
 _STATE = "trainer_state.json"
+#: Slots a rank holds in a microbatch unless --packing_capacity says otherwise: this engine always packs.
+_CAPACITY = 8192
 #: Arguments of Trainer that this loop does not honour, and the values that ask for nothing.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
@@ -204,12 +206,12 @@ class ParallelTrainer:
             dataset,
             self.topology,
             global_batch_size=global_batch_size,
-            capacity=self.args.capacity,
+            capacity=self.args.packing_capacity or _CAPACITY,
             shared=True,
             cp_order=None,  # rows are cut where the model runs
             cost=self._cost,
-            strategy=self.args.strategy,
-            oversize=self.args.oversize,
+            strategy=self.args.packing_plan_strategy,
+            oversize=self.args.packing_oversize,
         )
 
     def _save(self) -> None:

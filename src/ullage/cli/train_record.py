@@ -43,10 +43,9 @@ _DECIDING = (
     "full_determinism",
     "dataloader_drop_last",
     "train_sampling_strategy",
-    "packing",
-    "capacity",
-    "strategy",
-    "oversize",
+    "packing_capacity",
+    "packing_plan_strategy",
+    "packing_oversize",
     "world_size",
 )
 #: Not numbers, but what a person who continues a run expects to stay as it was.

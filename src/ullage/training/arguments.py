@@ -22,18 +22,20 @@ class TrainingArguments(transformers.TrainingArguments):
     ``use_cpu`` is on where there is no accelerator.
     """
 
-    packing: bool = field(
-        default=False,
-        metadata={"help": "Pack each global batch into microbatches without padding, balanced over ranks."},
+    packing_capacity: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pack each global batch into microbatches of at most this many tokens on a rank, without padding "
+            "and balanced over ranks. Without it nothing is packed."
+        },
     )
-    capacity: int = field(default=8192, metadata={"help": "Tokens a rank holds in one packed microbatch."})
-    strategy: str = field(
+    packing_plan_strategy: str = field(
         default="balanced", metadata={"help": "How sequences are placed: balanced, next_fit, or one registered."}
     )
-    oversize: str = field(
+    packing_oversize: str = field(
         default="error", metadata={"help": "A sequence longer than the capacity: error, truncate or drop."}
     )
-    coalesce_gradients: bool = field(
+    packing_coalesce_gradients: bool = field(
         default=True,
         metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
     )
@@ -86,8 +88,18 @@ class PackingOptions:
     @classmethod
     def of(cls, arguments: Any) -> PackingOptions | None:
         """The options, or None where the arguments do not ask for packing. Raises ``InputError`` for bad ones."""
-        if not getattr(arguments, "packing", False):
+        capacity = getattr(arguments, "packing_capacity", None)
+        if capacity is None:
             return None
-        if arguments.capacity <= 0:
-            raise InputError("capacity must be positive", expected="tokens a microbatch", found=arguments.capacity)
-        return cls(arguments.capacity, arguments.strategy, arguments.oversize, arguments.coalesce_gradients)
+        if capacity <= 0:
+            raise InputError(
+                "packing_capacity must be positive",
+                expected="tokens a microbatch, or None for no packing",
+                found=capacity,
+            )
+        return cls(
+            capacity,
+            arguments.packing_plan_strategy,
+            arguments.packing_oversize,
+            arguments.packing_coalesce_gradients,
+        )

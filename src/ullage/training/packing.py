@@ -52,7 +52,7 @@ class PackedBatch:
 
 
 class PackingMixin(ReadingMixin):
-    """The part of :class:`RaggedTrainerMixin` that packs. Off unless the arguments say ``packing=True``."""
+    """The part of :class:`RaggedTrainerMixin` that packs. Off unless the arguments say ``packing_capacity=...``."""
 
     @functools.cached_property
     def _packing(self) -> PackingOptions | None:
