@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
 from tests import story
 from ullage import InputError, RaggedBatch, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
+from ullage.training import TrainingArguments as OurArguments
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -115,13 +117,18 @@ def test_an_empty_sequence_is_named(tmp_path):
 
 @pytest.mark.parametrize("collator", [RaggedCollator(labels_from="input_ids"), PackedSequenceCollator("input_ids")])
 def test_an_id_outside_the_vocabulary_is_named(tmp_path, collator):
-    samples = [{"input_ids": [3, 4]}, {"input_ids": [3, 4, 23, 5]}]
-    message = r"a token id is outside the vocabulary \(sample 1 of the batch, input_ids at position 2\): expected 0 to 22, found 23"
-    mine = trainer(tmp_path, language_model(), samples, collator=collator, train_sampling_strategy="sequential")
-    with pytest.raises(InputError, match=message):
+    """In training by its index in the data set, which is shuffled; of a stream by its place in the batch."""
+    good = [{"input_ids": [3, i % 20]} for i in range(23)]
+    samples = [*good[:17], {"input_ids": [3, 4, 23, 5]}, *good[17:]]
+    message = r"a token id is outside the vocabulary \({}, input_ids at position 2\): expected 0 to 22, found 23"
+    mine = trainer(tmp_path, language_model(), samples, collator=collator, max_steps=-1, num_train_epochs=1)
+    with pytest.raises(InputError, match=message.format(r"train_dataset\[17\]")):
         mine.train()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message.format("sample 1 of the batch")):
         mine.evaluate()
+    stream = trainer(tmp_path, language_model(), story.Stream(samples), samples, collator=collator, max_steps=9)
+    with pytest.raises(InputError, match=message.format("sample 1 of the batch")):
+        stream.train()
 
 
 def test_a_loss_that_is_no_number_stops_training_before_the_step(tmp_path):
@@ -138,10 +145,84 @@ def test_a_loss_that_is_no_number_stops_training_before_the_step(tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_step_without_labels_is_named(tmp_path):
-    samples = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 4
-    with pytest.raises(TrainingError, match=r"no label counts in this step \(step 0, field 'labels'\)"):
-        trainer(tmp_path, language_model(), samples).train()
+#: Of three steps of two samples, no label of the second one counts.
+SOME_MASKED = [
+    {"input_ids": [3, 4, 5, 6 + i], "labels": [3, 4, 5, 6 + i] if i // 2 != 1 else [-100] * 4} for i in range(6)
+]
+IN_ORDER = {"train_sampling_strategy": "sequential", "logging_steps": 1, "max_steps": 3}
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=story.VOCAB, **sizes, **SPECIAL))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_step_in_which_no_label_counts_is_one_of_zero_loss_as_in_transformers(tmp_path, caplog, smoothing):
+    """Gradients are zero, not missing: the optimizer's momentum goes on, weights decay, the schedule steps."""
+    options = {**IN_ORDER, "per_device_train_batch_size": 2, "weight_decay": 0.1, "learning_rate": 0.01}
+    options |= {"label_smoothing_factor": smoothing}
+    theirs = transformers.Trainer(
+        tiny_llama(), arguments(tmp_path, **options), default_data_collator, train_dataset=SOME_MASKED
+    )
+    theirs.train()
+    mine = trainer(tmp_path, tiny_llama(), SOME_MASKED, collator=RaggedCollator(), **options)
+    metrics = mine.train().metrics
+    expected, found = (
+        [(e["loss"], e["grad_norm"], e["learning_rate"]) for e in each.state.log_history if "loss" in e]
+        for each in (theirs, mine)
+    )
+    assert found[1][:2] == (0.0, 0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for one, other in zip(mine.model.parameters(), theirs.model.parameters()):
+        torch.testing.assert_close(one, other)
+    said = [record.message for record in caplog.records if "no label counts" in record.message]
+    assert len(said) == 1
+    assert "step 2, field 'labels'" in said[0]
+    assert metrics["total_empty_steps"] == 1
+    assert mine.state.log_history[-1]["total_empty_steps"] == 1
+
+
+def test_a_loss_that_divides_by_nothing_has_no_say_in_a_step_without_labels(tmp_path, caplog):
+    class MaskedMean(story.LengthsTagger):
+        """A user's own loss: 0/0 where nothing counts, in the forward and in the backward."""
+
+        def forward(self, input_ids=None, input_lengths=None, labels=None):
+            logits = super().forward(input_ids, input_lengths).logits
+            each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return ModelOutput(loss=each.sum() / (labels != -100).sum(), logits=logits)
+
+    torch.manual_seed(0)
+    mine = trainer(
+        tmp_path, MaskedMean(story.StoryConfig()), SOME_MASKED[2:4] * 4, collator=RaggedCollator(), **IN_ORDER
+    )
+    before = {name: tensor.clone() for name, tensor in mine.model.state_dict().items()}
+    metrics = mine.train().metrics
+    assert story.losses(mine) == [0.0] * 3
+    assert all(torch.equal(before[name], tensor) for name, tensor in mine.model.state_dict().items())
+    assert metrics["total_empty_steps"] == 3
+    assert sum("no label counts" in record.message for record in caplog.records) == 1
+
+
+def test_a_step_without_labels_ends_the_run_if_asked_to(tmp_path):
+    def told(empty_step):
+        asked = OurArguments(
+            str(tmp_path), empty_step=empty_step, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, **IN_ORDER,
+        )  # fmt: skip
+        Trainer(language_model(), asked, RaggedCollator(), train_dataset=SOME_MASKED).train()
+
+    with pytest.raises(TrainingError, match=r"no label counts in this step \(step 2, field 'labels'\).*empty_step='warn'"):
+        told("error")
+    with pytest.raises(InputError, match=r"no such empty_step: expected 'warn' or 'error', found 'ignore'"):
+        told("ignore")
+
+
+def test_a_run_in_which_labels_count_says_nothing_of_empty_steps(tmp_path, caplog):
+    mine = trainer(tmp_path, language_model(), SOME_MASKED[:2] * 2, collator=RaggedCollator())
+    assert not any("empty" in name for name in mine.train().metrics)
+    assert not caplog.records
 
 
 def test_dispatching_is_refused(tmp_path):

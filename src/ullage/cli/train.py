@@ -245,6 +245,7 @@ def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any
     trainer.save_model()
     meter.reduce(trainer.args.device)
     losses = [row["loss"] for row in history if "loss" in row]
+    closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
     return {
         "model": str(command.training.output_dir),
         "steps": trainer.state.global_step,
@@ -256,7 +257,18 @@ def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any
         "ullage_avoided": meter.ullage_avoided,
         "seconds": meter.seconds,
         "tokens_per_second": meter.tokens_per_second,
+        **{name: count for name, count in closing.items() if name in _LEFT_OUT},
     }
+
+
+#: What a run did not train on, by the names of the Trainer's closing entry, as the summary tells it.
+_LEFT_OUT = {
+    "total_dropped_sequences": "{:,} sequences over the capacity dropped",
+    "total_dropped_tokens": "{:,} tokens dropped with them",
+    "total_truncated_sequences": "{:,} sequences cut to the capacity",
+    "total_truncated_tokens": "{:,} tokens cut off",
+    "total_empty_steps": "{:,} steps in which no label counted",
+}
 
 
 def _told(summary: dict[str, Any]) -> str:
@@ -272,6 +284,9 @@ def _told(summary: dict[str, Any]) -> str:
         "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
         "model": summary["model"],
     }
+    left_out = [line.format(summary[name]) for name, line in _LEFT_OUT.items() if summary.get(name)]
+    if left_out:
+        rows["not trained on"] = ", ".join(left_out)
     lines = [f"  {name:<16}{value}" for name, value in rows.items()]
     return "\n".join(["", *lines, "", "Load it and let it write:", "", _python(summary["model"])])
 

@@ -23,9 +23,10 @@ from ullage.cli.train_layout import WEIGHTS
 from ullage.engines import fsdp
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
-from ullage.planning import TransformerCost
+from ullage.planning import Statistics, TransformerCost
 from ullage.training.arguments import form_process_group
 from ullage.training.costing import cost_of
+from ullage.training.counting import LeftOut
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import write_whole
 
@@ -47,6 +48,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "push_to_hub": (False,),
     "gradient_accumulation_steps": (1,),
     "dataloader_drop_last": (False,),
+    "empty_step": ("warn",),
 }
 
 
@@ -58,9 +60,8 @@ class Watched:
         self._ullage: list[float] = []
         self._imbalance: list[float] = []
 
-    def add(self, step: PackedStep, cost: Any) -> None:
+    def add(self, step: PackedStep, statistics: Statistics, cost: Any) -> None:
         """Counts a step; model FLOPs are of real tokens, forward and backward, attention's causal half."""
-        statistics = step.plan.statistics()
         self._ullage.append(statistics.ullage)
         self._imbalance.append(statistics.rank_imbalance)
         self._tokens += step.num_tokens
@@ -122,6 +123,7 @@ class ParallelTrainer:
         )
         self._since_log: list[fsdp.StepResult] = []
         self._watched = Watched()
+        self._left_out = LeftOut(self.args.packing_oversize)
 
     def add_callback(self, callback: Any) -> None:
         """As Trainer's."""
@@ -135,6 +137,10 @@ class ParallelTrainer:
         self.control = self._handler.on_train_begin(self.args, self.state, self.control)
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self._train_epoch(self.state.global_step // self.steps_per_epoch)
+        self._count_empty_steps()
+        totals = self._left_out.totals()
+        if totals:
+            self._log(totals)
         self.control = self._handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self) -> dict[str, float]:
@@ -175,7 +181,9 @@ class ParallelTrainer:
         speaks = self.topology.cp.rank == self.topology.tp.rank == 0  # the others have the same sequences
         if speaks:
             self._meter.count(PackedBatch(tuple(step.microbatches), step.plan))
-        self._watched.add(step, self._cost)
+        statistics = step.plan.statistics()
+        self._watched.add(step, statistics, self._cost)
+        self._left_out.add(statistics)
         limit = self.args.max_grad_norm or None
         result = fsdp.train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
         self._since_log.append(result)
@@ -187,14 +195,20 @@ class ParallelTrainer:
         if self.control.should_log and self._since_log:
             losses = [float(result.loss) for result in self._since_log]
             norm = self._since_log[-1].grad_norm
+            self._count_empty_steps()
             logs = {"loss": sum(losses) / len(losses), "grad_norm": float(norm) if norm is not None else 0.0}
             rates, self._since_log, self._watched = self._watched.rates(), [], Watched()
+            rates |= self._left_out.since()
             self._log({**logs, "learning_rate": float(self.scheduler.get_last_lr()[0]), **rates})
         if self.control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
         if self.control.should_save:
             self._save()
             self.control = self._handler.on_save(self.args, self.state, self.control)
+
+    def _count_empty_steps(self) -> None:
+        """Those since the last log in which no label counted. Waits for the device."""
+        self._left_out.empty_steps += sum(int(result.num_labels) == 0 for result in self._since_log)
 
     def _log(self, logs: dict[str, float]) -> None:
         logs["epoch"] = self.state.epoch or 0.0

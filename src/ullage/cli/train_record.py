@@ -49,7 +49,15 @@ _DECIDING = (
     "world_size",
 )
 #: Not numbers, but what a person who continues a run expects to stay as it was.
-_KEPT = ("logging_steps", "save_steps", "save_total_limit", "eval_steps", "eval_strategy", "per_device_eval_batch_size")
+_KEPT = (
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_strategy",
+    "per_device_eval_batch_size",
+    "empty_step",
+)
 
 
 def settings_of(command: TrainCommand) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def fingerprint(samples: Any) -> str:
 def _digest(sample: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(sample) if isinstance(sample, Mapping) else ():
+        if isinstance(sample[name], str):  # a column that is read past
+            digest.update(f"{name} {sample[name]}".encode(errors="surrogatepass"))
+            continue
         value = sample_value([sample], 0, name).detach().cpu()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         flat = value.reshape(-1).clone(memory_format=torch.contiguous_format)  # a view as bytes wants stride 1

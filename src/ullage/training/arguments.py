@@ -39,6 +39,10 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
     )
+    empty_step: str = field(
+        default="warn",
+        metadata={"help": "A step in which no label counts: warn (once, and go on with a loss of 0.0) or error."},
+    )
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():

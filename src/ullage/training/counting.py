@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
+from ullage.planning.plan import Statistics
 
 
 def num_tokens(inputs: Any, main_input: str) -> int:
@@ -81,8 +83,39 @@ def count_labels(elements: Tensor) -> Tensor:
     return (elements != IGNORED_LABEL).sum()
 
 
+class SampleError(InputError):
+    """A sample of a batch cannot be used. ``sample``: its position in the batch; ``detail``: where in the sample."""
+
+    def __init__(self, what: str, *, sample: int = 0, detail: str = "", place: str = "", **parts: Any) -> None:
+        place = place or f"sample {sample} of the batch"
+        super().__init__(what, where=f"{place}, {detail}" if detail else place, **parts)
+        self.sample, self.detail = sample, detail
+
+    def at(self, place: str) -> SampleError:
+        """The same error for one who knows the sample by another name, such as its index in the data set."""
+        return SampleError(
+            self.what,
+            sample=self.sample,
+            detail=self.detail,
+            place=place,
+            expected=self.expected,
+            found=self.found,
+            hint=self.hint,
+        )
+
+
+def samples_of(inputs: Any, name: str) -> list[Tensor]:
+    """A field of a batch by sample: sequences in their own lengths, rows where they are padded."""
+    value = inputs[name]
+    if isinstance(value, PackedSequence):
+        return [sample["ids"] for sample in RaggedBatch.from_packed_sequence(value, "ids").samples()]
+    if isinstance(inputs, RaggedBatch):
+        return [sample[name] for sample in inputs.samples()]
+    return list(value)
+
+
 def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
-    """Raises ``InputError`` for an id outside ``[0, vocab_size)``, with its sample in the batch and its position.
+    """Raises ``SampleError`` for an id outside ``[0, vocab_size)``, with its sample in the batch and its position.
 
     Reads the ids where they lie; host tensors do not wait for a device.
     """
@@ -93,29 +126,85 @@ def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocab_size:
         return
-    if isinstance(value, PackedSequence):
-        samples = [sample["ids"] for sample in RaggedBatch.from_packed_sequence(value, "ids").samples()]
-    elif isinstance(inputs, RaggedBatch):
-        samples = [sample[name] for sample in inputs.samples()]
-    else:
-        samples = list(ids)
-    for i, sample in enumerate(samples):
+    for i, sample in enumerate(samples_of(inputs, name)):
         bad = ((sample < 0) | (sample >= vocab_size)).flatten().nonzero()
         if len(bad):
             position = int(bad[0])
-            raise InputError(
+            raise SampleError(
                 "a token id is outside the vocabulary",
-                where=f"sample {i} of the batch, {name} at position {position}",
+                sample=i,
+                detail=f"{name} at position {position}",
                 expected=f"0 to {vocab_size - 1}",
                 found=int(sample.flatten()[position]),
                 hint="tokenize with the model's own tokenizer, or give the model a larger vocab_size",
             )
 
 
-class TokenMeter:
-    """What went through the model since the last log, on this rank: real tokens, what they take, and FLOPs."""
+def check_capacity(batch: RaggedBatch, capacity: int) -> None:
+    """Raises ``SampleError`` for the first sequence of more than ``capacity`` tokens. Host values only."""
+    large = np.flatnonzero(batch.layout.lengths > capacity)
+    if len(large):
+        raise over_capacity(int(large[0]), capacity, int(batch.layout.lengths[large[0]]))
 
-    def __init__(self) -> None:
+
+def over_capacity(sample: int, capacity: int, length: int) -> SampleError:
+    """The error for a sequence of ``length`` tokens that no microbatch of a packed step can hold."""
+    return SampleError(
+        "a sequence does not fit into a microbatch",
+        sample=sample,
+        expected=f"at most packing_capacity={capacity} tokens",
+        found=length,
+        hint="raise packing_capacity, or set packing_oversize to 'truncate' or 'drop'",
+    )
+
+
+#: For each treatment of sequences over the capacity: the names in the logs, and those of a plan's statistics.
+_OVERSIZE_COUNTS = {
+    "drop": {"dropped_sequences": "num_dropped", "dropped_tokens": "dropped_tokens"},
+    "truncate": {"truncated_sequences": "num_truncated", "truncated_tokens": "truncated_tokens"},
+}
+
+
+class LeftOut:
+    """What a run does not train on: sequences and tokens over the capacity, and steps in which no label counts.
+
+    Plans tell of all ranks, so the counts are the same on each. ``oversize``: what becomes of sequences over the
+    capacity; under ``"error"`` there is nothing to count.
+    """
+
+    def __init__(self, oversize: str) -> None:
+        self._watched = _OVERSIZE_COUNTS.get(oversize, {})
+        self._since, self._all = self._zeros(), self._zeros()
+        self.empty_steps = 0
+
+    def _zeros(self) -> dict[str, int]:
+        return dict.fromkeys(self._watched, 0)
+
+    def add(self, statistics: Statistics) -> None:
+        """Counts what a plan drops or truncates."""
+        for name, field in self._watched.items():
+            self._since[name] += getattr(statistics, field)
+            self._all[name] += getattr(statistics, field)
+
+    def since(self) -> dict[str, float]:
+        """What was dropped or truncated since the last call."""
+        counts, self._since = self._since, self._zeros()
+        return {**counts}
+
+    def totals(self) -> dict[str, float]:
+        """What was dropped or truncated in all, and how many steps were empty, if any was."""
+        totals: dict[str, float] = {f"total_{name}": count for name, count in self._all.items()}
+        return totals | ({"total_empty_steps": self.empty_steps} if self.empty_steps else {})
+
+
+class TokenMeter:
+    """What went through the model since the last log, on this rank: real tokens, what they take, and FLOPs.
+
+    ``left_out``: what did not, of all ranks.
+    """
+
+    def __init__(self, oversize: str = "error") -> None:
+        self.left_out = LeftOut(oversize)
         self._reset()
 
     def _reset(self) -> None:
@@ -129,22 +218,26 @@ class TokenMeter:
         self.real += real
         self.taken += taken
 
-    def add_plan(self, imbalance: float, flops: float) -> None:
-        """Counts what a plan leaves between ranks, and this rank's FLOPs of it."""
-        self.imbalances.append(imbalance)
+    def add_plan(self, statistics: Statistics, flops: float) -> None:
+        """Counts what a plan leaves between ranks and what it leaves out, and this rank's FLOPs of it."""
+        self.imbalances.append(statistics.rank_imbalance)
+        self.left_out.add(statistics)
         self.flops += flops
 
     def rates(self, accelerator: Any, device: torch.device) -> dict[str, float]:
-        """Per second and over all ranks; empty if nothing was counted. One small reduction; starts anew."""
+        """Per second and over all ranks, none if nothing was counted; and what was left out. Starts anew.
+
+        One small reduction.
+        """
         sums = torch.tensor([self.real, self.taken, self.flops], device=device, dtype=torch.float64)
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, "sum")
         real, taken, flops = sums.tolist()
-        seconds, imbalances = time.perf_counter() - self.since, self.imbalances
+        seconds, imbalances, left_out = time.perf_counter() - self.since, self.imbalances, self.left_out.since()
         self._reset()
         if real == 0:
-            return {}
+            return left_out
         rates = {"tokens_per_second": round(real / seconds, 1), "ullage": round(1 - real / taken, 4)}
         if imbalances:
             rates |= {"imbalance": round(sum(imbalances) / len(imbalances), 4), "flops_per_second": flops / seconds}
-        return rates
+        return rates | left_out

@@ -2,17 +2,15 @@
 
 The Trainer takes batches apart in a dozen places, each by a rule of its own. The mixin replaces the rules, not the
 loop: how a batch is moved (``to_device``, once), in which form it reaches the model (``forms``), what is counted
-(``counting``: real tokens, labels that a loss counts), and how evaluation puts samples back together
-(``evaluation``). A rank that finds a problem in its batch tells the others in the reduction of the label counts, which
-every rank enters anyway, so all of them raise.
+(``counting``: real tokens, labels that a loss counts), how the ranks agree on a step (``steps``), and how evaluation
+puts samples back together (``evaluation``).
 
 Source: transformers 5.23 ``trainer.py``, whose method names these are.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError, TrainingError, UllageError
+from ullage.errors import InputError, TrainingError
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group
 from ullage.training.continuing import ContinuingMixin
@@ -30,9 +28,10 @@ from ullage.training.evaluation import EvaluationMixin
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import check_same_model, checkpoints_in
 from ullage.training.shares import EvaluationLoader
+from ullage.training.steps import StepMixin
 
 
-class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
+class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
     """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
 
     Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors.
@@ -66,9 +65,7 @@ class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
         if isinstance(resume_from_checkpoint, (str, Path)):
             resume_from_checkpoint = str(resume_from_checkpoint)
             check_same_model(getattr(self._bare_model, "config", None), resume_from_checkpoint)
-        dataset = self.train_dataset
-        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:  # pyright: ignore[reportArgumentType]
-            raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
+        self._agree_before_training()
         if resume_from_checkpoint is True:  # found by transformers, in the output folder
             checkpoints = checkpoints_in(self.args.output_dir or ".")
             resume_from_checkpoint = str(checkpoints[-1]) if checkpoints else True
@@ -117,71 +114,6 @@ class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
 
     # Counting.
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        batches: list[Any] = []
-        problem: Exception | None = None
-        try:
-            batches.extend(itertools.islice(epoch_iterator, num_batches))
-        except Exception as error:
-            problem = error
-        num_items = self._count_or_raise(batches, device, problem)
-        if self._packing is not None:
-            batches = [self._pack(batch) for batch in batches]
-            for batch in batches:
-                statistics = batch.plan.statistics()
-                self._tokens.add(batch.numel(), batch.plan.num_microbatches * batch.plan.capacity)
-                self._tokens.add_plan(statistics.rank_imbalance, self.floating_point_ops(batch))
-        return batches, num_items
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        return None if self._evaluating else self._count_or_raise(batch_samples, device, None)
-
-    def _count_or_raise(self, batches: list, device: torch.device, problem: Exception | None) -> Tensor | None:
-        """Label elements that count in this step, over all ranks; raises on every rank if one has a problem.
-
-        One reduction of three integers. Waits for the device.
-        """
-        if problem is None:
-            try:
-                self._check(batches)
-            except UllageError as error:
-                problem = error
-        counts: list[Tensor] = []
-        if problem is None:
-            found = [self._label_elements(batch) for batch in batches]
-            counts = [counting.count_labels(elements) for elements in found if elements is not None]
-        complete = len(counts) == len(batches) > 0
-        total = sum(int(count) for count in counts)
-        summary = torch.tensor([total, int(complete), int(problem is not None)], device=device)
-        ranks = summary[None]
-        if self.args.world_size > 1:
-            ranks = self.accelerator.gather(summary[None])
-            assert isinstance(ranks, Tensor)
-        if bool(ranks[:, 2].any()):
-            if problem is not None:
-                raise problem
-            failed = ranks[:, 2].nonzero().flatten().tolist()
-            raise DistributedError("another rank could not use its batch", where=f"rank {failed}", hint="see its error")
-        if not bool(ranks[:, 1].all()):
-            return None
-        if int(ranks[:, 0].sum()) == 0:
-            raise TrainingError(
-                "no label counts in this step",
-                where=f"step {self.state.global_step}, field {self._label_name!r}",
-                expected="at least one label that is not -100",
-            )
-        mine = ranks[:, 0].sum() if self.args.average_tokens_across_devices else summary[0]
-        return mine // max(self.args.n_gpu, 1) if self.args.world_size == 1 else mine
-
-    def _check(self, batches: list) -> None:
-        for batch in batches:
-            self._check_ids(batch)
-            if self._packing is None:
-                real, padded = (
-                    count(batch, self._main_input) for count in (counting.num_tokens, counting.num_padded_tokens)
-                )
-                self._tokens.add(real, padded)
-
     def floating_point_ops(self, inputs: Any) -> int:
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
@@ -205,10 +137,13 @@ class RaggedTrainerMixin(ContinuingMixin, EvaluationMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds real tokens per second over all ranks, and the ullage: of the plan, or what padding would have been.
 
-        Packed training also tells model FLOP/s over all ranks, and the imbalance that the plan leaves.
+        Packed training also tells model FLOP/s over all ranks, the imbalance that the plan leaves, and what was
+        dropped or truncated. The closing entry has what was dropped or truncated in all, and steps without labels.
         """
         if "loss" in logs:
             logs.update(self._tokens.rates(self.accelerator, self.args.device))
+        if "train_loss" in logs:  # the closing entry, which train() returns too
+            logs.update(self._tokens.left_out.totals())
         super().log(logs, start_time)
 
     # The loss.

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -135,18 +136,22 @@ class PackingMixin(ReadingMixin):
         return 0 if plugin is None else int(plugin.zero_stage)
 
     def _plan(self, lengths: Any) -> Plan:
+        """The step's plan. One from which everything is dropped has a microbatch too, an empty one, on every rank."""
         options = self._packing
         assert options is not None
+        ranks = self.args.world_size
+        limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
         meets_every_microbatch = self._zero_stage == 3 or self.is_fsdp_enabled
-        return plan(
+        made = plan(
             lengths,
-            ranks=self.args.world_size,
-            capacity=options.capacity,
             cost=self._cost,
             strategy=options.strategy,
             sync="microbatch" if meets_every_microbatch else "step",
-            oversize=options.oversize,
+            **limits,
         )
+        if made.num_microbatches:
+            return made
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
     def _model_flops(self, batch: PackedBatch) -> int:
         """Forward and backward of this rank's microbatches: real tokens only, attention's causal half."""
@@ -156,18 +161,17 @@ class PackingMixin(ReadingMixin):
         squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
         return int(cost.training_flops(batch.numel(), squares))
 
-    def _pack(self, batch: Any) -> PackedBatch:
-        """This rank's share of the global batch that the ranks' batches make together. Collective."""
-        if not isinstance(batch, RaggedBatch):
-            raise InputError(
-                "packing needs batches that know their sequences",
-                expected="a collator that gives a RaggedBatch",
-                found=type(batch).__name__,
-                hint="use RaggedCollator()",
-            )
-        gathered = gather_lengths(batch.layout.lengths, self._topology)
+    def _pack(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """This rank's share of the global batch that the batches of all ranks make together. Collective.
+
+        A rank whose data have ended brings none.
+        """
+        lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
+        samples = [sample for batch in batches for sample in batch.samples()]
+        per_sequence = batches[0].per_sequence if batches else ()
+        gathered = gather_lengths(lengths, self._topology)
         schedule = self._plan(gathered.lengths)
-        microbatches = exchange(schedule, batch.samples(), self._topology, gathered, per_sequence=batch.per_sequence)
+        microbatches = exchange(schedule, samples, self._topology, gathered, per_sequence=per_sequence)
         return PackedBatch(tuple(microbatches), schedule)
 
     # One step.

@@ -1,0 +1,84 @@
+"""Indices in the data set of the samples that a batch holds, so that an error can name them.
+
+A collator sees samples, not indices. The batch sampler of the training dataloader is therefore wrapped: it remembers
+the indices that it gave out until the Trainer draws the batch that was made of them. Batches come in the sampler's
+order, also from worker processes that read ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from ullage.training import counting
+
+
+class RecordedBatches:
+    """A batch sampler, and the indices of its batches that were not drawn yet. In all else it is the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._waiting: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._waiting = waiting = deque()
+
+        def batches() -> Iterator[Any]:
+            for indices in self._sampler:
+                waiting.append(list(indices))
+                yield indices
+
+        return batches()
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the sampler, as accelerate's own wrappers of dataloaders do it."""
+        return type(self._sampler)
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+class SampleIndices:
+    """Finds the index of a sample of a training batch. Made for one dataloader, whose batch sampler it wraps.
+
+    A dataloader over an iterable, and one whose sampler gives batches itself, have no indices to record.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._batches: RecordedBatches | None = None
+        inner = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(inner, "batch_sampler", None)
+        if sampler is not None and not isinstance(getattr(inner, "dataset", None), IterableDataset):
+            self._batches = RecordedBatches(sampler)
+            vars(inner)["batch_sampler"] = self._batches  # a DataLoader's own setter refuses it after construction
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return None if self._batches is None else self._batches.next_batch()
+
+    def index_of(self, indices: list[int] | None, batch: Any, position: int, main_input: str) -> int | None:
+        """The index of the sample at ``position`` in ``batch``; ``None`` unless reading it again gives that sample."""
+        if indices is None or position >= len(indices):
+            return None
+        try:
+            again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
+            (sample,) = counting.samples_of(again, main_input)
+            same = torch.equal(sample, counting.samples_of(batch, main_input)[position][: len(sample)])
+        except Exception:  # whatever it is, there is an error to report already
+            return None
+        return indices[position] if same else None

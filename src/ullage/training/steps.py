@@ -1,0 +1,416 @@
+"""The batches of one optimizer step: drawn on every rank, counted together, and packed where packing is on.
+
+The ranks meet once before each step, in one small reduction: how many labels count, whether a rank has a problem, how
+many batches each has drawn, and whether one is asked to stop. A problem on one rank is raised on all of them. Ranks
+whose data end first are met here too: packed, the others draw more batches in their place, as
+:class:`~ullage.exchange.PackedIterator` does; not packed, the epoch ends on all ranks together.
+
+What a plan drops or truncates is not trained on: then, and only then, the labels are counted again after the exchange,
+in a second reduction.
+
+Source: transformers 5.23 ``trainer.py``, ``_run_epoch``, which calls ``get_batch_samples`` equally often on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from ullage.batch import RaggedBatch
+from ullage.datasets.stored import stored_lengths
+from ullage.errors import DistributedError, InputError, TrainingError
+from ullage.exchange.source import deal
+from ullage.layout import Int64
+from ullage.planning.request import one_of
+from ullage.training import counting
+from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
+from ullage.training.indices import SampleIndices
+from ullage.training.packing import PackingMixin
+from ullage.training.saving import agreement
+
+_logger = logging.getLogger(__name__)
+
+#: The most batches of a rank that are read on only to be counted, where the epoch ends without them.
+_MOST_COUNTED = 100
+#: Where a checkpoint keeps what each rank had drawn, if that was not one batch a step.
+_DRAWN = "ullage_batches_drawn"
+
+
+@dataclass
+class Epoch:
+    """What was drawn in the running epoch. ``given`` [ranks]: batches; ``live`` [ranks]: whose data have not ended.
+
+    ``steps``: drawn so far; ``recorded``: batches whose indices were recorded and that are skipped on the way to the
+    first one; ``ahead``: batches to skip because a step before the checkpoint took them; ``ended``: on all ranks.
+    """
+
+    given: Int64
+    live: np.ndarray
+    steps: int = 0
+    recorded: int = 0
+    ahead: int = 0
+    ended: bool = False
+
+    @classmethod
+    def of(cls, ranks: int) -> Epoch:
+        return cls(np.zeros(ranks, np.int64), np.ones(ranks, bool))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks told each other. ``labels`` [ranks], on the device: label elements that count.
+
+    ``batches`` [ranks]: drawn by each; ``complete``: whether every batch has labels.
+    """
+
+    labels: Tensor
+    batches: Int64
+    complete: bool
+
+
+class StepMixin(PackingMixin):
+    """The part of :class:`RaggedTrainerMixin` that draws the batches of a step, and knows what ranks draw together."""
+
+    #: The number of a signal that asks this rank to stop after the step, 0 for none. A handler may set it at any time.
+    _stop_wish = 0
+    #: The greatest of all ranks' wishes, known to each before every step.
+    _stop_agreed = 0
+    _evaluating = False
+    _tokens: counting.TokenMeter
+    _epoch: Epoch | None = None
+    _indices: SampleIndices | None = None
+    _step_is_empty = False
+    _told_of_unused = False
+
+    # Before the first step.
+
+    def _agree_before_training(self) -> None:
+        """Refuses data that cannot be trained on, and ranks that mean different things. Collective.
+
+        Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the
+        capacity; ``DistributedError`` on every rank where one failed, and where arguments or data differ.
+        """
+        options, several = self._packing, self.args.world_size > 1
+        self._tokens = counting.TokenMeter("error" if options is None else options.oversize)
+        self._told_of_unused = False
+        # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
+        standard = type(self).get_train_dataloader is transformers.Trainer.get_train_dataloader
+        described: dict[str, Any] = {}
+        with agreement(several, "looking at its training data"):
+            self._empty_step  # noqa: B018  refuses what it does not know
+            dataset = self.train_dataset
+            if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:  # pyright: ignore
+                raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
+            if standard and dataset is not None:
+                self._refuse_oversize(dataset)
+                described = describe_data(dataset, self._main_input) if several else {}
+        if several:
+            ranks: list[Any] = [None] * self.args.world_size
+            dist.all_gather_object(ranks, (describe_arguments(self.args), described))
+            compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
+
+    def _refuse_oversize(self, dataset: Any) -> None:
+        """Raises ``InputError`` for a sequence over the capacity, where lengths are known without reading samples."""
+        options = self._packing
+        if options is None or options.oversize != "error":
+            return
+        lengths = stored_lengths(dataset, self._main_input, getattr(self.args, "length_column_name", "length"))
+        large = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths > options.capacity)
+        if lengths is None or not len(large):
+            return
+        first = int(large[0])
+        if self._collated_length(dataset, first) <= options.capacity:
+            return  # what is stored is padded, or cut by the collator: the steps will tell
+        more = f" and {len(large) - 1:,} more" if len(large) > 1 else ""
+        error = counting.over_capacity(first, options.capacity, int(lengths[first]))
+        raise error.at(f"train_dataset[{first}]{more}")
+
+    def _collated_length(self, dataset: Any, index: int) -> int:
+        """Tokens of a sample as the collator gives it; 0 if that cannot be told."""
+        with random_states_kept():
+            try:
+                if type(dataset).__module__.startswith("datasets."):
+                    dataset = self._remove_unused_columns(dataset)
+                    collate: Any = self.data_collator
+                else:
+                    collate = self._get_collator_with_removed_columns(self.data_collator)
+                return int(collate([dataset[index]]).max_length)
+            except Exception:  # it is said when the sample's turn comes
+                return 0
+
+    @property
+    def _empty_step(self) -> str:
+        """What becomes of a step in which no label counts: ``"warn"`` or ``"error"``."""
+        return one_of(getattr(self.args, "empty_step", "warn"), "empty_step", ("warn", "error"))
+
+    # Drawing.
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        if is_training:
+            self._indices = SampleIndices(loader)
+        return loader
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._epoch = self._begin_epoch(**kwargs)
+        try:
+            super()._run_epoch(*args, **kwargs)
+        finally:
+            self._epoch, self._step_is_empty = None, False
+
+    def _begin_epoch(
+        self,
+        epoch: int = 0,
+        epochs_trained: int = 0,
+        resume_from_checkpoint: str | None = None,
+        steps_trained_in_current_epoch: int = 0,
+        **others: Any,
+    ) -> Epoch:
+        """Where the epoch begins: at its first batch, or behind those that were trained on before a checkpoint."""
+        begun = Epoch.of(self.args.world_size)
+        drawn = self.state.stateful_callbacks.pop(_DRAWN, None)
+        resumes = resume_from_checkpoint is not None and epoch == epochs_trained and not self.args.ignore_data_skip
+        if not resumes or not steps_trained_in_current_epoch:
+            return begun
+        begun.recorded = begun.steps = steps_trained_in_current_epoch
+        begun.given[:] = begun.steps
+        if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
+            begun.given = np.array(drawn["given"], np.int64)
+            begun.live = begun.given >= begun.steps
+            begun.ahead = max(0, int(begun.given[self.args.process_index]) - begun.steps)
+        return begun
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """This rank's batches of a step, one packed batch under packing, and the labels that count over all ranks.
+
+        Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
+        """
+        epoch = self._epoch or Epoch.of(self.args.world_size)
+        self._step_is_empty = False
+        if epoch.ended:
+            return [], None
+        if self._packing is not None:
+            return self._packed_step(epoch, epoch_iterator, device)
+        batches, problem = self._draw(epoch, epoch_iterator, num_batches)
+        met = self._meet(batches, device, problem)
+        fewest = int(met.batches.min())
+        epoch.ended = fewest < num_batches
+        if fewest < met.batches.max():
+            self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
+            batches = batches[:fewest]
+            met = self._meet(batches, device)
+        for batch in batches:
+            real, padded = (c(batch, self._main_input) for c in (counting.num_tokens, counting.num_padded_tokens))
+            self._tokens.add(real, padded)
+        return batches, self._num_items(met)
+
+    def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:
+        """Up to ``number`` batches, and what is wrong with them."""
+        batches: list[Any] = []
+        try:
+            for _ in itertools.islice(iterator, epoch.ahead):
+                epoch.recorded += 1
+            epoch.ahead = 0
+            for batch in itertools.islice(iterator, number):
+                batches.append(batch)
+                indices = None
+                for _ in range(epoch.recorded + 1):
+                    indices = None if self._indices is None else self._indices.next_batch()
+                epoch.recorded = 0
+                self._check(batch, indices)
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            return batches, error
+        return batches, None
+
+    def _check(self, batch: Any, indices: list[int] | None = None) -> None:
+        """Raises ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
+        options = self._packing
+        if options is not None and not isinstance(batch, RaggedBatch):
+            raise InputError(
+                "packing needs batches that know their sequences",
+                expected="a collator that gives a RaggedBatch",
+                found=type(batch).__name__,
+                hint="use RaggedCollator()",
+            )
+        try:
+            self._check_ids(batch)
+            if options is not None and options.oversize == "error":
+                counting.check_capacity(batch, options.capacity)
+        except counting.SampleError as error:
+            index = None
+            if self._indices is not None:
+                index = self._indices.index_of(indices, batch, error.sample, self._main_input)
+            if index is not None:
+                raise error.at(f"train_dataset[{index}]") from None
+            if self.args.world_size > 1:
+                raise error.at(f"rank {self.args.process_index}, sample {error.sample} of the batch") from None
+            raise
+
+    def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:
+        """One warning in a run, that an epoch ends before a rank has used up its data. Collective.
+
+        ``number``: batches that this rank has drawn for nothing; what it would have drawn further is read to count it.
+        """
+        if self._told_of_unused:
+            return
+        self._told_of_unused = True
+        if number:
+            with contextlib.suppress(Exception):  # what is not trained on cannot be in the way
+                number += sum(1 for _ in itertools.islice(iterator, _MOST_COUNTED))
+        unused = self._gathered([number], device)[:, 0].tolist()
+        if self.is_world_process_zero():
+            counts = [
+                f"{'at least ' if count > _MOST_COUNTED else ''}{count} of rank {rank}"
+                for rank, count in enumerate(unused)
+                if count
+            ]
+            _logger.warning(
+                "the data of rank %s ended first, and the epoch with them on all ranks: batches not used: %s. Give "
+                "every rank as many, or pack them (packing_capacity=...), where the others fill the step.",
+                ", ".join(str(rank) for rank, count in enumerate(unused) if not count),
+                ", ".join(counts),
+            )
+
+    def _packed_step(
+        self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The step's one packed batch. It is made of as many batches as there are ranks, as long as there are any."""
+        rank, wanted = self.args.process_index, self.args.world_size
+        drawn: list[RaggedBatch] = []
+        meetings: list[Meeting] = []
+        while wanted and epoch.live.any():
+            quota = deal(epoch.given, epoch.live, wanted)
+            batches, problem = self._draw(epoch, iterator, int(quota[rank]))
+            met = self._meet(batches, device, problem)
+            epoch.live &= met.batches == quota
+            epoch.given = epoch.given + met.batches
+            wanted -= int(met.batches.sum())
+            drawn += batches
+            meetings.append(met)
+        if wanted == self.args.world_size:
+            epoch.ended = True
+            return [], None
+        epoch.steps += 1
+        if len(set(epoch.given.tolist())) > 1:
+            # What is resumed skips one batch a step; this says which ranks are further, or have ended.
+            drawn_so_far: Any = {"steps": epoch.steps, "given": epoch.given.tolist()}
+            self.state.stateful_callbacks[_DRAWN] = drawn_so_far
+        packed = self._pack(drawn)
+        statistics = packed.plan.statistics()
+        self._tokens.add(packed.numel(), packed.plan.num_microbatches * packed.plan.capacity)
+        self._tokens.add_plan(statistics, self.floating_point_ops(packed))
+        if statistics.num_dropped or statistics.num_truncated:
+            kept = [microbatch for microbatch in packed.microbatches if len(microbatch)]
+            meetings = [self._meet(kept, device)]
+        return [packed], self._num_items(*meetings)
+
+    # Counting together.
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if self._evaluating:
+            return None
+        problem = None
+        try:
+            for batch in batch_samples:
+                self._check(batch)
+        except Exception as error:
+            problem = error
+        return self._num_items(self._meet(batch_samples, device, problem))
+
+    def _meet(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> Meeting:
+        """One reduction of five integers; waits for the device. Raises on every rank if one has a problem."""
+        counts: list[int] = []
+        if problem is None:
+            try:
+                found = [self._label_elements(batch) for batch in batches]
+                counts = [int(counting.count_labels(elements)) for elements in found if elements is not None]
+            except Exception as error:
+                problem = error
+        complete = len(counts) == len(batches)
+        mine = [sum(counts), int(complete), int(problem is not None), len(batches), int(self._stop_wish)]
+        ranks = self._gathered(mine, device)
+        _, all_complete, failed, drawn, wishes = ranks.cpu().numpy().T
+        self._stop_agreed = int(wishes.max())
+        if problem is not None:
+            raise problem
+        if failed.any():
+            where = f"rank {np.flatnonzero(failed).tolist()}"
+            raise DistributedError("another rank could not use its batch", where=where, hint="see its error")
+        return Meeting(ranks[:, 0], drawn, bool(all_complete.all()))
+
+    def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Integers of every rank, [ranks, n], on the device."""
+        mine = torch.tensor([numbers], device=device)
+        if self.args.world_size == 1:
+            return mine
+        ranks = self.accelerator.gather(mine)
+        assert isinstance(ranks, Tensor)
+        return ranks
+
+    def _num_items(self, *meetings: Meeting) -> Tensor | None:
+        """What the loss of this rank is divided by: labels of the step over all ranks, or its own if it averages so.
+
+        ``None`` where not all batches have labels. Where none counts, 1: a sum over nothing is then zero, not 0/0.
+        """
+        if not all(met.complete for met in meetings) or not sum(int(met.batches.sum()) for met in meetings):
+            return None
+        labels = torch.stack([met.labels for met in meetings]).sum(0)
+        total = labels.sum()
+        if int(total) == 0:
+            self._meet_an_empty_step()
+        if not self.args.average_tokens_across_devices:
+            total = labels[self.args.process_index if self.args.world_size > 1 else 0]
+        if self.args.world_size == 1:
+            total = total // max(self.args.n_gpu, 1)
+        return total.clamp(min=1)
+
+    # Steps in which no label counts.
+
+    def _meet_an_empty_step(self) -> None:
+        """Counts the step, and warns once, or raises ``TrainingError`` if the arguments say so. Alike on every rank."""
+        where = f"step {self.state.global_step + 1}, field {self._label_name!r}"
+        if self._empty_step == "error":
+            raise TrainingError(
+                "no label counts in this step",
+                where=where,
+                expected="at least one label that is not -100",
+                hint="leave out samples without labels, take a larger batch, or set empty_step='warn'",
+            )
+        self._step_is_empty = True
+        self._tokens.left_out.empty_steps += 1
+        if self._tokens.left_out.empty_steps == 1 and self.is_world_process_zero():
+            _logger.warning(
+                "no label counts in this step (%s): its loss is 0.0 and its gradients are zero. It is said once; "
+                "the closing summary counts such steps, empty_step='error' ends the run at the first.",
+                where,
+            )
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As transformers'. Where no label counts, 0.0 and zero gradients, whatever a loss makes of no labels."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self._step_is_empty:
+            return loss
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        return torch.zeros_like(loss)
