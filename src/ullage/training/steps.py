@@ -219,10 +219,12 @@ class StepMixin(PackingMixin):
             self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
             batches = batches[:fewest]
             met = self._meet(batches, device)
+        if not fewest:
+            return [], None
         for batch in batches:
             real, padded = (c(batch, self._main_input) for c in (counting.num_tokens, counting.num_padded_tokens))
             self._tokens.add(real, padded)
-        return batches, self._num_items(met)
+        return batches, self._num_items(met.labels, met.complete)
 
     def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:
         """Up to ``number`` batches, and what is wrong with them."""
@@ -319,10 +321,10 @@ class StepMixin(PackingMixin):
         statistics = packed.plan.statistics()
         self._tokens.add(packed.numel(), packed.plan.num_microbatches * packed.plan.capacity)
         self._tokens.add_plan(statistics, self.floating_point_ops(packed))
-        if statistics.num_dropped or statistics.num_truncated:
-            kept = [microbatch for microbatch in packed.microbatches if len(microbatch)]
-            meetings = [self._meet(kept, device)]
-        return [packed], self._num_items(*meetings)
+        labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
+        if complete and (statistics.num_dropped or statistics.num_truncated):
+            labels = self._meet([batch for batch in packed.microbatches if len(batch)], device).labels
+        return [packed], self._num_items(labels, complete)
 
     # Counting together.
 
@@ -335,7 +337,8 @@ class StepMixin(PackingMixin):
                 self._check(batch)
         except Exception as error:
             problem = error
-        return self._num_items(self._meet(batch_samples, device, problem))
+        met = self._meet(batch_samples, device, problem)
+        return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
     def _meet(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> Meeting:
         """One reduction of five integers; waits for the device. Raises on every rank if one has a problem."""
@@ -367,14 +370,14 @@ class StepMixin(PackingMixin):
         assert isinstance(ranks, Tensor)
         return ranks
 
-    def _num_items(self, *meetings: Meeting) -> Tensor | None:
+    def _num_items(self, labels: Tensor, complete: bool) -> Tensor | None:
         """What the loss of this rank is divided by: labels of the step over all ranks, or its own if it averages so.
 
-        ``None`` where not all batches have labels. Where none counts, 1: a sum over nothing is then zero, not 0/0.
+        ``labels`` [ranks]: that count. ``None`` where not all batches have labels. Where none counts, 1: a sum over
+        nothing is then zero, not 0/0.
         """
-        if not all(met.complete for met in meetings) or not sum(int(met.batches.sum()) for met in meetings):
+        if not complete:
             return None
-        labels = torch.stack([met.labels for met in meetings]).sum(0)
         total = labels.sum()
         if int(total) == 0:
             self._meet_an_empty_step()
