@@ -1,6 +1,7 @@
 """Packed training gives one process, DDP and ZeRO the same losses, with other numbers of microbatches on each rank."""
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.launch import torchrun
 MODELS = ("llama", "recurrent")
 #: A balanced plan leaves no microbatch empty if it can; arrival order leaves some.
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
+UNPACKED = {"packing_capacity": None}
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +38,190 @@ def assert_uneven(ranks, k):
     assert ranks[0][k]["planned"] == ranks[1][k]["planned"]
 
 
-def test_ddp_trains_as_one_process(alone, tmp_path):
-    ranks = on_two(tmp_path, [*([name, 0, ARRIVAL] for name in MODELS), *([name, 0, {}] for name in MODELS)])
-    for k, name in enumerate(MODELS * 2):
-        assert_same(ranks[0][k], alone[name])
-        if k < len(MODELS):
-            assert_uneven(ranks, k)
+CASES = {
+    **{f"{name} arrival": [name, 0, ARRIVAL] for name in MODELS},
+    **{f"{name} balanced": [name, 0, {}] for name in MODELS},
+    "dropped": ["recurrent", 0, {"packing_capacity": 96, "packing_oversize": "drop"}],
+    "empty unpacked": ["recurrent", 0, {"data": "a step without labels", **UNPACKED}],
+    "stream": ["recurrent", 0, {"data": "uneven stream", "max_steps": 6}],
+    "stream unpacked": ["recurrent", 0, {"data": "uneven stream", **UNPACKED}],
+    "uneven list": ["recurrent", 0, {"data": "uneven list"}],
+    "empty list": ["recurrent", 0, {"data": "empty on rank 0"}],
+    "other order": ["recurrent", 0, {"data": "other order", **UNPACKED}],
+    "other content": ["recurrent", 0, {"data": "other content"}],
+    "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
+    "over": ["recurrent", 0, {"data": "one over the capacity"}],
+}
+MORE_CASES = {
+    "truncated": ["recurrent", 0, {"packing_capacity": 96, "packing_oversize": "truncate"}],
+    "empty": ["llama", 0, {"data": "a step without labels"}],
+    "empty on a rank": ["recurrent", 0, {"data": "a rank without labels", **UNPACKED}],
+    "stream accumulated": ["recurrent", 0, {"data": "uneven stream", "gradient_accumulation_steps": 2, **UNPACKED}],
+    "other accumulation": ["recurrent", 0, {"by_rank": {"gradient_accumulation_steps": [1, 2]}, **UNPACKED}],
+}
+
+
+def made_by_two(folder, cases):
+    results = on_two(folder, list(cases.values()))
+    return {name: [rank[k] for rank in results] for k, name in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """What two processes under DDP made of each case, by rank."""
+    return made_by_two(tmp_path_factory.mktemp("pair"), CASES)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """The same of the cases that only the slow tests look at."""
+    return made_by_two(tmp_path_factory.mktemp("more"), MORE_CASES)
+
+
+def test_ddp_trains_as_one_process(alone, pair):
+    for name in MODELS:
+        for strategy in ("arrival", "balanced"):
+            ranks = pair[f"{name} {strategy}"]
+            assert_same(ranks[0], alone[name])
+            if strategy == "arrival":
+                assert_uneven([[rank] for rank in ranks], 0)
+
+
+def assert_left_out_alike(folder, case, case_of, ranks):
+    name, _, options = case_of[case]
+    reference = packing_script.run(name, str(folder), **options)
+    counted = {key: value for key, value in reference["metrics"].items() if key.startswith("total_")}
+    assert counted[f"total_{case}_sequences"] == 9
+    for rank in ranks[case]:
+        assert_same(rank, reference)
+        assert counted.items() <= rank["metrics"].items()
+
+
+def test_what_is_dropped_is_the_same_on_one_process(tmp_path, pair):
+    assert_left_out_alike(tmp_path, "dropped", CASES, pair)
+
+
+def assert_one_empty_step(reference, ranks):
+    assert reference["losses"][1] == reference["norms"][1] == 0.0
+    assert reference["losses"][2] > 1
+    for rank in ranks:
+        assert_same(rank, reference)
+        assert rank["metrics"]["total_empty_steps"] == 1
+    said = [[line for line in rank["said"] if "no label counts" in line] for rank in ranks]
+    assert [len(lines) for lines in said] == [1, 0]
+
+
+def test_a_step_in_which_no_label_counts_is_the_same_on_one_process(tmp_path, pair):
+    name, _, options = CASES["empty unpacked"]
+    assert_one_empty_step(packing_script.run(name, str(tmp_path), **options), pair["empty unpacked"])
+
+
+@pytest.mark.slow
+def test_what_no_label_counts_in_and_what_is_truncated_is_the_same_on_one_process(tmp_path, more):
+    """A packed step without labels; a rank without labels, which takes part; sequences that are cut."""
+    name, _, options = MORE_CASES["empty"]
+    assert_one_empty_step(packing_script.run(name, str(tmp_path), **options), more["empty"])
+    name, _, options = MORE_CASES["empty on a rank"]
+    reference = packing_script.run(name, str(tmp_path), **options)
+    for rank in more["empty on a rank"]:
+        assert_same(rank, reference)
+        assert "total_empty_steps" not in rank["metrics"]
+    assert_left_out_alike(tmp_path, "truncated", MORE_CASES, more)
+
+
+# A rank whose data end first.
+
+
+def test_the_ranks_that_still_have_samples_fill_the_step(pair):
+    """Shards of 6 and 17: every sample once, and only the last step is short."""
+    first, second = pair["stream"]
+    assert first["losses"] == second["losses"]
+    assert [len(lengths) for lengths in first["lengths"]] == [4, 4, 4, 4, 4, 3]
+    assert sorted(length for lengths in first["lengths"] for length in lengths) == list(range(10, 33))
+    assert first["said"] == second["said"] == []
+
+
+def test_not_packed_the_epoch_ends_on_all_ranks_together(pair):
+    """Batches of 2 of shards of 6 and 17: three steps, and another epoch; six of rank 1's nine batches are not used."""
+    first, second = pair["stream unpacked"]
+    assert first["losses"] == second["losses"]
+    assert len(first["losses"]) == 5
+    assert second["said"] == []
+    (line,) = first["said"]
+    assert line.startswith("the data of rank 0 ended first, and the epoch with them on all ranks: ")
+    assert "batches not used: 6 of rank 1." in line
+
+
+@pytest.mark.slow
+def test_accumulated_the_epoch_ends_together_too(more):
+    """Of the second step rank 0 has one batch left, rank 1 two: both run one."""
+    first, second = more["stream accumulated"]
+    assert first["losses"] == second["losses"]
+    assert "batches not used: 6 of rank 1." in first["said"][0]
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("uneven list", "rank 0: 12 samples of 100, 99, 97, ..., 19, 99, 98 tokens, content {}; "
+                        "rank 1: 16 samples of 100, 99, 97, ..., 100, 21, 93 tokens, content {}"),
+        ("other order", "rank 0: 20 samples of 100, 99, 97, ..., 95, 99, 22 tokens, content {}; "
+                        "rank 1: 20 samples of 99, 98, 96, ..., 95, 90, 19 tokens, content {}"),
+        ("other content", "rank 0: 20 samples of 9, 9, 9, ..., 9, 9, 9 tokens, content {}; "
+                          "rank 1: 20 samples of 9, 9, 9, ..., 9, 9, 9 tokens, content {}"),
+    ],
+)  # fmt: skip
+def test_ranks_that_hold_other_data_are_told_before_the_first_step(pair, case, found):
+    expected = "ranks hold different training data, so samples would be trained twice or never (train_dataset): "
+    for rank in pair[case]:
+        assert f"DistributedError: {expected}" in rank["error"]
+        assert re.search(re.escape(found).replace(r"\{\}", "[0-9a-f]{8}"), rank["error"]), rank["error"]
+
+
+def test_data_that_are_empty_on_one_rank_are_an_error_on_both(pair):
+    mine, other = pair["empty list"]
+    assert mine["error"].startswith("InputError: the training dataset is empty (train_dataset)")
+    assert "another rank failed while looking at its training data (rank 0)" in other["error"]
+
+
+def test_ranks_with_other_arguments_are_told_before_the_first_step(pair):
+    for rank in pair["other steps"]:
+        told = "ranks were given different arguments (max_steps): expected one value, found rank 0: 4; rank 1: 6"
+        assert f"DistributedError: {told}" in rank["error"]
+
+
+@pytest.mark.slow
+def test_ranks_that_accumulate_differently_are_told_before_the_first_step(more):
+    for rank in more["other accumulation"]:
+        assert "(gradient_accumulation_steps): expected one value, found rank 0: 1; rank 1: 2" in rank["error"]
+
+
+def test_a_sequence_over_the_capacity_is_named_by_the_rank_that_has_it(pair):
+    """Sample 9 of the data set, the second one of rank 0's third batch."""
+    mine, other = pair["over"]
+    assert mine["error"].startswith("InputError: a sequence does not fit into a microbatch (train_dataset[9]): ")
+    assert "DistributedError: another rank could not use its batch (rank [0])" in other["error"]
+
+
+def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, pair):
+    for case in ("recurrent balanced", "empty unpacked"):
+        assert [rank["agreed"] for rank in pair[case]] == [[0, 15, 15, 15, 15]] * 2
+    assert alone["recurrent"]["agreed"] == [0, 15, 15, 15, 15]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_trains_as_one_process(alone, tmp_path, stage):
+def test_zero_trains_as_one_process(alone, pair, more, tmp_path, stage):
+    """Also where sequences are dropped, no label counts, or one rank's data end first: as under DDP."""
+    odd = ("dropped", "empty", "empty unpacked", "stream")
     cases = [[name, stage, ARRIVAL] for name in MODELS]
     if stage > 1:
         cases.append(["llama", stage, {**ARRIVAL, "packing_coalesce_gradients": False}])
-    ranks = on_two(tmp_path, cases)
+    every, expected = {**CASES, **MORE_CASES}, {**pair, **more}
+    odd_cases = [[every[case][0], stage, every[case][2]] for case in odd]
+    ranks = on_two(tmp_path, cases + odd_cases)
+    for case, result in zip(odd, ranks[0][len(cases) :]):
+        assert_same(result, expected[case][0])
     for k, (name, _, _) in enumerate(cases):
         assert_same(ranks[0][k], alone[name])
         assert_uneven(ranks, k)

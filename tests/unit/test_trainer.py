@@ -213,7 +213,9 @@ def test_a_step_without_labels_ends_the_run_if_asked_to(tmp_path):
         )  # fmt: skip
         Trainer(language_model(), asked, RaggedCollator(), train_dataset=SOME_MASKED).train()
 
-    with pytest.raises(TrainingError, match=r"no label counts in this step \(step 2, field 'labels'\).*empty_step='warn'"):
+    with pytest.raises(
+        TrainingError, match=r"no label counts in this step \(step 2, field 'labels'\).*empty_step='warn'"
+    ):
         told("error")
     with pytest.raises(InputError, match=r"no such empty_step: expected 'warn' or 'error', found 'ignore'"):
         told("ignore")

@@ -86,22 +86,15 @@ def count_labels(elements: Tensor) -> Tensor:
 class SampleError(InputError):
     """A sample of a batch cannot be used. ``sample``: its position in the batch; ``detail``: where in the sample."""
 
-    def __init__(self, what: str, *, sample: int = 0, detail: str = "", place: str = "", **parts: Any) -> None:
-        place = place or f"sample {sample} of the batch"
+    def __init__(self, what: str, *, sample: int = 0, detail: str = "", **parts: Any) -> None:
+        place = f"sample {sample} of the batch"
         super().__init__(what, where=f"{place}, {detail}" if detail else place, **parts)
         self.sample, self.detail = sample, detail
 
-    def at(self, place: str) -> SampleError:
+    def at(self, place: str) -> InputError:
         """The same error for one who knows the sample by another name, such as its index in the data set."""
-        return SampleError(
-            self.what,
-            sample=self.sample,
-            detail=self.detail,
-            place=place,
-            expected=self.expected,
-            found=self.found,
-            hint=self.hint,
-        )
+        where = f"{place}, {self.detail}" if self.detail else place
+        return InputError(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
 
 
 def samples_of(inputs: Any, name: str) -> list[Tensor]:

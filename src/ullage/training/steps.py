@@ -262,11 +262,11 @@ class StepMixin(PackingMixin):
             index = None
             if self._indices is not None:
                 index = self._indices.index_of(indices, batch, error.sample, self._main_input)
-            if index is not None:
-                raise error.at(f"train_dataset[{index}]") from None
-            if self.args.world_size > 1:
-                raise error.at(f"rank {self.args.process_index}, sample {error.sample} of the batch") from None
-            raise
+            place = f"train_dataset[{index}]"
+            if index is None:
+                rank = f"rank {self.args.process_index}, " if self.args.world_size > 1 else ""
+                place = f"{rank}sample {error.sample} of the batch"
+            raise error.at(place) from None
 
     def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:
         """One warning in a run, that an epoch ends before a rank has used up its data. Collective.
