@@ -150,7 +150,7 @@ def run(name, folder, stage=0, resume=None, **options):
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ullage").addHandler(handler)
     try:
-        metrics = trainer.train(resume_from_checkpoint=resume).metrics
+        metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
     finally:
         logging.getLogger("ullage").removeHandler(handler)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -182,6 +182,8 @@ def main():
     results = [run_or_fail(name, folder, stage, **options) for name, stage, options in cases]
     with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
         json.dump(results, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -52,11 +52,14 @@ CASES = {
     "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
     "over": ["recurrent", 0, {"data": "one over the capacity"}],
 }
+SAVED = {"save_strategy": "steps", "save_steps": 4}
 MORE_CASES = {
     "truncated": ["recurrent", 0, {"packing_capacity": 96, "packing_oversize": "truncate"}],
     "empty": ["llama", 0, {"data": "a step without labels"}],
     "empty on a rank": ["recurrent", 0, {"data": "a rank without labels", **UNPACKED}],
     "stream accumulated": ["recurrent", 0, {"data": "uneven stream", "gradient_accumulation_steps": 2, **UNPACKED}],
+    "stream saved": ["recurrent", 0, {"data": "uneven stream", "max_steps": 6, **SAVED}],
+    "stream resumed": ["recurrent", 0, {"data": "uneven stream", "max_steps": 6, "resume": "checkpoint-4"}],
     "other accumulation": ["recurrent", 0, {"by_rank": {"gradient_accumulation_steps": [1, 2]}, **UNPACKED}],
 }
 
@@ -141,6 +144,14 @@ def test_the_ranks_that_still_have_samples_fill_the_step(pair):
     assert first["said"] == second["said"] == []
 
 
+@pytest.mark.slow
+def test_a_run_whose_ranks_fill_steps_resumes_exactly(more):
+    """Rank 0 has ended before the checkpoint, and rank 1 has given two batches a step since."""
+    for whole, resumed in zip(more["stream saved"], more["stream resumed"]):
+        assert resumed["lengths"] == whole["lengths"][4:]
+        assert resumed["losses"] == whole["losses"]  # with what was logged before the checkpoint
+
+
 def test_not_packed_the_epoch_ends_on_all_ranks_together(pair):
     """Batches of 2 of shards of 6 and 17: three steps, and another epoch; six of rank 1's nine batches are not used."""
     first, second = pair["stream unpacked"]
@@ -221,7 +232,8 @@ def test_zero_trains_as_one_process(alone, pair, more, tmp_path, stage):
     odd_cases = [[every[case][0], stage, every[case][2]] for case in odd]
     ranks = on_two(tmp_path, cases + odd_cases)
     for case, result in zip(odd, ranks[0][len(cases) :]):
-        assert_same(result, expected[case][0])
+        assert result["losses"] == pytest.approx(expected[case][0]["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(expected[case][0]["norms"], rel=1e-4)
     for k, (name, _, _) in enumerate(cases):
         assert_same(ranks[0][k], alone[name])
         assert_uneven(ranks, k)

@@ -69,7 +69,7 @@ def in_arrow(samples):
 def test_a_sequence_over_the_capacity_is_found_before_training(tmp_path, monkeypatch, dataset, place):
     """Where lengths are known without reading samples; exactly the capacity fits."""
     trainer = packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=dataset())
-    monkeypatch.setattr(Trainer, "_inner_training_loop", None)  # never reached
+    monkeypatch.setattr(Trainer, "_prepare_for_training", None)  # never reached
     with pytest.raises(InputError, match=OVER.format(place)):
         trainer.train()
 

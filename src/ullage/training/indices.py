@@ -43,7 +43,7 @@ class RecordedBatches:
         return getattr(self._sampler, name)
 
     @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """That of the sampler, as accelerate's own wrappers of dataloaders do it."""
         return type(self._sampler)
 

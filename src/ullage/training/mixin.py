@@ -65,7 +65,6 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if isinstance(resume_from_checkpoint, (str, Path)):
             resume_from_checkpoint = str(resume_from_checkpoint)
             check_same_model(getattr(self._bare_model, "config", None), resume_from_checkpoint)
-        self._agree_before_training()
         if resume_from_checkpoint is True:  # found by transformers, in the output folder
             checkpoints = checkpoints_in(self.args.output_dir or ".")
             resume_from_checkpoint = str(checkpoints[-1]) if checkpoints else True

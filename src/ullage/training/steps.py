@@ -94,6 +94,11 @@ class StepMixin(PackingMixin):
 
     # Before the first step.
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', once the ranks have agreed. Here a trial of a search has set its arguments."""
+        self._agree_before_training()
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _agree_before_training(self) -> None:
         """Refuses data that cannot be trained on, and ranks that mean different things. Collective.
 
@@ -186,7 +191,8 @@ class StepMixin(PackingMixin):
     ) -> Epoch:
         """Where the epoch begins: at its first batch, or behind those that were trained on before a checkpoint."""
         begun = Epoch.of(self.args.world_size)
-        drawn = self.state.stateful_callbacks.pop(_DRAWN, None)
+        kept: Any = self.state.stateful_callbacks
+        drawn = kept.pop(_DRAWN, None)
         resumes = resume_from_checkpoint is not None and epoch == epochs_trained and not self.args.ignore_data_skip
         if not resumes or not steps_trained_in_current_epoch:
             return begun
@@ -212,13 +218,13 @@ class StepMixin(PackingMixin):
         if self._packing is not None:
             return self._packed_step(epoch, epoch_iterator, device)
         batches, problem = self._draw(epoch, epoch_iterator, num_batches)
-        met = self._meet(batches, device, problem)
+        met = self._count_together(batches, device, problem)
         fewest = int(met.batches.min())
         epoch.ended = fewest < num_batches
         if fewest < met.batches.max():
             self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
             batches = batches[:fewest]
-            met = self._meet(batches, device)
+            met = self._count_together(batches, device)
         if not fewest:
             return [], None
         for batch in batches:
@@ -303,7 +309,7 @@ class StepMixin(PackingMixin):
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
             batches, problem = self._draw(epoch, iterator, int(quota[rank]))
-            met = self._meet(batches, device, problem)
+            met = self._count_together(batches, device, problem)
             epoch.live &= met.batches == quota
             epoch.given = epoch.given + met.batches
             wanted -= int(met.batches.sum())
@@ -315,15 +321,15 @@ class StepMixin(PackingMixin):
         epoch.steps += 1
         if len(set(epoch.given.tolist())) > 1:
             # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-            drawn_so_far: Any = {"steps": epoch.steps, "given": epoch.given.tolist()}
-            self.state.stateful_callbacks[_DRAWN] = drawn_so_far
+            kept: Any = self.state.stateful_callbacks
+            kept[_DRAWN] = {"steps": epoch.steps, "given": epoch.given.tolist()}
         packed = self._pack(drawn)
         statistics = packed.plan.statistics()
         self._tokens.add(packed.numel(), packed.plan.num_microbatches * packed.plan.capacity)
-        self._tokens.add_plan(statistics, self.floating_point_ops(packed))
+        self._tokens.add_plan(statistics, self._model_flops(packed))
         labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
         if complete and (statistics.num_dropped or statistics.num_truncated):
-            labels = self._meet([batch for batch in packed.microbatches if len(batch)], device).labels
+            labels = self._count_together([batch for batch in packed.microbatches if len(batch)], device).labels
         return [packed], self._num_items(labels, complete)
 
     # Counting together.
@@ -337,10 +343,10 @@ class StepMixin(PackingMixin):
                 self._check(batch)
         except Exception as error:
             problem = error
-        met = self._meet(batch_samples, device, problem)
+        met = self._count_together(batch_samples, device, problem)
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
-    def _meet(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> Meeting:
+    def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> Meeting:
         """One reduction of five integers; waits for the device. Raises on every rank if one has a problem."""
         counts: list[int] = []
         if problem is None:
