@@ -98,6 +98,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder, alone):
     assert losses(folder / "again") == pytest.approx(losses(alone), rel=1e-6)
 
 
+def test_what_was_dropped_is_told(folder):
+    here(*arguments(folder, "dropped", "--dp", "1", "--packing_oversize", "drop", "--packing_capacity", "60"))
+    summary = json.loads((folder / "dropped" / "ullage_run.json").read_text())["summary"]
+    history = json.loads((checkpoints_in(folder / "dropped")[-1] / "trainer_state.json").read_text())["log_history"]
+    logged = [row["dropped_sequences"] for row in history if "loss" in row]
+    assert len(logged) == 6
+    assert summary["total_dropped_sequences"] == sum(logged) > 0
+    assert summary["total_dropped_tokens"] > 60 * sum(logged)
+
+
 def test_what_cannot_be_is_said(folder, alone):
     given = ("--resume_from_checkpoint", str(alone / "checkpoint-3"))
     with pytest.raises(CheckpointError, match="written with --dp, --cp or --tp"):
@@ -108,6 +118,8 @@ def test_what_cannot_be_is_said(folder, alone):
         here(*arguments(folder, "two", "--dp", "2"))
     with pytest.raises(InputError, match="--gradient_accumulation_steps is not for a run with"):
         here(*arguments(folder, "more", "--dp", "1", "--gradient_accumulation_steps", "2"))
+    with pytest.raises(InputError, match="--empty_step is not for a run with"):
+        here(*arguments(folder, "strict", "--dp", "1", "--empty_step", "error"))
 
 
 @pytest.mark.slow

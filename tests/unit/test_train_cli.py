@@ -280,6 +280,27 @@ def test_json_is_one_line_on_stdout(data, tmp_path, capsys):
     assert "texts to train on" in said.err
 
 
+def test_the_summary_tells_what_was_not_trained_on(data, tmp_path, capsys):
+    """Texts above 60 tokens, in four steps; of a single text cut to one token no label counts."""
+    common = ["--data", data, *TINY, "--held_out", 0, "--model", "lstm", "--num_train_epochs", 1]
+    here(*common, "--output_dir", tmp_path / "a", "--packing_capacity", 60, "--packing_oversize", "drop")
+    told = capsys.readouterr().out
+    summary = json.loads((tmp_path / "a" / "ullage_run.json").read_text())["summary"]
+    lengths = [len(json.loads(line)["text"]) + 1 for line in data.read_text().splitlines()]
+    dropped = [length for length in lengths if length > 60]
+    assert 0 < len(dropped) < len(lengths)
+    assert (summary["total_dropped_sequences"], summary["total_dropped_tokens"]) == (len(dropped), sum(dropped))
+    assert summary["tokens"] == sum(lengths) - sum(dropped)
+    line = (
+        f"not trained on  {len(dropped)} sequences over the capacity dropped, {sum(dropped):,} tokens dropped with them"
+    )
+    assert line in told
+    cut = ["--packing_capacity", 1, "--packing_oversize", "truncate", "--max_steps", 2]
+    here(*common, *cut, "--output_dir", tmp_path / "b", "--json")
+    said = json.loads(capsys.readouterr().out)
+    assert (said["total_empty_steps"], said["total_truncated_sequences"], said["tokens"]) == (2, 8, 8)
+
+
 def test_a_saved_model_is_trained_on_with_its_own_tokenizer(run, data, tmp_path):
     folder, *_ = run
     tiny = [flag for flag in TINY if flag not in ("--hidden_size", "16")]
