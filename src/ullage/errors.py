@@ -16,6 +16,8 @@ class UllageError(Exception):
 
     #: Exit status of the command line: 1, a problem with the data.
     exit_status = 1
+    #: Whether the other ranks raise an error that carries this one's message, so that one of them may speak for all.
+    told_to_all = False
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ import pytest
 
 from tests import save_script
 from tests.launch import environment, torchrun
-from ullage.training.saving import PARTIAL, checkpoints_in
+from ullage.training.saving import checkpoints_in
+from ullage.training.staging import partial_of
 
 
 def ullage_train(processes: int, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -50,7 +51,7 @@ def test_only_the_first_process_speaks(two):
     assert "Traceback" not in done.stderr
     assert "warning" not in done.stderr.lower()
     assert (folder / "two" / "model.safetensors").is_file()
-    assert not (folder / "two" / PARTIAL).exists()
+    assert not list((folder / "two").glob("_*"))
 
 
 def test_two_processes_train_to_the_losses_of_one(two):
@@ -90,8 +91,10 @@ def test_a_save_that_fails_on_one_rank_raises_on_both_and_renames_nothing(tmp_pa
     said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert said == [
         "DistributedError: another rank failed while writing a checkpoint (rank 1): "
-        "found OSError: no space left on device",
-        "OSError: no space left on device",
+        f"found TrainingError: this cannot be written ({tmp_path}/out/checkpoint-4): found OSError: no space left on "
+        "device. Make room, or give a folder that can be written to; what was there before is as it was",
+        f"TrainingError: this cannot be written ({tmp_path}/out/checkpoint-4): found OSError: no space left on "
+        "device. Make room, or give a folder that can be written to; what was there before is as it was",
     ]
     assert [path.name for path in checkpoints_in(tmp_path / "out")] == ["checkpoint-2"]
-    assert (tmp_path / "out" / PARTIAL / "checkpoint-4").is_dir()
+    assert (partial_of(tmp_path / "out" / "checkpoint-4") / "checkpoint-4").is_dir()

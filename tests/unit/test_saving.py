@@ -15,8 +15,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.launch import environment
-from ullage.errors import CheckpointError
-from ullage.training.saving import PARTIAL, WholeCheckpointMixin, check_checkpoint, checkpoints_in
+from ullage.errors import CheckpointError, TrainingError
+from ullage.training.saving import WholeCheckpointMixin, check_checkpoint, checkpoints_in
+from ullage.training.staging import partial_of
 
 
 class Line(torch.nn.Module):
@@ -56,7 +57,8 @@ def test_a_run_leaves_whole_checkpoints_with_trainers_own_files(tmp_path):
     make(tmp_path / "whole").train()
     assert names(tmp_path / "whole") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for checkpoint in names(tmp_path / "whole"):
-        assert names(tmp_path / "whole" / checkpoint) == names(tmp_path / "plain" / checkpoint)
+        own = set(names(tmp_path / "whole" / checkpoint)) - {"manifest.json"}
+        assert sorted(own) == names(tmp_path / "plain" / checkpoint)
 
 
 def test_rotation_and_the_best_checkpoint_name_the_final_place(tmp_path):
@@ -87,10 +89,14 @@ def test_a_failed_save_raises_and_leaves_the_older_checkpoint(tmp_path):
                 raise OSError("no space left on device")
             super()._save_rng_state(output_dir)
 
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(TrainingError) as error:
         make(tmp_path, Failing).train()
+    assert str(error.value) == (
+        f"this cannot be written ({tmp_path}/checkpoint-4): found OSError: no space left on device. Make room, or give "
+        "a folder that can be written to; what was there before is as it was"
+    )
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert (tmp_path / PARTIAL / "checkpoint-4" / "model.safetensors").exists()
+    assert (partial_of(tmp_path / "checkpoint-4") / "checkpoint-4" / "model.safetensors").exists()
     make(tmp_path).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
@@ -133,8 +139,8 @@ def test_sigkill_while_saving_leaves_a_checkpoint_that_training_continues_from(t
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert names(tmp_path) == [PARTIAL, "checkpoint-2"]
-    assert (tmp_path / PARTIAL / "checkpoint-4").is_dir()  # it was killed in the middle of a save
+    assert names(tmp_path) == ["_checkpoint-4.partial", "checkpoint-2"]
+    assert (tmp_path / "_checkpoint-4.partial" / "checkpoint-4").is_dir()  # it was killed in the middle of a save
     trainer = make(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
@@ -146,7 +152,13 @@ def test_sigkill_while_saving_leaves_a_checkpoint_that_training_continues_from(t
 
 
 def test_checkpoints_are_listed_by_step(tmp_path):
-    for name in ("checkpoint-10", "checkpoint-9", "checkpoint-x", f"{PARTIAL}/checkpoint-11", "checkpoint-3.old"):
+    for name in (
+        "checkpoint-10",
+        "checkpoint-9",
+        "checkpoint-x",
+        "_checkpoint-11.partial/checkpoint-11",
+        "checkpoint-3.old",
+    ):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "checkpoint-12").write_text("a file")
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
@@ -165,9 +177,11 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint to continue from .*expected trainer_state.json, model"):
         check_checkpoint(tmp_path)
     (whole / "optimizer.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"expected optimizer.pt, found model.safetensors, rng_state.pth"):
+    with pytest.raises(
+        CheckpointError, match=r"expected optimizer.pt, found manifest.json, model.safetensors, rng_state.pth"
+    ):
         check_checkpoint(whole)
-    unfinished = tmp_path / PARTIAL / "checkpoint-4"
+    unfinished = partial_of(tmp_path / "checkpoint-4") / "checkpoint-4"
     unfinished.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="never finished"):
         check_checkpoint(unfinished)

@@ -18,7 +18,8 @@ from tests.launch import environment
 from ullage.cli.train import _command, _run
 from ullage.cli.train_arguments import parse
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
-from ullage.training.saving import PARTIAL, check_checkpoint, checkpoints_in
+from ullage.training.saving import check_checkpoint, checkpoints_in
+from ullage.training.staging import partial_of
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
 
@@ -598,10 +599,11 @@ def test_sigkill_while_saving_leaves_a_run_that_the_same_call_continues(data, tm
     killed = ullage_train(*arguments, start=[sys.executable, "-c", KILLED])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in (tmp_path / "out").glob("*-*")) == ["checkpoint-2"]
-    assert (tmp_path / "out" / PARTIAL / "checkpoint-4" / "model.safetensors").exists()
+    left = partial_of(tmp_path / "out" / "checkpoint-4")
+    assert (left / "checkpoint-4" / "model.safetensors").exists()
     here(*arguments)
     here(*arguments, "--output_dir", tmp_path / "whole")
-    assert not (tmp_path / "out" / PARTIAL).exists()
+    assert not left.exists()
     assert losses(tmp_path / "out" / "checkpoint-6") == losses(tmp_path / "whole" / "checkpoint-6")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,8 +38,8 @@ def train(ctx: typer.Context) -> None:
     except UllageError as error:
         if first:
             raise
-        # What the data is like, all ranks found alike; what one rank found alone, the others only know of.
-        if isinstance(error.__cause__, OSError):
+        # What the data is like, all ranks found alike; what one rank found alone, the others may not have heard of.
+        if isinstance(error.__cause__, OSError) and not error.told_to_all:
             typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
         sys.exit(error.exit_status)
 
@@ -54,15 +56,15 @@ def _run(argv: list[str], first: bool) -> None:
     command = parse(argv)
     say = _Voice(first, command.output.json)
     situation = look_at(command)
-    if situation.there:
-        say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
-        return
     if situation.summary is not None:
         say(f"{command.training.output_dir} holds this run, finished; --overwrite_output_dir starts over.")
         say.result(situation.summary)
         return
     for note in situation.notes:
         say(note)
+    if situation.there:
+        say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
+        return
     check_layout_of(situation.checkpoint, command.parallel.asked)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
@@ -74,18 +76,34 @@ def _run(argv: list[str], first: bool) -> None:
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
-    try:
+    with _written(command):
         if first:
             begin(command, situation)
+    try:
         trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
         if not _train(trainer, meter, command, situation.checkpoint, argv, say):
             return
         summary = _summary(command, trainer, meter)
+    except OSError as error:  # what cannot be written has been said where it was
+        where = str(error.filename or command.training.output_dir)
+        raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error
+    with _written(command):
         if first:
             finish(command, summary)
-    except OSError as error:
-        raise TrainingError("the run cannot be written", where=command.training.output_dir, found=str(error)) from error
     say.result(summary)
+
+
+@contextlib.contextmanager
+def _written(command: TrainCommand) -> Iterator[None]:
+    """What one rank cannot write, all of them raise; in one line."""
+    from ullage.training.agreement import agreement, several_ranks
+
+    where = command.training.output_dir
+    with agreement(several_ranks(), "writing down the run"):
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError("the run cannot be written", where=where, found=str(error)) from error
 
 
 class _Voice:
@@ -195,7 +213,10 @@ def _train(
     try:
         with Interruption(gently=trainer.args.world_size == 1) as interruption:
             trainer.add_callback(interruption)
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+            trainer.train(
+                resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
+                allow_changed_checkpoint=command.run.allow_changed_checkpoint,
+            )
         interrupted = interruption.asked
     except KeyboardInterrupt:
         interrupted = True
@@ -212,9 +233,10 @@ def _train(
 
 
 def _how_to_continue(folder: Any, argv: list[str]) -> str:
+    from ullage.training.damage import is_damaged
     from ullage.training.saving import checkpoints_in
 
-    checkpoints = checkpoints_in(folder)
+    checkpoints = [checkpoint for checkpoint in checkpoints_in(folder) if not is_damaged(checkpoint)]
     if not checkpoints:
         return f"before the first checkpoint; start again with: {_command(argv)}"
     return f"{checkpoints[-1]} is whole; continue with: {_command(argv)} --resume_from_checkpoint"

@@ -162,6 +162,10 @@ class RunArguments:
         default=None,
         metadata={"help": "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there"},
     )
+    allow_changed_checkpoint: bool = field(
+        default=False,
+        metadata={"help": "resume also where files of the checkpoint are not what was written, but can be read"},
+    )
     zero: int | None = field(
         default=None,
         metadata={

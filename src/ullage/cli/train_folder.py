@@ -8,6 +8,7 @@ continues an unfinished run and reports a finished one; a call with others is re
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from ullage.cli.train_record import read_record, settings_of, write_record
 from ullage.errors import CheckpointError, InputError
-from ullage.training.saving import PARTIAL, WEIGHT_FILES, check_checkpoint, checkpoints_in, step_of
+from ullage.training.agreement import agreement, several_ranks
+from ullage.training.resuming import newest_whole, require_whole, state_notes
+from ullage.training.saving import (
+    WEIGHT_FILES,
+    check_checkpoint,
+    checkpoints_in,
+    put_back,
+    remove_unfinished,
+    step_of,
+)
+from ullage.training.staging import PARTIAL
 
 if TYPE_CHECKING:
     from ullage.cli.train_arguments import TrainCommand
@@ -27,25 +38,55 @@ _LAST = ("true", "last")
 class Situation:
     """``checkpoint``: where to continue from. ``summary``: of a run that is finished already. ``notes``: to be said.
 
-    ``there``: the step that ``--stop_at_step`` names is reached already.
+    ``there``: the step that ``--stop_at_step`` names is reached already. ``named``: the call names this checkpoint, so
+    no other will do. ``reason``: why a run is continued, before the checkpoint's name.
     """
 
     checkpoint: Path | None = None
     summary: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     there: bool = False
+    named: bool = False
+    reason: str = ""
 
 
 def look_at(command: TrainCommand) -> Situation:
-    """Decides what to do; changes nothing.
+    """Decides what to do; changes nothing but a save that was interrupted. Every rank calls it, and none goes on alone.
 
-    Raises ``CheckpointError`` for a checkpoint that is none, and ``InputError`` for a folder that holds something else.
+    Raises ``CheckpointError`` for a checkpoint that is none or damaged, and ``InputError`` for a folder that holds
+    something else.
     """
-    situation = _look_at(command)
+    several = several_ranks()
+    with agreement(several, "looking at the output folder"):
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            put_back(Path(command.training.output_dir or "."))
+    with agreement(several, "looking at the output folder"):
+        situation = _look_at(command)
+    if situation.checkpoint is None:
+        return situation
+    situation = _whole(situation, command, several)
     stop = command.run.stop_at_step
     if stop is None or situation.checkpoint is None or step_of(situation.checkpoint) < stop:
         return situation
     return replace(situation, there=True)
+
+
+def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situation:
+    """The situation with a checkpoint that is whole: the named one, or the newest in the folder. Collective."""
+    checkpoint, allow = situation.checkpoint, command.run.allow_changed_checkpoint
+    assert checkpoint is not None
+    if situation.named:
+        lines = require_whole(checkpoint, several, allow_changed=allow)
+        with agreement(several, "looking at a checkpoint"):
+            check_checkpoint(checkpoint)
+    else:
+        newest, lines = newest_whole(checkpoint.parent, several, allow_changed=allow)
+        assert newest is not None  # there was one
+        checkpoint = newest
+    lines.append(f"{situation.reason}continues from {checkpoint}")
+    if not command.parallel.asked:
+        lines += state_notes(checkpoint, several)
+    return replace(situation, checkpoint=checkpoint, notes=(*lines, *situation.notes))
 
 
 def _look_at(command: TrainCommand) -> Situation:
@@ -56,10 +97,13 @@ def _look_at(command: TrainCommand) -> Situation:
     checkpoints = checkpoints_in(folder)
     resume = command.training.resume_from_checkpoint
     if resume is not None and resume.lower() != "false":
+        named = resume.lower() not in _LAST
+        if not named and _finished(record, folder) and not _changed(record, command):
+            return Situation(summary=record["summary"] if record else None)
         checkpoint = _to_resume(resume, folder, checkpoints)
         changed = _changed(read_record(checkpoint.parent), command)
         notes = (f"continues with changed settings: {', '.join(changed)}",) if changed else ()
-        return Situation(checkpoint, notes=(f"continues from {checkpoint}", *notes))
+        return Situation(checkpoint, notes=notes, named=named)
     if command.output.overwrite_output_dir:
         return Situation()
     if record is None:
@@ -74,12 +118,17 @@ def _look_at(command: TrainCommand) -> Situation:
             hint="continue it with --resume_from_checkpoint, start over with --overwrite_output_dir, or give another "
             "--output_dir",
         )
-    if record.get("summary") is not None and any((folder / name).is_file() for name in WEIGHT_FILES):
+    if _finished(record, folder):
         return Situation(summary=record["summary"])
     if checkpoints:
-        checkpoint = check_checkpoint(checkpoints[-1])
-        return Situation(checkpoint, notes=(f"{folder} holds this run, unfinished: continues from {checkpoint}",))
+        return Situation(checkpoints[-1], reason=f"{folder} holds this run, unfinished: ")
     return Situation()
+
+
+def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
+    if record is None or record.get("summary") is None:
+        return False
+    return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
 def begin(command: TrainCommand, situation: Situation) -> None:
@@ -87,6 +136,7 @@ def begin(command: TrainCommand, situation: Situation) -> None:
     folder = Path(command.training.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     if command.output.overwrite_output_dir and situation.checkpoint is None:
+        remove_unfinished(folder)
         for path in (*checkpoints_in(folder), folder / PARTIAL):
             shutil.rmtree(path, ignore_errors=True)
     write_record(folder, command, None)
@@ -100,7 +150,7 @@ def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
 
 def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
     if resume.lower() not in _LAST:
-        return check_checkpoint(resume)
+        return Path(resume) if Path(resume).is_dir() else check_checkpoint(resume)
     if not checkpoints:
         raise CheckpointError(
             "there is no checkpoint to continue from",
@@ -109,7 +159,7 @@ def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
             found="none" if folder.is_dir() else "no such folder",
             hint="start without --resume_from_checkpoint, or give the checkpoint's folder",
         )
-    return check_checkpoint(checkpoints[-1])
+    return checkpoints[-1]
 
 
 def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:

@@ -45,5 +45,6 @@ def check_layout_of(checkpoint: Path | None, asked: bool) -> None:
         return
     written, hint = "with", "give them again, in any layout: --dp 1 for one process"
     if asked:
-        written, hint = "without", "ullage convert --to dcp makes one that ullage.engines.fsdp.load takes"
+        written = "without"
+        hint = f"continue it without them, or begin another run from its weights: --model {checkpoint} --output_dir ..."
     raise CheckpointError(f"this checkpoint was written {written} --dp, --cp or --tp", where=str(checkpoint), hint=hint)

@@ -17,7 +17,6 @@ import torch
 from transformers import DefaultFlowCallback, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ullage.cli.train_layout import WEIGHTS
 from ullage.engines import fsdp
@@ -28,7 +27,7 @@ from ullage.training.arguments import form_process_group
 from ullage.training.costing import cost_of
 from ullage.training.counting import LeftOut
 from ullage.training.packing import PackedBatch
-from ullage.training.saving import write_whole
+from ullage.training.saving import save_checkpoint
 
 if TYPE_CHECKING:
     from ullage.cli.train_arguments import TrainCommand
@@ -129,10 +128,10 @@ class ParallelTrainer:
         """As Trainer's."""
         self._handler.add_callback(callback)
 
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
+    def train(self, resume_from_checkpoint: str | None = None, *, allow_changed_checkpoint: bool = False) -> None:
         """Trains to the end, or until a callback says stop. Collective."""
         if resume_from_checkpoint is not None:
-            self._load(Path(resume_from_checkpoint))
+            self._load(Path(resume_from_checkpoint), allow_changed_checkpoint)
         self.model.train()
         self.control = self._handler.on_train_begin(self.args, self.state, self.control)
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
@@ -229,27 +228,15 @@ class ParallelTrainer:
         )
 
     def _save(self) -> None:
-        folder = Path(self.args.output_dir or ".")
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-        def write(staging: Path) -> None:
-            place = staging / name
+        def write(place: Path) -> None:
             fsdp.save(place / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
             if self.args.should_save:
                 self.model.config.save_pretrained(place)
                 self.state.save_to_json(str(place / _STATE))
 
-        write_whole(
-            folder,
-            write,
-            several=self.args.world_size > 1,
-            saves=self.args.should_save,
-            first_of_its_machine=self.args.local_process_index == 0,
-        )
-        if self.args.should_save:
-            rotate_checkpoints(str(folder), self.args.save_total_limit, None, use_mtime=True)
+        save_checkpoint(Path(self.args.output_dir or "."), self.state.global_step, write, self.args)
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, allow_changed: bool) -> None:
         saved = TrainerState.load_from_json(str(folder / _STATE))
         if saved.train_batch_size != self.global_batch_size:
             raise CheckpointError(
@@ -260,7 +247,7 @@ class ParallelTrainer:
                 f"{self.args.per_device_train_batch_size} each",
                 hint="give --per_device_train_batch_size and --dp that multiply to it",
             )
-        fsdp.load(folder / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
+        fsdp.load(folder / WEIGHTS, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
         self.state.global_step, self.state.log_history = saved.global_step, saved.log_history
         self.state.epoch = saved.global_step / self.steps_per_epoch
 

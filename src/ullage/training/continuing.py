@@ -17,6 +17,8 @@ must be the same too if the losses are to go on as they were; ``ullage train`` s
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +28,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers import TrainerState
 
 from ullage.checkpoint import convert, read
 from ullage.errors import CheckpointError
+from ullage.training.agreement import agreement, gather
+from ullage.training.resuming import newest_whole, require_whole, state_notes
+from ullage.training.saving import put_back
 from ullage.training.universal import prefers_universal
 
 _LATEST = "latest"
 #: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
 _PLAIN = "optimizer.pt"
+#: What Trainer divides a sum of losses by where no step was taken.
+_NO_STEPS = 0.001
+_LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -131,9 +140,50 @@ def _agreed(checkpoint: str | Path, here: Layout) -> Conversion | None:
 
 
 class ContinuingMixin(_Base):
-    """The part of :class:`RaggedTrainerMixin` that continues from a checkpoint of another layout."""
+    """The part of :class:`RaggedTrainerMixin` that continues: from what is whole, of any layout, to the last step."""
 
     _conversion: Conversion | None = None
+
+    def _whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
+        """What to resume from, once it is known to be whole; ``asked`` is as for ``train``. Collective.
+
+        Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
+        """
+        if not isinstance(asked, (str, Path)) and asked is not True:
+            return asked
+        several = self.args.world_size > 1
+        with agreement(several, "looking for a checkpoint"):
+            if self.args.local_process_index == 0:
+                put_back(Path(self.args.output_dir or ".") if asked is True else Path(asked).parent)
+        if asked is True:  # the last one, which transformers would look for by itself
+            checkpoint, notes = newest_whole(
+                Path(self.args.output_dir or "."), several, allow_changed=allow_changed, optimizer=False
+            )
+        else:
+            checkpoint = Path(asked)
+            if not any(gather(checkpoint.is_dir(), several)):
+                return str(checkpoint)
+            notes = require_whole(checkpoint, several, allow_changed=allow_changed)
+        if checkpoint is None:
+            return asked
+        notes += state_notes(checkpoint, several)
+        if self.args.process_index == 0:
+            for note in notes:
+                _LOG.warning(note)
+        return str(checkpoint)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, which asks for the last step only after it has trained one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; where no step was left, the loss is the mean that the state tells of the steps before."""
+        if self.state.global_step == self._initial_global_step > 0:
+            self._total_loss_scalar = _NO_STEPS * mean_loss(self.state)
+        return super()._finalize_training(*args, **kwargs)
 
     def _layout(self) -> Layout:
         plugin = self.accelerator.state.deepspeed_plugin
@@ -198,6 +248,16 @@ class ContinuingMixin(_Base):
         # A schedule sets the rate when it steps; until then the optimizer has the one it began with.
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+def mean_loss(state: TrainerState) -> float:
+    """The mean training loss of all steps up to the last one that was logged; nan if none was."""
+    total, before = 0.0, 0
+    for row in state.log_history:
+        if "loss" in row:
+            total += float(row["loss"]) * (int(row["step"]) - before)
+            before = int(row["step"])
+    return total / before if before else math.nan
 
 
 # Weights and optimizer state without DeepSpeed

@@ -11,7 +11,6 @@ Source: transformers 5.23 ``trainer.py``, whose method names these are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ullage.training.arguments import form_process_group
 from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.packing import PackedBatch
-from ullage.training.saving import check_same_model, checkpoints_in
+from ullage.training.saving import check_same_model
 from ullage.training.shares import EvaluationLoader
 from ullage.training.steps import StepMixin
 
@@ -60,15 +59,20 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
 
     # Batches on their way to the model.
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; a checkpoint of another model is refused, one of another layout is converted first."""
-        if isinstance(resume_from_checkpoint, (str, Path)):
-            resume_from_checkpoint = str(resume_from_checkpoint)
-            check_same_model(getattr(self._bare_model, "config", None), resume_from_checkpoint)
-        if resume_from_checkpoint is True:  # found by transformers, in the output folder
-            checkpoints = checkpoints_in(self.args.output_dir or ".")
-            resume_from_checkpoint = str(checkpoints[-1]) if checkpoints else True
+    def train(
+        self, resume_from_checkpoint: Any = None, *args: Any, allow_changed_checkpoint: bool = False, **kwargs: Any
+    ) -> Any:
+        """As transformers' own; one of another layout is converted first, and one with no step left trains nothing.
+
+        ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
+        is loaded; ``True`` takes the newest checkpoint that is whole. ``allow_changed_checkpoint`` takes files that
+        were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
+        newest whole one before it, and for one of another model.
+        """
+        resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        if checkpoint is not None:
+            check_same_model(getattr(self._bare_model, "config", None), checkpoint)
         with self._continuing(checkpoint):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

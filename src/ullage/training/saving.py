@@ -1,12 +1,10 @@
 """Checkpoints that are whole or absent.
 
 Trainer writes a checkpoint file by file into its final folder; whoever is killed meanwhile leaves a folder that looks
-like a checkpoint and is none. Here everything is written to ``<output_dir>/_partial/checkpoint-N`` first, flushed to
-disk, and renamed to ``<output_dir>/checkpoint-N`` when every rank has written its part. A folder inside ``_partial``
-is never found by ``get_last_checkpoint``, by rotation or by an upload, and the next save removes it. Older
-checkpoints are rotated out only after the new one stands. The final model goes the same way, file by file.
-
-With several processes the ranks agree after writing: if one could not write, all raise and nothing is renamed.
+like a checkpoint and is none. Here it is written to a staging folder and renamed when it is whole, with a manifest of
+its files (``staging``). Whoever continues from it has it compared with the manifest first (``damage``). Older
+checkpoints are rotated out only after the new one stands; those that are damaged are neither counted nor deleted. The
+final model is staged too, and put in place file by file.
 
 Source: ``Trainer._save_checkpoint`` and ``rotate_checkpoints`` of transformers 5.23, whose writers are
 used as they are.
@@ -14,21 +12,19 @@ used as they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ullage.errors import CheckpointError, DistributedError
-
-#: The folder, inside the output folder, of what is not whole yet.
-PARTIAL = "_partial"
+from ullage.checkpoint.manifest import manifest_name
+from ullage.errors import CheckpointError
+from ullage.training.damage import examine, is_damaged
+from ullage.training.staging import old_of, partial_of, recover, write_into, write_whole
 
 _STATE = "trainer_state.json"
 #: What holds a model's weights, or says where they are.
@@ -40,6 +36,9 @@ WEIGHT_FILES = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
+#: Files of a checkpoint that look as if they held weights.
+_NO_WEIGHTS = ("optimizer.", "scheduler.", "scaler.", "rng_state", "training_args.", "latest")
+_TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -71,8 +70,8 @@ class WholeCheckpointMixin(_Base):
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
-        def write(staging: Path) -> None:
-            self._staging = staging
+        def write(place: Path) -> None:
+            self._staging = place.parent
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
             self.state.best_global_step = None
@@ -82,13 +81,9 @@ class WholeCheckpointMixin(_Base):
                 self._staging = None
                 self.state.best_global_step = best_step
             if self.args.should_save and best_step:
-                self.state.save_to_json(str(staging / final.name / _STATE))
+                self.state.save_to_json(str(place / _STATE))
 
-        self._write_whole(run_dir, write)
-        if self.args.should_save:
-            rotate_checkpoints(
-                str(run_dir), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
-            )
+        save_checkpoint(run_dir, self.state.global_step, write, self.args, best=self.state.best_model_checkpoint)
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
@@ -101,100 +96,115 @@ class WholeCheckpointMixin(_Base):
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
             return
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir or ".")
         write = super().save_model
-        self._write_whole(folder, lambda staging: write(str(staging), _internal_call=True))
+        write_into(
+            output_dir if output_dir is not None else self.args.output_dir or ".",
+            lambda staging: write(str(staging), _internal_call=True),
+            several=self.args.world_size > 1,
+            first_of_machine=self.args.local_process_index == 0,
+        )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _write_whole(self, folder: Path, write: Callable[[Path], None]) -> None:
-        write_whole(
-            folder,
-            write,
-            several=self.args.world_size > 1,
-            saves=self.args.should_save,
-            first_of_its_machine=self.args.local_process_index == 0,
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint or "")
+        if self.state.best_model_checkpoint and best.is_dir():
+            finding = examine(best, self.args.world_size > 1)
+            if finding.damage:
+                raise finding.error("the last checkpoint holds the model as it was trained")
+        super()._load_best_model()
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(trial, *args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and limit == 1:
+            rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
+        return output
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    write: Callable[[Path], None],
+    arguments: Any,
+    *,
+    best: str | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Makes ``checkpoint-<step>`` of a run, whole or not at all, and rotates older ones out. Collective.
+
+    ``write`` and ``check`` are as for :func:`ullage.training.staging.write_whole`. ``arguments``: of the Trainer.
+    ``best``: the checkpoint that is kept whatever its age.
+    """
+    final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    several, first = arguments.world_size > 1, arguments.local_process_index == 0
+    if first:
+        remove_unfinished(run_dir)
+    write_whole(final, write, several=several, first_of_machine=first, check=check or _check_written)
+    if arguments.should_save:
+        rotate(run_dir, arguments.save_total_limit, best, keep=final)
+
+
+def _check_written(place: Path) -> None:
+    """Raises ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
+    files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
+    weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
+    missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
+    if missing:
+        found = ", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder"
+        raise CheckpointError(
+            "the checkpoint that was written is not whole",
+            where=str(place),
+            expected=" and ".join(missing),
+            found=found,
+            hint="it is not put in place; what was there before is as it was",
         )
 
 
-def write_whole(
-    folder: Path,
-    write: Callable[[Path], None],
-    *,
-    several: bool = False,
-    saves: bool = True,
-    first_of_its_machine: bool = True,
-) -> None:
-    """Calls ``write`` with an empty staging folder inside ``folder`` and moves what it wrote into ``folder``.
+def put_back(run_dir: Path) -> None:
+    """Puts checkpoints back that a killed save had moved aside, where a folder cannot be replaced in one step."""
+    for final in _left_by(run_dir, old_of):
+        with contextlib.suppress(OSError):  # who cannot rename cannot save either, and hears of it there
+            recover(final)
 
-    ``several``: other processes do the same, and all succeed or all raise. ``saves``: this one puts things in place.
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Removes what killed saves left in the folder of a run, after putting back what they had moved aside."""
+    put_back(run_dir)
+    for final in _left_by(run_dir, partial_of):
+        shutil.rmtree(partial_of(final), ignore_errors=True)
+
+
+def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
+    """The checkpoints for which there is a folder of the name that ``name_of`` gives."""
+    found = (run_dir / path.name[1:].rpartition(".")[0] for path in run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
+    return [final for final in found if step_of(final) >= 0 and name_of(final).is_dir()]
+
+
+def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
+    """Deletes the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
+
+    Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
     """
-    staging = folder / PARTIAL
-    with agreement(several, "preparing to save"):
-        if saves or first_of_its_machine:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True, exist_ok=True)
-    with agreement(several, "writing a checkpoint"):
-        write(staging)
-    with agreement(several, "putting a checkpoint in its place"):
-        if saves:
-            _move_in(staging, folder)
-    # ranks whose disk the saving rank does not see still hold their own part
-    with agreement(several, "putting a checkpoint in its place"):
-        if first_of_its_machine and staging.is_dir():
-            _move_in(staging, folder)
+    if limit is None or limit <= 0:
+        return
+    whole = [path for path in checkpoints_in(run_dir) if not is_damaged(path)]
+    kept = {path.resolve() for path in (keep, Path(best) if best else None) if path is not None}
+    protected = [path for path in whole if path.resolve() in kept]
+    others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
+    for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-@contextmanager
-def agreement(several: bool, doing: str) -> Iterator[None]:
-    """Leaves the block on all ranks or on none: if one raised, the others raise ``DistributedError`` that names it."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    if several:
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if problem is None else f"{type(problem).__name__}: {problem}")
-        if problem is None:
-            for rank, text in enumerate(said):
-                if text is not None:
-                    raise DistributedError(f"another rank failed while {doing}", where=f"rank {rank}", found=text)
-    if problem is not None:
-        raise problem
-
-
-def _move_in(staging: Path, folder: Path) -> None:
-    """Renames each entry of ``staging`` into ``folder``, replacing what bears the same name, and removes ``staging``.
-
-    A folder that is replaced goes into ``staging`` first, so the name in ``folder`` is at no time half old, half new.
-    """
-    _flush(staging)
-    for entry in sorted(staging.iterdir()):
-        final = folder / entry.name
-        if final.is_dir():
-            final.rename(staging / f"{entry.name}.old")
-        entry.replace(final)
-    _flush_entry(folder)
-    shutil.rmtree(staging, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Has the disk hold every file below ``folder``: a rename may outlive a power cut that the content does not."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _flush_entry(Path(root) / name)
-        _flush_entry(Path(root))
-
-
-def _flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass  # some file systems refuse to flush a folder
-    finally:
-        os.close(handle)
+def _written(checkpoint: Path) -> float:
+    """When a checkpoint was written; of one without a manifest, when something was last put into it."""
+    manifest = checkpoint / manifest_name()
+    return (manifest if manifest.is_file() else checkpoint).stat().st_mtime
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
@@ -209,10 +219,11 @@ def step_of(checkpoint: Path) -> int:
     return int(step) if step.isdecimal() else -1
 
 
-def check_checkpoint(folder: str | Path) -> Path:
+def check_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     """``folder`` as a ``Path`` if training can continue from it; reads no weights.
 
-    Raises ``CheckpointError`` that says what is missing, and which checkpoints lie inside or beside it.
+    ``optimizer``: whether the optimizer's state must be in it. Raises ``CheckpointError`` that says what is missing,
+    and which checkpoints lie inside or beside it.
     """
     folder = Path(folder)
     inside = checkpoints_in(folder) if folder.is_dir() else []
@@ -222,14 +233,14 @@ def check_checkpoint(folder: str | Path) -> Path:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
         raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found=found, hint=hint)
-    if folder.absolute().parent.name == PARTIAL:
+    if any(name.startswith("_") and name.endswith(".partial") for name in (folder.absolute().parent.name, folder.name)):
         raise CheckpointError("this checkpoint was never finished", where=str(folder), hint=hint)
     missing = [name for name in (_STATE,) if not (folder / name).is_file()]
     sharded = any("optimizer" in path.name or "model" in path.name for path in folder.iterdir() if path.is_dir())
     deepspeed = (folder / "latest").is_file()
     if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
         missing.append("model.safetensors")
-    if not (deepspeed or sharded):
+    if optimizer and not (deepspeed or sharded):
         missing += [name for name in ("optimizer.pt", "scheduler.pt") if not (folder / name).is_file()]
     if missing:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"

@@ -8,19 +8,20 @@ Names are those that ``ullage convert --to dcp`` writes, so a DeepSpeed run goes
 
 Beside it lie the model's ``config.json`` and, in ``ullage_states.json``, the states of whatever else was given (a
 scheduler, an iterator), which must be plain numbers. A folder is written beside its place and renamed when every rank
-has written its part. What is loaded is compared with the folder's metadata first, so that nothing is half loaded.
+has written its part, with a manifest of its files. What is loaded is compared with the manifest and with the folder's
+metadata first, so that nothing is half loaded.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,20 +31,23 @@ from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.model import parallel_of, tied_names
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
 from ullage.errors import CheckpointError, InputError
-from ullage.training.saving import agreement, check_same_model, write_whole
+from ullage.training.agreement import agreement, rank_here, require_same_folder, several_ranks
+from ullage.training.damage import examine
+from ullage.training.saving import check_same_model
+from ullage.training.staging import old_of, recover, write_into, write_whole
 
 STATES = "ullage_states.json"
+_LOG = logging.getLogger(__name__)
 
 
 def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None = None, **states: Any) -> None:
     """Writes ``folder``, whole or not at all; a folder of that name is replaced.
 
     ``states``: by name, objects with a ``state_dict`` of plain numbers, the same on every rank, or such dicts.
-    Collective; waits for the device. Raises on every rank if one of them could not write.
+    Collective; waits for the device. Raises on every rank if one of them could not write, or names another folder.
     """
     parallel_of(model)
-    folder = Path(folder)
-    with agreement(_several(), "collecting a checkpoint"):
+    with agreement(several_ranks(), "collecting a checkpoint"):
         told = {name: state.state_dict() if hasattr(state, "state_dict") else state for name, state in states.items()}
         try:
             text = json.dumps(told)
@@ -53,14 +57,13 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
 
-    def write(staging: Path) -> None:
-        place = staging / folder.name
+    def write(place: Path) -> None:
         chunks.write(state, place)
         if _rank() == 0:
             model.config.save_pretrained(place)
             (place / STATES).write_text(text, encoding="utf-8")
 
-    _write(folder.parent, write)
+    write_whole(folder, write, several=several_ranks(), first_of_machine=_first_of_machine(), check=_check_written)
 
 
 def load(
@@ -69,18 +72,24 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     hyperparameters: bool = True,
+    allow_changed: bool = False,
     **states: Any,
 ) -> None:
     """Fills model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
 
-    ``hyperparameters``: whether the optimizer's settings (lr, betas, ...) become those of the folder too. ``states``:
-    objects with ``load_state_dict``, by the names they were saved under. Collective; waits for the device. Raises
-    ``CheckpointError`` on every rank, before anything is changed, for a folder that is none or of another model, and
-    for an optimizer of other parameters or another kind.
+    ``hyperparameters``: whether the optimizer's settings (lr, betas, ...) become those of the folder too.
+    ``allow_changed``: take files that were changed since they were written. ``states``: objects with
+    ``load_state_dict``, by the names they were saved under. Collective; waits for the device. Raises
+    ``CheckpointError`` on every rank, before anything is changed, for a folder that is none, damaged or of another
+    model, and for an optimizer of other parameters or another kind.
     """
     parallel_of(model)
-    folder = Path(folder)
-    with agreement(_several(), "reading a checkpoint"):
+    folder = require_same_folder(Path(folder), several_ranks())
+    with agreement(several_ranks(), "reading a checkpoint"):
+        if _first_of_machine():
+            _put_back(folder)
+    _check_undamaged(folder, allow_changed)
+    with agreement(several_ranks(), "reading a checkpoint"):
         names = _metadata(folder)
         if (folder / "config.json").is_file():
             check_same_model(model.config, folder)
@@ -120,7 +129,7 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
             for other in others:
                 other.save_pretrained(staging)
 
-    _write(Path(folder), write)
+    write_into(folder, write, several=several_ranks(), first_of_machine=_first_of_machine())
 
 
 def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
@@ -144,7 +153,10 @@ def _metadata(folder: Path) -> dict[str, Any]:
             where=str(folder),
             expected=".metadata and *.distcp files",
             found=type(error).__name__ if folder.is_dir() else "no such folder",
-            hint="ullage convert --to dcp makes one of a DeepSpeed checkpoint",
+            hint=next(
+                (f"take {path.parent}, which does" for path in folder.glob("*/.metadata")),
+                "ullage convert --to dcp makes one of a DeepSpeed checkpoint",
+            ),
         ) from error
     assert isinstance(metadata, Metadata)
     return metadata.state_dict_metadata
@@ -172,19 +184,50 @@ def _read_states(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _write(folder: Path, write: Any) -> None:
-    write_whole(
-        folder,
-        write,
-        several=_several(),
-        saves=_rank() == 0,
-        first_of_its_machine=int(os.environ.get("LOCAL_RANK", _rank())) == 0,
-    )
+def _check_written(place: Path) -> None:
+    """Raises ``CheckpointError`` unless the metadata and every file that it names are there."""
+    try:
+        metadata = FileSystemReader(place).read_metadata()
+        named = sorted({info.relative_path for info in (metadata.storage_data or {}).values()})
+    except OSError:
+        named = [".metadata"]
+    missing = [name for name in named if not (place / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            "the checkpoint that was written is not whole",
+            where=str(place),
+            expected=", ".join(missing[:3]),
+            found=", ".join(sorted(path.name for path in place.iterdir())[:8]),
+            hint="it is not put in place; what was there before is as it was",
+        )
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _put_back(folder: Path) -> None:
+    """Puts back a folder that a killed save had moved aside. Raises ``CheckpointError`` that names it if it cannot."""
+    try:
+        recover(folder)
+    except OSError as error:
+        raise CheckpointError(
+            "a save was interrupted, and the checkpoint cannot be put back",
+            where=str(folder),
+            found=f"it in {old_of(folder)}",
+            hint=f"rename that folder: {error.strerror}",
+        ) from error
+
+
+def _check_undamaged(folder: Path, allow_changed: bool) -> None:
+    """Compares the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
+    finding = examine(folder, several_ranks(), allow_changed=allow_changed)
+    if finding.damage:
+        raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")
+    if _rank() == 0 and folder.is_dir():
+        for note in finding.notes:
+            _LOG.warning(note)
+
+
+def _first_of_machine() -> bool:
+    return int(os.environ.get("LOCAL_RANK", _rank())) == 0
 
 
 def _rank() -> int:
-    return dist.get_rank() if _several() else 0
+    return rank_here(several_ranks())

@@ -20,7 +20,7 @@ from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.mesh import device_of_rank, mesh_of
 from ullage.errors import InputError
 from ullage.exchange import Topology
-from ullage.training.saving import agreement
+from ullage.training.agreement import agreement
 
 _ATTRIBUTE = "_ullage_parallel"
 Model = TypeVar("Model", bound=PreTrainedModel)

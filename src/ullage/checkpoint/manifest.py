@@ -1,0 +1,310 @@
+"""The manifest of a checkpoint: what was written, so that whoever reads it can tell whether it is still that.
+
+``manifest.json`` lists every file of a folder with its size and a CRC-32 of each block of 16 MiB, so that a range of a
+file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Only the standard
+library is needed. Reading and summing release the GIL, so blocks are summed by several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ullage.errors import CheckpointError
+
+FORMAT, VERSION = "ullage-manifest", 1
+#: Bytes that one sum is of.
+BLOCK_BYTES = 16 << 20
+#: A chunk that stays in a core's cache between reading and summing.
+_CHUNK_BYTES = 1 << 20
+#: What looking at a file costs, in bytes that could have been summed meanwhile.
+_FILE_COST = 1 << 14
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a file that has one sum. A file without content is one block of no bytes.
+
+    ``crc``: its CRC-32 as it was written; None before it is known.
+    """
+
+    name: str
+    offset: int
+    num_bytes: int
+    file_bytes: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not what was written. ``kind``: ``missing``, ``size``, ``changed`` or ``unreadable``."""
+
+    name: str
+    kind: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifests of a folder list, those of folders inside it included.
+
+    ``blocks``: of all files, those of one file together and in order. ``identity``: equal on all ranks that see the
+    same files on the same disk. ``damage``: manifests that cannot be read.
+    """
+
+    folder: Path
+    blocks: tuple[Block, ...] = ()
+    identity: str = ""
+    damage: tuple[Damage, ...] = field(default=())
+
+    def within(self, name: str, start: int, stop: int) -> list[Block]:
+        """The blocks that the bytes ``start`` to ``stop`` of the file ``name`` lie in."""
+        return [b for b in self.blocks if b.name == name and b.offset < stop and start < b.offset + b.num_bytes]
+
+
+def manifest_name(rank: int = 0) -> str:
+    """The manifest of the disk that ``rank`` is the first to write to."""
+    return f"manifest_{rank}.json" if rank else "manifest.json"
+
+
+def files_in(folder: Path) -> list[tuple[str, int]]:
+    """Name and bytes of every file that a manifest of ``folder`` lists, by name.
+
+    Of a folder that has manifests of its own, those alone.
+    """
+    found = []
+    for root, folders, names in os.walk(folder):
+        place = Path(root)
+        own = {path.name for path in _manifests(place)}
+        if place == folder:
+            names = [name for name in names if name not in own]
+        elif own:
+            folders.clear()
+            names = sorted(own)
+        found += [((place / name).relative_to(folder).as_posix(), (place / name).stat().st_size) for name in names]
+    return sorted(found)
+
+
+def blocks_of(files: Iterable[tuple[str, int]]) -> list[Block]:
+    """The blocks of files of these names and sizes, without sums."""
+    return [
+        Block(name, offset, min(BLOCK_BYTES, size - offset), size)
+        for name, size in files
+        for offset in range(0, max(size, 1), BLOCK_BYTES)
+    ]
+
+
+def share(blocks: Sequence[Block], part: int, parts: int) -> list[Block]:
+    """The blocks that member ``part`` of ``parts`` sums: neighbours, and about as many bytes for each member."""
+    costs = [block.num_bytes + _FILE_COST for block in blocks]
+    total, done, mine = sum(costs), 0, []
+    for block, cost in zip(blocks, costs, strict=True):
+        if (done + cost // 2) * parts // total == part:
+            mine.append(block)
+        done += cost
+    return mine
+
+
+def sums(folder: Path, blocks: Sequence[Block], workers: int | None = None) -> list[int]:
+    """The CRC-32 of each block, read from the files of ``folder``. Raises ``OSError`` where one cannot be read."""
+    return list(_each(lambda block: _sum(folder / block.name, block), blocks, workers))
+
+
+def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> None:
+    """Writes the manifest of files whose blocks have these sums."""
+    files: dict[str, Any] = {}
+    for block, crc in zip(blocks, crcs, strict=True):
+        entry = files.setdefault(block.name, {"bytes": block.file_bytes, "crc32": []})
+        entry["crc32"].append(f"{crc:08x}")
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "block_bytes": BLOCK_BYTES,
+        "files_crc32": _sum_of(files),
+        "files": files,
+    }
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_manifests(folder: Path) -> Manifest | None:
+    """What the manifests in ``folder`` list; None if it has none.
+
+    A manifest that cannot be read is damage, not an error. Where two of them list a file (folders of several machines
+    that were put together), the first one counts.
+    """
+    paths = _manifests(folder)
+    if not paths:
+        return None
+    blocks: dict[str, list[Block]] = {}
+    damage: list[Damage] = []
+    identity = []
+    for path in paths:
+        try:
+            text = path.read_bytes()
+            status = path.stat()
+            identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
+            listed = _listed(path, text)
+        except (OSError, CheckpointError) as error:
+            damage.append(Damage(path.name, "changed", "a manifest", str(error)))
+            continue
+        for name, own in listed.items():
+            blocks.setdefault(name, own)
+    for nested in sorted({Path(name).parent for name in blocks if _is_manifest_name(Path(name).name)}):
+        inner = read_manifests(folder / nested)
+        if inner is not None:
+            damage += [Damage(f"{nested}/{d.name}", d.kind, d.expected, d.found) for d in inner.damage]
+            for block in inner.blocks:
+                name = f"{nested.as_posix()}/{block.name}"
+                moved = Block(name, block.offset, block.num_bytes, block.file_bytes, block.crc)
+                blocks.setdefault(name, []).append(moved)
+    return Manifest(folder, tuple(b for own in blocks.values() for b in own), " ".join(identity), tuple(damage))
+
+
+def damage_in(
+    folder: Path, blocks: Sequence[Block], *, content: bool = True, workers: int | None = None
+) -> list[Damage]:
+    """Compares files with the blocks that were written; one entry for each file that is not as it was, by name.
+
+    ``content``: whether the blocks are read; otherwise only that the files are there, and their sizes. A block that
+    was right before in this process, of a file that nothing has touched since, is not read again.
+    """
+    problems = _sizes(folder, blocks)
+    wrong = {problem.name for problem in problems}
+    if content:
+        whole = [block for block in blocks if block.name not in wrong]
+        for found in _each(lambda block: _compare(folder / block.name, block), whole, workers):
+            if found is not None and found.name not in wrong:
+                problems.append(found)
+                wrong.add(found.name)
+    return sorted(problems, key=lambda problem: problem.name)
+
+
+# The file
+
+
+def _is_manifest_name(name: str) -> bool:
+    stem = name.removeprefix("manifest").removesuffix(".json")
+    return name.startswith("manifest") and name.endswith(".json") and (not stem or stem[1:].isdecimal())
+
+
+def _manifests(folder: Path) -> list[Path]:
+    """The manifests in ``folder``, the first machine's first; a file of that name by others is none."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.glob("manifest*.json") if _is_manifest_name(path.name) and path.is_file()]
+    return sorted(filter(_is_ours, found), key=lambda path: (len(path.name), path.name))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it begins as ours do, also where one of the words is damaged; an empty one was cut."""
+    with open(path, "rb") as stream:
+        start = stream.read(160)
+    return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
+
+
+def _listed(path: Path, text: bytes) -> dict[str, list[Block]]:
+    """The blocks by file. Raises ``CheckpointError`` for what is no manifest, or is not as it was written."""
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            raise CheckpointError("of another version", expected=VERSION, found=content.get("version"))
+        files, size = content["files"], content["block_bytes"]
+        if content["files_crc32"] != _sum_of(files):
+            raise CheckpointError("its own sum does not agree")
+        if size != BLOCK_BYTES:
+            raise CheckpointError("blocks of another size", expected=BLOCK_BYTES, found=size)
+        listed = {}
+        for name, entry in files.items():
+            blocks = blocks_of([(name, entry["bytes"])])
+            if name.startswith("/") or ".." in name.split("/") or len(blocks) != len(entry["crc32"]):
+                raise CheckpointError("an entry that no writer writes", found=name)
+            listed[name] = [
+                Block(name, block.offset, block.num_bytes, block.file_bytes, int(crc, 16))
+                for block, crc in zip(blocks, entry["crc32"], strict=True)
+            ]
+        return listed
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError("not the JSON that was written", where=str(path)) from error
+
+
+def _sum_of(files: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(files, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+# The files that it lists
+
+#: (device, inode, offset) of blocks that were right, with the state that their file had then.
+_RIGHT: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+
+def _sizes(folder: Path, blocks: Sequence[Block]) -> list[Damage]:
+    problems = []
+    for name, expected in {block.name: block.file_bytes for block in blocks}.items():
+        try:
+            found = (folder / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            problems.append(Damage(name, "missing", f"{expected:,} bytes", "no such file"))
+        except OSError as error:
+            problems.append(Damage(name, "unreadable", f"{expected:,} bytes", error.strerror or str(error)))
+        else:
+            if found != expected:
+                problems.append(Damage(name, "size", f"{expected:,} bytes", f"{found:,}"))
+    return problems
+
+
+def _compare(path: Path, block: Block) -> Damage | None:
+    try:
+        status = path.stat()
+        key = (status.st_dev, status.st_ino, block.offset)
+        state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, block.crc or 0)
+        if _RIGHT.get(key) == state:
+            return None
+        found = _sum(path, block)
+    except OSError as error:
+        return Damage(block.name, "unreadable", f"{block.file_bytes:,} bytes", error.strerror or str(error))
+    if found == block.crc:
+        _RIGHT[key] = state
+        return None
+    where = f"in bytes {block.offset:,} to {block.offset + block.num_bytes:,}"
+    return Damage(block.name, "changed", f"CRC-32 {block.crc:08x} {where}", f"{found:08x}")
+
+
+def _sum(path: Path, block: Block) -> int:
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(block.num_bytes, 1))))
+    crc, left = 0, block.num_bytes
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(block.offset)
+        while left:
+            read = stream.readinto(buffer[: min(left, len(buffer))])
+            if not read:
+                break  # a file that was cut: the sum of what is left is another one
+            crc = zlib.crc32(buffer[:read], crc)
+            left -= read
+    return crc
+
+
+def _each(work: Callable[[Block], _T], blocks: Sequence[Block], workers: int | None) -> Iterator[_T]:
+    """``work`` of every block, in order, by threads where there is enough to do."""
+    workers = min(len(blocks), workers or _workers())
+    if workers < 2 or sum(block.num_bytes for block in blocks) < BLOCK_BYTES // 4:
+        yield from map(work, blocks)
+        return
+    with ThreadPoolExecutor(workers, "manifest") as threads:
+        yield from threads.map(work, blocks)
+
+
+def _workers() -> int:
+    """The processors of this machine that this process has for itself, at most eight."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, there // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -1,0 +1,242 @@
+"""A folder that is whole or absent, whoever is killed while it is written, and whatever lay there before.
+
+``run/checkpoint-8`` is written to ``run/_checkpoint-8.partial/checkpoint-8``, listed in a manifest, flushed to disk,
+and renamed when every rank has written its part. The staging folder is named after what is made in it, so saving one
+thing never touches another, and the next save of the same thing removes what was left of it. Names that begin with
+``_`` are taken for no checkpoint by Trainer, and are not uploaded.
+
+A folder that is replaced trades places with the new one in one step (``renameat2`` of Linux). Where a system has no
+such step, the old one is renamed to ``_checkpoint-8.replaced`` first: :func:`recover` puts it back if the process was
+killed before the new one was in its place.
+
+Machines need not share a disk. Every process that is the first of its machine leaves a mark in the staging folder; the
+lowest mark that a rank sees is the owner of its disk, who writes the manifest of what lies there and puts it in place.
+The ranks of a disk share the reading that the sums of the manifest cost.
+
+With several processes the ranks agree after each part: if one could not do it, all raise and nothing is renamed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share, sums, write_manifest
+from ullage.errors import CheckpointError, TrainingError, UllageError
+from ullage.training.agreement import agreement, gather, rank_here, require_same_folder
+from ullage.training.damage import examine, is_damaged, name_for_damaged
+
+#: The staging folder of files that are put into a folder one by one.
+PARTIAL = "_partial"
+
+_MARK = ".rank-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: What a system says that cannot swap two names.
+_CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+#: What libraries say when a file cannot be written, other than OSError.
+_WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
+
+
+def partial_of(target: Path) -> Path:
+    """The staging folder of the folder ``target``."""
+    return target.with_name(f"_{target.name}.partial")
+
+
+def old_of(target: Path) -> Path:
+    """Where the folder ``target`` is for the moment in which it is replaced, if two names cannot be swapped."""
+    return target.with_name(f"_{target.name}.replaced")
+
+
+def recover(target: Path) -> None:
+    """Puts back the folder that a killed process had moved aside; removes it if its successor is in place."""
+    old = old_of(target)
+    if old.is_dir():
+        if os.path.lexists(target):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def write_whole(
+    target: str | Path,
+    write: Callable[[Path], None],
+    *,
+    several: bool = False,
+    first_of_machine: bool = True,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Makes the folder ``target``, with a manifest; one of that name is replaced, or set aside if it is damaged.
+
+    ``write`` is called with the path of the folder to make, which is not there yet; its name is that of ``target``.
+    ``check`` is called with it before it is renamed, on rank 0, and raises if something is missing. ``several``: other
+    processes do the same with the same ``target``, and all succeed or all raise.
+    """
+    target = require_same_folder(Path(target), several)
+    staging = partial_of(target)
+    place = staging / target.name
+
+    def look() -> None:
+        if not place.is_dir():
+            raise _vanished(target, staging)
+        if check is not None:
+            check(place)
+
+    with _staged(staging, target, lambda _: write(place), look, several, first_of_machine) as owner:
+        damaged = bool(examine(target, several).damage)
+        blocks, crcs = _summed(place, owner, several)
+        with agreement(several, "putting a checkpoint in its place"), _one_line(target):
+            if owner == rank_here(several) and place.is_dir():
+                write_manifest(place / manifest_name(owner), blocks, crcs)
+                _flush(place)
+                _put(place, target, damaged or is_damaged(target))
+
+
+def write_into(
+    folder: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
+) -> None:
+    """Calls ``write`` with an empty folder and moves each file it wrote into ``folder``, where others stay.
+
+    ``several``: as for :func:`write_whole`.
+    """
+    folder = require_same_folder(Path(folder), several)
+    staging = folder / PARTIAL
+    with (
+        _staged(staging, folder, write, None, several, first_of_machine) as owner,
+        agreement(several, "putting files in their place"),
+        _one_line(folder),
+    ):
+        if owner == rank_here(several):
+            _flush(staging)
+            for entry in sorted(staging.iterdir()):
+                if not entry.name.startswith(_MARK):
+                    _put(entry, folder / entry.name)
+
+
+@contextmanager
+def _staged(
+    staging: Path,
+    target: Path,
+    write: Callable[[Path], None],
+    check: Callable[[], None] | None,
+    several: bool,
+    first_of_machine: bool,
+) -> Iterator[int]:
+    """Within it everything is written below ``staging``; gives the owner of this rank's disk. Removes it afterwards."""
+    rank = rank_here(several)
+    # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
+    mark = f"{_MARK}{gather(uuid.uuid4().hex, several)[0]}-"
+    with agreement(several, "preparing to save"), _one_line(target):
+        if first_of_machine:
+            if target.is_file():
+                raise CheckpointError("a file lies where the folder should", where=str(target))
+            if staging.parent != target:
+                recover(target)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True, exist_ok=True)
+    with agreement(several, "writing a checkpoint"), _one_line(target):
+        if first_of_machine:
+            (staging / f"{mark}{rank}").touch()
+        write(staging)
+    with agreement(several, "checking what was written"):
+        owner = min((int(path.name.removeprefix(mark)) for path in staging.glob(f"{mark}*")), default=None)
+        if owner is None:
+            raise _vanished(target, staging)
+        if rank == 0 and check is not None:
+            check()
+    yield owner
+    if owner == rank:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _vanished(target: Path, staging: Path) -> CheckpointError:
+    return CheckpointError(
+        "what was written has been removed before it was in its place",
+        where=str(target),
+        expected=f"it in {staging}",
+        hint="another process saves to the same folder; give each a folder of its own",
+    )
+
+
+def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[int]]:
+    """The blocks of all files in ``place`` and their sums, read by the ranks of this disk together."""
+    rank = rank_here(several)
+    with agreement(several, "listing a checkpoint"), _one_line(place):
+        files = files_in(place) if owner == rank else None
+    told = gather((owner, files), several)
+    group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
+    blocks = blocks_of(told[owner][1])
+    with agreement(several, "summing a checkpoint"), _one_line(place):
+        mine = sums(place, share(blocks, group.index(rank), len(group)))
+    return blocks, [crc for other, own in enumerate(gather(mine, several)) if other in group for crc in own]
+
+
+def _put(place: Path, target: Path, damaged: bool = False) -> None:
+    """Renames ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
+    recover(target)
+    if damaged and os.path.lexists(target):
+        target.rename(name_for_damaged(target))
+    if not target.is_dir():
+        place.replace(target)
+    elif not _swap(place, target):
+        old = old_of(target)
+        target.rename(old)
+        place.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    _flush_entry(target.parent)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Swaps two names in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_SWAP:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+@contextmanager
+def _one_line(target: Path) -> Iterator[None]:
+    """What a full disk or a folder that is not ours raises in any library, as one line that says what to do."""
+    try:
+        yield
+    except UllageError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OSError) and not any(word in said for word in _WRITE_FAILED):
+            raise
+        raise TrainingError(
+            "this cannot be written",
+            where=str(target),
+            found=error.strerror if isinstance(error, OSError) and error.strerror else said,
+            hint="make room, or give a folder that can be written to; what was there before is as it was",
+        ) from error
+
+
+def _flush(folder: Path) -> None:
+    """Has the disk hold every file below ``folder``: a rename may outlive a power cut that the content does not."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _flush_entry(Path(root) / name)
+        _flush_entry(Path(root))
+
+
+def _flush_entry(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # some file systems refuse to flush a folder
+    finally:
+        os.close(handle)
