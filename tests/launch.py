@@ -1,6 +1,9 @@
 """Starts real processes for tests: torchrun on loopback, one thread each, a bound on the time."""
 
+import contextlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +30,17 @@ def torchrun(processes, script, *arguments, timeout=240):
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes=1000, full=True):
+    """A limit on the size of files that this process may write, as if the disk had no more room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)

@@ -1,6 +1,9 @@
-"""Run by torchrun: rank 1 cannot write its part of the second checkpoint; both ranks say what they saw."""
+"""Run by torchrun: what two ranks say where one cannot write its part, and where a checkpoint is not what was written."""
 
 import json
+import logging
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-from ullage.training.saving import WholeCheckpointMixin
+from ullage.training import Trainer as OurTrainer
+from ullage.training.saving import WholeCheckpointMixin, checkpoints_in
 
 
 class Line(torch.nn.Module):
@@ -27,24 +31,87 @@ class Failing(WholeCheckpointMixin, Trainer):
         super()._save_rng_state(output_dir)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+class Lines(logging.Handler):
+    """What is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def make(folder, cls):
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
     arguments = TrainingArguments(
-        output_dir=str(folder / "out"),
+        output_dir=str(folder),
         use_cpu=True,
         disable_tqdm=True,
         max_steps=6,
         save_steps=2,
+        logging_steps=1,
         per_device_train_batch_size=2,
         ddp_timeout=60,
     )
-    trainer = Failing(model=Line(), args=arguments, train_dataset=data)
+    return cls(model=Line(), args=arguments, train_dataset=data)
+
+
+def attempt(action):
     try:
-        trainer.train()
-        said = "no error"
+        return action()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    (folder / f"{arguments.process_index}.json").write_text(json.dumps(said))
+        return f"{type(error).__name__}: {error}"
+
+
+def resumed(folder, change, lines, which=None):
+    """Changes the second of two checkpoints, on one rank, and goes on from it: the last step, what is said, the rest."""
+    source = folder.parent / "whole"
+    if dist.get_rank() == 0:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-6"))
+        change(folder / "checkpoint-4")
+    dist.barrier()
+    lines.said.clear()
+    trainer = make(folder, OurTrainer)
+    outcome = attempt(lambda: trainer.train(resume_from_checkpoint=which or str(folder / "checkpoint-4")).global_step)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    dist.barrier()
+    return {"outcome": outcome, "said": list(lines.said), "losses": losses}
+
+
+def without(*names):
+    return lambda checkpoint: [(checkpoint / name).unlink() for name in names]
+
+
+def shorten(checkpoint):
+    os.truncate(checkpoint / "rng_state_1.pth", 100)
+
+
+def enlarge(checkpoint):
+    """As written by one process more, of which there was no random state."""
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "rng_state_0.pth").rename(checkpoint / "rng_state.pth")
+    (checkpoint / "rng_state_1.pth").unlink()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    failing = make(folder / "out", Failing)
+    said = {"full": attempt(failing.train)}
+    whole = make(folder / "whole", OurTrainer)
+    whole.train()
+    lines = Lines()
+    logging.getLogger("ullage").addHandler(lines)
+    for name, change, which in (
+        ("deleted", without("rng_state_1.pth"), None),
+        ("cut", shorten, None),
+        ("bare", shorten, True),
+        ("older", without("manifest.json", "rng_state_1.pth"), None),
+        ("fewer", enlarge, None),
+    ):
+        said[name] = resumed(folder / name, change, lines, which)
+    said["losses"] = [row["loss"] for row in whole.state.log_history if "loss" in row]
+    said["left"] = [path.name for path in checkpoints_in(folder / "bare")]
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

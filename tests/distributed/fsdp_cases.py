@@ -7,8 +7,7 @@ JSON, for each job what each rank returned for each case, ``{"error": ...}`` whe
 
 import contextlib
 import json
-import resource
-import signal
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from transformers import (
 
 from tests import packing_script
 from tests.distributed import processes
+from tests.launch import full_disk
 from ullage.engines import fsdp
 from ullage.exchange import PackedIterator, Topology
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -219,7 +219,7 @@ def save_where_one_cannot(rank, world, folder):
     fsdp.save(f"{folder}/kept", model, optimizer)
     before = sorted(path.name for path in Path(folder, "kept").iterdir())
     try:
-        with full_disk(rank == 1):
+        with full_disk(full=rank == 1):
             fsdp.save(f"{folder}/kept", model, optimizer)
     except Exception as error:
         after = sorted(path.name for path in Path(folder, "kept").iterdir())
@@ -228,18 +228,62 @@ def save_where_one_cannot(rank, world, folder):
     return {"error": None}
 
 
+def said(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 @contextlib.contextmanager
-def full_disk(full):
-    """A limit on the size of files this process may write, far below what it has to."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+def while_saving(model, do):
+    """``do(place)`` runs in the middle of a save, after the weights and before the config."""
+    write = model.config.save_pretrained
+    model.config.save_pretrained = lambda place: (do(Path(place)), write(place))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+        del model.config.save_pretrained
+
+
+def save_beside(rank, world, folder):
+    """A whole save to a sibling in the middle of a save, one whose weights vanish, and what is left of each."""
+    model, optimizer, _ = spread()
+    good, sibling = Path(folder, "good"), Path(folder, "sibling")
+    fsdp.save(good, model, optimizer)
+    with while_saving(model, lambda place: None if place.name == "sibling" else fsdp.save(sibling, model, optimizer)):
+        beside = said(lambda: fsdp.save(good, model, optimizer))
+    left = [names(good), names(sibling)]
+    with while_saving(model, shutil.rmtree):
+        emptied = said(lambda: fsdp.save(good, model, optimizer))
+    good.rename(Path(folder, "_good.replaced"))  # killed between two renames
+    fsdp.load(good, model, optimizer)
+    return {"beside": beside, "left": left, "emptied": emptied, "after": names(good), "folders": names(folder)}
+
+
+def name_other_folders(rank, world, folder):
+    """Each rank saves to a folder of its own, and loads from one; then one byte of a shard is another."""
+    model, optimizer, _ = spread(mesh=[world, 1, 1])
+    saved = said(lambda: fsdp.save(f"{folder}/rank{rank}", model, optimizer))
+    fsdp.save(f"{folder}/one", model, optimizer)
+    loaded = said(lambda: fsdp.load(f"{folder}/{'one' if rank else '../' + Path(folder).name}", model, optimizer))
+    shard = Path(folder, "one", "__1_0.distcp")
+    dist.barrier()
+    if rank == 0:
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    before = whole_state(model, optimizer)
+    damaged = said(lambda: fsdp.load(f"{folder}/one", model, optimizer))
+    kept = all(torch.equal(before[name], value) for name, value in whole_state(model, optimizer).items())
+    changed = said(lambda: fsdp.load(f"{folder}/one", model, optimizer, allow_changed=True))
+    return {"saved": saved, "loaded": loaded, "damaged": damaged, "kept": kept, "changed": changed}
 
 
 def refuse(rank, world, kind="llama", mesh=(1, 1, 1), sizes=None, pp=1, model=None, **options):

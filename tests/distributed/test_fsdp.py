@@ -108,10 +108,21 @@ def quick(folder):
              for kind, (place, options, _) in BROKEN.items()] +
             [["save_where_one_cannot", {"folder": str(folder / "full")}], trained(mesh=[2, 1, 1], dtype="bfloat16"),
              trained(mesh=[1, 1, 2], dtype="bfloat16"), trained(mesh=[2, 1, 1], whole_dtype="bfloat16")]],
+        [1, [["save_beside", {"folder": str(folder / "beside")}]]],
+        [2, [["name_other_folders", {"folder": str(folder / "others")}]]],
     ]  # fmt: skip
-    (folder / "full").mkdir()
-    alone, two, four, loading = work(jobs)
-    return {1: alone, 2: two, 4: four, "broken": loading, "more": [rank[len(BROKEN) :] for rank in loading]}
+    for name in ("full", "beside", "others"):
+        (folder / name).mkdir()
+    alone, two, four, loading, [[beside]], others = work(jobs)
+    return {
+        "beside": beside,
+        "others": [rank[0] for rank in others],
+        1: alone,
+        2: two,
+        4: four,
+        "broken": loading,
+        "more": [rank[len(BROKEN) :] for rank in loading],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +175,42 @@ def test_a_checkpoint_is_whole_or_the_old_one(quick):
     for rank in quick["more"]:
         assert "Error" in rank[0]["error"]
         assert rank[0]["same"]
+
+
+def test_saves_to_siblings_never_touch_each_other(quick):
+    found = quick["beside"]
+    whole = [".metadata", "__0_0.distcp", "config.json", "manifest.json", "ullage_states.json"]
+    assert found["beside"] == "saved"
+    assert found["left"] == [whole, whole]
+
+
+def test_a_good_checkpoint_is_not_replaced_by_one_without_weights(quick, folder):
+    found = quick["beside"]
+    assert found["emptied"].startswith(
+        f"CheckpointError: the checkpoint that was written is not whole ({folder}/beside/_good.partial/good): "
+        "expected .metadata, found config.json"
+    )
+    assert found["after"] == found["left"][0]  # after a load that put it back, too
+    assert found["folders"] == ["_good.partial", "good", "sibling"]
+
+
+def test_ranks_that_name_other_folders_are_told_so(quick, folder):
+    others = folder / "others"
+    for found in quick["others"]:
+        for done, first, second in (("saved", "rank0", "rank1"), ("loaded", "../others", "one")):
+            first = str(others) if done == "loaded" else f"{others}/{first}"
+            assert found[done].startswith("DistributedError: the ranks name different folders for one checkpoint")
+            assert f"found {first} on rank 0; {others}/{second} on rank 1." in found[done]
+
+
+def test_a_shard_with_another_byte_is_not_loaded(quick, folder):
+    for found in quick["others"]:
+        assert found["damaged"].startswith(
+            f"CheckpointError: this checkpoint is damaged ({folder}/others/one/__1_0.distcp): expected CRC-32"
+        )
+        assert found["damaged"].endswith("If the file was changed on purpose: load(..., allow_changed=True)")
+        assert found["kept"]
+        assert found["changed"] == "saved"
 
 
 def test_layers_may_compute_in_bf16(quick, alone):

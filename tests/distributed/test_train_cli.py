@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,15 +87,84 @@ def test_a_mistake_is_said_once_and_no_process_hangs(two):
     assert not (folder / "bad").exists()
 
 
-def test_a_save_that_fails_on_one_rank_raises_on_both_and_renames_nothing(tmp_path):
-    torchrun(2, save_script.__file__, tmp_path)
-    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert said == [
-        "DistributedError: another rank failed while writing a checkpoint (rank 1): "
-        f"found TrainingError: this cannot be written ({tmp_path}/out/checkpoint-4): found OSError: no space left on "
-        "device. Make room, or give a folder that can be written to; what was there before is as it was",
-        f"TrainingError: this cannot be written ({tmp_path}/out/checkpoint-4): found OSError: no space left on "
-        "device. Make room, or give a folder that can be written to; what was there before is as it was",
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What two ranks of a Trainer said about saving and about damage, and the folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    torchrun(2, save_script.__file__, folder)
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_save_that_fails_on_one_rank_raises_on_both_and_renames_nothing(saved):
+    folder, said = saved
+    own = (
+        f"TrainingError: this cannot be written ({folder}/out/checkpoint-4): found OSError: no space left on device. "
+        "Make room, or give a folder that can be written to; what was there before is as it was"
+    )
+    assert [rank["full"] for rank in said] == [
+        f"DistributedError: another rank failed while writing a checkpoint (rank 1): found {own}",
+        own,
     ]
-    assert [path.name for path in checkpoints_in(tmp_path / "out")] == ["checkpoint-2"]
-    assert (partial_of(tmp_path / "out" / "checkpoint-4") / "checkpoint-4").is_dir()
+    assert [path.name for path in checkpoints_in(folder / "out")] == ["checkpoint-2"]
+    assert (partial_of(folder / "out" / "checkpoint-4") / "checkpoint-4").is_dir()
+
+
+def test_a_damaged_checkpoint_raises_the_same_line_on_every_rank(saved):
+    folder, (first, second) = saved
+    for name, found in (("deleted", "found no such file"), ("cut", "found 100")):
+        message = first[name]["outcome"]
+        assert message == second[name]["outcome"]
+        assert message.startswith(
+            f"CheckpointError: this checkpoint is damaged ({folder}/{name}/checkpoint-4/rng_state_1.pth): expected "
+        )
+        assert f"{found}. Take {folder}/{name}/checkpoint-2, the newest whole one before it" in message
+        assert first[name]["losses"] == second[name]["losses"] == []
+
+
+def test_a_bare_resume_passes_a_damaged_checkpoint_over_on_every_rank(saved):
+    folder, (first, second) = saved
+    for rank in (first, second):
+        assert rank["bare"]["outcome"] == 6
+        assert rank["bare"]["losses"] == first["losses"]
+        assert rank["left"] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    [line] = first["bare"]["said"]
+    assert line.startswith(f"{folder}/bare/checkpoint-4 is damaged and left as it is: rng_state_1.pth: expected ")
+    assert second["bare"]["said"] == []
+    assert (folder / "bare" / "checkpoint-4.damaged" / "damaged.txt").is_file()
+
+
+def test_random_states_that_are_not_there_are_said_once(saved):
+    folder, (first, second) = saved
+    ending = "what is drawn there, such as dropout, goes on from the seed"
+    for name, held in (("older", "none for rank 1"), ("fewer", "none for rank 0, 1")):
+        checkpoint = folder / name / "checkpoint-4"
+        assert first[name]["said"] == [
+            f"{checkpoint} has no manifest.json, so its files are loaded unchecked",
+            f"{checkpoint} holds random states of 1 process, {held}: {ending}",
+        ]
+        assert second[name]["said"] == []
+        assert first[name]["outcome"] == second[name]["outcome"] == 6
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_said_in_one_line_by_one_rank(two):
+    folder, arguments, _ = two
+    (folder / "file").touch()
+    done = ullage_train(2, folder, *arguments, "--output_dir", "file/out")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("ullage: ")]
+    assert said == ["ullage: the run cannot be written (file/out): found [Errno 20] Not a directory: 'file/out'"]
+    assert done.stderr.count("Traceback") <= 1  # torchrun's own, after both have ended
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_said_in_one_line_by_one_rank(two):
+    folder, arguments, _ = two
+    shutil.copytree(folder / "two", folder / "damaged")
+    (folder / "damaged" / "checkpoint-6" / "rng_state_1.pth").unlink()
+    arguments = [*arguments, "--per_device_train_batch_size", 4, "--output_dir", "damaged"]
+    done = ullage_train(2, folder, *arguments, "--resume_from_checkpoint", "damaged/checkpoint-6")
+    assert done.returncode != 0
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("ullage: ")]
+    assert line.startswith("ullage: this checkpoint is damaged (damaged/checkpoint-6/rng_state_1.pth): expected ")
+    assert line.endswith("found no such file. Take damaged/checkpoint-3, the newest whole one before it")

@@ -1,6 +1,7 @@
 """``ullage train --dp --cp --tp``: the same losses in every layout, and on from one layout in another."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.launch import environment
 from ullage.cli.train import _run
+from ullage.cli.train_layout import check_layout_of
 from ullage.errors import CheckpointError, InputError
 from ullage.training.saving import checkpoints_in
 
@@ -108,7 +110,42 @@ def test_what_was_dropped_is_told(folder):
     assert summary["total_dropped_tokens"] > 60 * sum(logged)
 
 
+def test_no_step_is_trained_where_none_is_left(folder, alone):
+    here(*arguments(folder, "done", "--dp", "1", "--resume_from_checkpoint", str(alone / "checkpoint-6")))
+    assert checkpoints_in(folder / "done") == []
+    ours, theirs = (json.loads((path / "ullage_run.json").read_text())["summary"] for path in (folder / "done", alone))
+    assert {name: ours[name] for name in ("steps", "last_loss")} == {
+        name: theirs[name] for name in ("steps", "last_loss")
+    }
+    assert (folder / "done" / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_taken(folder, alone, capsys):
+    run = folder / "damaged"
+    shutil.copytree(alone, run)
+    record = json.loads((run / "ullage_run.json").read_text())
+    (run / "ullage_run.json").write_text(json.dumps({**record, "summary": None}))
+    [shard] = (run / "checkpoint-6" / "model_and_optimizer").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    name = f"model_and_optimizer/{shard.name}"
+    with pytest.raises(CheckpointError, match=rf"damaged \(.*/checkpoint-6/{name}\).* Take {run}/checkpoint-3"):
+        here(*arguments(folder, "damaged", "--dp", "1", "--resume_from_checkpoint", str(run / "checkpoint-6")))
+    here(*arguments(folder, "damaged", "--dp", "1", "--resume_from_checkpoint"))
+    assert f"{run}/checkpoint-6 is damaged and left as it is: {name}" in capsys.readouterr().out
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-6)
+    assert sorted(path.name for path in run.glob("c*-*")) == ["checkpoint-3", "checkpoint-6", "checkpoint-6.damaged"]
+
+
 def test_what_cannot_be_is_said(folder, alone):
+    plain = folder / "trainer" / "checkpoint-3"
+    plain.mkdir(parents=True)
+    for name in ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (plain / name).write_text("{}")
+    hint = f"Continue it without them, or begin another run from its weights: --model {plain} --output_dir"
+    with pytest.raises(CheckpointError, match=hint):
+        check_layout_of(plain, asked=True)
     given = ("--resume_from_checkpoint", str(alone / "checkpoint-3"))
     with pytest.raises(CheckpointError, match="written with --dp, --cp or --tp"):
         here(*arguments(folder, "plain", *given))

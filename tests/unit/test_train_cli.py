@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch import environment
+from tests.launch import environment, full_disk
 from ullage.cli.train import _command, _run
 from ullage.cli.train_arguments import parse
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
@@ -249,6 +250,83 @@ def test_a_bare_resume_takes_the_last_checkpoint_and_a_bare_call_does_so_too(run
         assert losses(checkpoints_in(unfinished)[-1]) == whole
 
 
+@pytest.fixture(scope="module")
+def short(data, tmp_path_factory):
+    """A finished run whose last step is inside its first epoch."""
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    arguments = ["--data", data, *TINY, "--max_steps", 6, "--save_steps", 2, "--save_total_limit", 3, "--seed", 3]
+    arguments += ["--learning_rate", 0.02, "--eval_strategy", "no", "--disable_tqdm", "true"]
+    here(*arguments, "--output_dir", folder)
+    return folder, arguments
+
+
+def unfinished(folder: Path, source: Path, *, model: bool = False) -> Path:
+    """The folder as a run leaves it that was killed after its last checkpoint, before the model was saved."""
+    shutil.copytree(source, folder)
+    record = json.loads((folder / "ullage_run.json").read_text())
+    (folder / "ullage_run.json").write_text(json.dumps({**record, "summary": None}))
+    if not model:
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_going_on_from_the_last_checkpoint_trains_nothing(short, tmp_path, capsys):
+    source, arguments = short
+    folder = unfinished(tmp_path / "killed", source)
+    here(*arguments, "--output_dir", folder)
+    assert f"unfinished: continues from {folder}/checkpoint-6" in capsys.readouterr().out
+    assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    before, after = (json.loads((path / "ullage_run.json").read_text())["summary"] for path in (source, folder))
+    for name in ("steps", "first_loss", "last_loss", "eval_loss"):
+        assert after[name] == before[name]
+
+
+def test_resuming_a_finished_run_leaves_its_model_as_it_is(short, tmp_path, capsys):
+    source, arguments = short
+    folder = tmp_path / "finished"
+    shutil.copytree(source, folder)
+    before = files(folder)
+    here(*arguments, "--output_dir", folder, "--resume_from_checkpoint")
+    assert f"{folder} holds this run, finished" in capsys.readouterr().out
+    assert files(folder) == before
+    here(*arguments, "--output_dir", folder, "--resume_from_checkpoint", folder / "checkpoint-6")
+    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert checkpoints_in(folder)[-1].name == "checkpoint-6"
+
+
+def test_a_damaged_checkpoint_is_passed_over_after_saying_so(short, tmp_path, capsys):
+    source, arguments = short
+    for name, flags in (("bare", ["--resume_from_checkpoint"]), ("none", [])):
+        folder = unfinished(tmp_path / name, source)
+        os.truncate(folder / "checkpoint-6" / "optimizer.pt", 100)
+        here(*arguments, "--output_dir", folder, *flags)
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith(f"{folder}/checkpoint-6 is damaged and left as it is: optimizer.pt: expected ")
+        assert said[1].endswith(f"continues from {folder}/checkpoint-4")
+        left = sorted(path.name for path in folder.glob("checkpoint-*"))
+        assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-6.damaged"]
+        assert losses(folder / "checkpoint-6") == losses(source / "checkpoint-6")
+        assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_and_one_changed_on_purpose_taken(short, tmp_path, capsys):
+    source, arguments = short
+    folder = unfinished(tmp_path / "changed", source, model=True)
+    checkpoint = folder / "checkpoint-4"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    given = [*arguments, "--output_dir", folder, "--resume_from_checkpoint", checkpoint]
+    with pytest.raises(CheckpointError) as error:
+        here(*given)
+    message = str(error.value)
+    assert message.startswith(f"this checkpoint is damaged ({checkpoint}/trainer_state.json): expected ")
+    assert f"Take {folder}/checkpoint-2, the newest whole one before it; if the file was changed on purpose" in message
+    here(*given, "--allow_changed_checkpoint")
+    assert f"{checkpoint}: taken as changed on purpose: trainer_state.json" in capsys.readouterr().out
+    assert losses(folder / "checkpoint-6") == losses(source / "checkpoint-6")
+
+
 def test_overwriting_starts_over(data, tmp_path):
     arguments = ["--data", data, "--output_dir", tmp_path, *TINY, "--max_steps", 4, "--save_steps", 2]
     here(*arguments)
@@ -474,6 +552,24 @@ def test_a_folder_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match=r"the run cannot be written \(.*/file/out\): found .*Not a directory"):
         here("--data", data, "--output_dir", tmp_path / "file" / "out", *TINY)
+
+
+def test_a_disk_that_is_full_and_a_file_that_cannot_be_read_are_told_apart(data, tmp_path, monkeypatch):
+    arguments = ["--data", data, *TINY, "--max_steps", 2, "--save_steps", 1, "--disable_tqdm", "true"]
+    with (
+        full_disk(20_000),
+        pytest.raises(TrainingError, match=r"this cannot be written \(.*/full/checkpoint-1\): found .* Make room"),
+    ):
+        here(*arguments, "--output_dir", tmp_path / "full", "--hidden_size", 64)
+
+    def fail(self, *_: object) -> None:
+        (tmp_path / "vanished").read_text()
+
+    monkeypatch.setattr("ullage.training.Trainer.get_train_dataloader", fail)
+    with pytest.raises(
+        TrainingError, match=r"a file that the run needs cannot be used \(.*/vanished\): found .*No such"
+    ):
+        here(*arguments, "--output_dir", tmp_path / "read")
 
 
 def test_nothing_to_choose_the_best_model_by(data, tmp_path):

@@ -1,0 +1,176 @@
+"""What is saved is the old or the new one, whole, whatever happens and whoever saves beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ullage.checkpoint.manifest import damage_in, read_manifests
+from ullage.errors import CheckpointError, TrainingError
+from ullage.training import staging
+from ullage.training.staging import old_of, partial_of, recover, write_into, write_whole
+
+
+def writer(text: str):
+    """Writes two files that say ``text``, one of them in a folder."""
+
+    def write(place: Path) -> None:
+        (place / "inner").mkdir(parents=True)
+        (place / "weights.bin").write_text(text)
+        (place / "inner" / "state.json").write_text(text)
+
+    return write
+
+
+def content(folder: Path) -> str:
+    """What the files of a whole folder say."""
+    manifest = read_manifests(folder)
+    assert manifest is not None
+    assert manifest.damage == ()
+    assert damage_in(folder, manifest.blocks) == []
+    [text] = {(folder / name).read_text() for name in ("weights.bin", "inner/state.json")}
+    return text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_is_replaced_whole(tmp_path):
+    for text in ("old", "new"):
+        write_whole(tmp_path / "saved", writer(text))
+        assert content(tmp_path / "saved") == text
+    assert names(tmp_path) == ["saved"]
+    assert names(tmp_path / "saved") == ["inner", "manifest.json", "weights.bin"]
+
+
+def test_saves_to_siblings_never_touch_each_other(tmp_path):
+    write_whole(tmp_path / "a", writer("of the run before"))
+
+    def write(place: Path) -> None:
+        writer("a")(place)
+        write_whole(tmp_path / "b", writer("b"))  # a whole save in the middle of another's
+
+    write_whole(tmp_path / "a", write)
+    assert (content(tmp_path / "a"), content(tmp_path / "b")) == ("a", "b")
+
+
+def test_two_saves_to_one_folder_are_told_apart(tmp_path):
+    def write(place: Path) -> None:
+        writer("first")(place)
+        write_whole(tmp_path / "saved", writer("second"))
+
+    with pytest.raises(CheckpointError, match=r"has been removed before it was in its place .* Another process saves"):
+        write_whole(tmp_path / "saved", write)
+    assert content(tmp_path / "saved") == "second"
+
+
+def test_what_is_not_whole_is_not_put_in_its_place(tmp_path):
+    def check(place: Path) -> None:
+        if not (place / "metadata").is_file():
+            raise CheckpointError("no metadata", where=str(place))
+
+    write_whole(tmp_path / "saved", writer("old"))
+    with pytest.raises(CheckpointError, match="no metadata"):
+        write_whole(tmp_path / "saved", writer("new"), check=check)
+    with pytest.raises(CheckpointError, match="has been removed"):
+        write_whole(tmp_path / "saved", lambda place: None)
+    assert content(tmp_path / "saved") == "old"
+
+
+def test_a_damaged_folder_is_set_aside_not_replaced(tmp_path):
+    for text in ("one", "two", "three"):
+        write_whole(tmp_path / "saved", writer(text))
+        with open(tmp_path / "saved" / "weights.bin", "r+b") as stream:
+            stream.write(b"x")  # the same size
+    assert names(tmp_path) == ["saved", "saved.damaged", "saved.damaged2"]
+    assert (tmp_path / "saved.damaged" / "weights.bin").read_text() == "xne"
+    assert (tmp_path / "saved.damaged2" / "weights.bin").read_text() == "xwo"
+
+
+def test_files_that_are_put_into_a_folder_leave_the_others_alone(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "left-over").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    write_into(tmp_path, lambda place: writer("new")(place / "deep") or writer("new")(place))
+    assert names(tmp_path) == ["deep", "inner", "notes.txt", "weights.bin"]
+    assert names(tmp_path / "inner") == ["state.json"]
+
+
+def test_where_nothing_can_be_written_one_line_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"this cannot be written \(.*/file/saved\): found Not a directory. Make"):
+        write_whole(tmp_path / "file" / "saved", writer("new"))
+    with pytest.raises(CheckpointError, match=r"a file lies where the folder should \(.*/file\)"):
+        write_whole(tmp_path / "file", writer("new"))
+
+
+def events_of(target: Path, swaps: bool, kill_at: int) -> int:
+    """Saves in a process that is killed before it does its ``kill_at``-th thing to the disk; how many it did."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def watch(event: str, arguments: tuple) -> None:
+            nonlocal done
+            if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree") or (
+                event == "open" and arguments[1] not in ("r", "rb", None)
+            ):
+                if done == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done += 1
+                os.write(write, b".")
+
+        if not swaps:  # as on a file system that has no such step
+            staging._swap = lambda *_: False
+        sys.addaudithook(watch)
+        write_whole(target, writer("new"))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        count = len(stream.read())
+    _, status = os.waitpid(child, 0)
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
+    return count if status else -1
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(tmp_path, swaps):
+    target = tmp_path / "saved"
+    found = []
+    for kill_at in range(100):
+        write_whole(target, writer("old"))
+        did = events_of(target, swaps, kill_at)
+        aside = not target.exists()
+        if aside:
+            assert content(old_of(target)) == "old"
+        recover(target)
+        found.append((content(target), aside))
+        write_whole(target, writer("next"))
+        assert content(target) == "next"
+        assert names(tmp_path) == ["saved"]
+        if did < 0:
+            break
+    assert found[0] == ("old", False)
+    assert found[-1] == ("new", False)
+    assert len(found) > 8
+    assert any(aside for _, aside in found) is not swaps  # there is a moment without the name only where it must be
+    assert sorted(found, key=lambda state: state[0] == "new") == found  # first the old one, then the new one
+
+
+def test_the_next_save_keeps_the_only_copy_of_the_one_before(tmp_path):
+    write_whole(tmp_path / "saved", writer("old"))
+    (tmp_path / "saved").rename(old_of(tmp_path / "saved"))  # killed between two renames
+    partial_of(tmp_path / "saved").mkdir()
+
+    def fail(place: Path) -> None:
+        raise OSError("no space left on device")
+
+    with pytest.raises(TrainingError, match="no space left"):
+        write_whole(tmp_path / "saved", fail)
+    assert content(tmp_path / "saved") == "old"
