@@ -243,12 +243,13 @@ def names(folder):
 @contextlib.contextmanager
 def while_saving(model, do):
     """``do(place)`` runs in the middle of a save, after the weights and before the config."""
-    write = model.config.save_pretrained
-    model.config.save_pretrained = lambda place: (do(Path(place)), write(place))
+    kind = type(model.config)
+    write = kind.save_pretrained
+    kind.save_pretrained = lambda config, place: (do(Path(place)), write(config, place))
     try:
         yield
     finally:
-        del model.config.save_pretrained
+        del kind.save_pretrained
 
 
 def save_beside(rank, world, folder):

@@ -189,3 +189,23 @@ def test_the_hugging_face_trainer_resumes(tmp_path: Path, stage: int, target: in
     assert not failed(second), failed(second)[0]
     expected, found = first[0]["losses"], second[0]["losses"]
     assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_from_a_damaged_checkpoint_of_zero(tmp_path: Path) -> None:
+    """Every rank says which file it is and where to go on from; the newest whole one is found; the last step stays."""
+    trainer = {"module": "tests.distributed.trainer_worker", "function": "damage"}
+    results = launch(Job(tmp_path / "results", 2, 2, seed=1, save_to=tmp_path / "out", **trainer))
+    assert not failed(results), failed(results)[0]
+    said = results[0]["said"]
+    assert len(said) == 18
+    for (name, kind), message in said.items():
+        assert results[1]["said"][name, kind] == message
+        assert message.startswith(f"CheckpointError: this checkpoint is damaged (RUN/checkpoint-4/{name}): expected ")
+        found = {"flipped": "expected CRC-32", "cut": " bytes, found ", "deleted": "found no such file"}[kind]
+        assert found in message
+        assert "Take RUN/checkpoint-2, the newest whole one before it" in message
+    for result in results:
+        assert result["bare"] == result["losses"]
+        assert result["last"] == (result["losses"], 5, ["checkpoint-2", "checkpoint-4", "checkpoint-5"])
+        assert result["aside"]
