@@ -20,32 +20,50 @@ from ullage.errors import InputError
 from ullage.planning.plan import Statistics
 
 
-def num_tokens(inputs: Any, main_input: str) -> int:
-    """Real tokens of a batch: what is neither padding nor masked. 0 if the main input is absent."""
+def value_of(inputs: Any, name: str) -> Any:
+    """What a batch holds under a name; None for an absent field, and for a batch that has no named fields."""
+    return inputs.get(name) if isinstance(inputs, (RaggedBatch, Mapping)) else None
+
+
+def num_tokens(inputs: Any, main_input: str, pad_token_id: int | None = None) -> int:
+    """Real tokens of a batch: what is neither padding nor masked. 0 if the main input is absent.
+
+    ``pad_token_id``: what padding is told by where the batch itself does not say (:func:`knows_padding`).
+    """
     if isinstance(inputs, RaggedBatch):
         return inputs.numel()
-    value = inputs.get(main_input) if isinstance(inputs, Mapping) else inputs
+    value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes.sum())
     if not isinstance(value, Tensor):
         return 0
     if value.is_nested:
         return value.values().shape[0] if value.layout == torch.jagged else sum(len(row) for row in value.unbind())
-    if isinstance(inputs, Mapping):
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            return int((mask != 0).sum())
-        lengths = inputs.get("input_lengths")
-        if lengths is not None:
-            return int(sum(int(length) for length in lengths))
+    mask = value_of(inputs, "attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    lengths = value_of(inputs, "input_lengths")
+    if lengths is not None:
+        return int(sum(int(length) for length in lengths))
+    if pad_token_id is not None and value.ndim == 2 and not knows_padding(inputs, main_input):
+        return int((value != pad_token_id).sum())
     return value.numel()
+
+
+def knows_padding(inputs: Any, main_input: str) -> bool:
+    """Whether a batch says by itself which elements of its main input are padding; one without it has none."""
+    value = value_of(inputs, main_input)
+    if not isinstance(value, Tensor) or value.is_nested or value.is_floating_point():
+        return True
+    named = ("attention_mask", "input_lengths", "cu_seq_lens_q")
+    return any(value_of(inputs, name) is not None for name in named)
 
 
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
     """What the same batch takes when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
         return inputs.layout.num_items * inputs.max_length
-    value = inputs.get(main_input) if isinstance(inputs, Mapping) else inputs
+    value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) * len(value.batch_sizes)
     if isinstance(value, Tensor) and value.is_nested:
@@ -61,8 +79,8 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
     the loss ``shifts`` (None: not known). Those of a :class:`RaggedBatch` lose the first of each sequence where the
     model sees them without: if the loss shifts, and in ``flattened`` form unless it is known not to.
     """
-    labels = inputs.get(name) if hasattr(inputs, "get") else None
-    shifted = inputs.get("shift_labels") if name == "labels" and hasattr(inputs, "get") else None
+    labels = value_of(inputs, name)
+    shifted = value_of(inputs, "shift_labels") if name == "labels" else None
     if isinstance(shifted, Tensor):
         return shifted.flatten()
     if isinstance(labels, PackedSequence):
@@ -112,7 +130,7 @@ def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
 
     Reads the ids where they lie; host tensors do not wait for a device.
     """
-    value = inputs.get(name) if hasattr(inputs, "get") else None
+    value = value_of(inputs, name)
     ids = value.data if isinstance(value, PackedSequence) else value
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.numel() == 0:
         return

@@ -8,6 +8,8 @@ rank travels with that reduction, so every rank raises; where ranks also meet af
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,7 +24,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError
 from ullage.training import counting, forms
 from ullage.training.packing import PackingMixin
-from ullage.training.records import Record, combined, missing_labels
+from ullage.training.records import Record, as_tensors, combined, missing_labels
 from ullage.training.shares import EvaluationLoader
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
@@ -34,6 +36,20 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQue
 
 class EvaluationMixin(PackingMixin):
     """The part of :class:`RaggedTrainerMixin` that evaluates."""
+
+    @functools.cached_property
+    def _evaluates_itself(self) -> bool:
+        """Whether the trainer under the mixin has an evaluation of its own, which the mixin then leaves to it.
+
+        So does one with a loop or a sampler of its own, and one with a ``prediction_step`` that keeps no column of
+        labels: its loss is none of labels that could be counted (preference pairs, rewards).
+        """
+        if self._theirs("evaluation_loop") or self._theirs("_get_eval_sampler"):
+            return True
+        if not self._theirs("prediction_step"):
+            return False
+        self._set_signature_columns_if_needed()
+        return not set(self.label_names) & set(self._signature_columns or ())
 
     def evaluation_loop(
         self,
@@ -48,8 +64,13 @@ class EvaluationMixin(PackingMixin):
         Predictions and labels are lists with one array a sample in the order of the dataset (an array [N, ...] where
         they are one a sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
         the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
-        the device. Raises ``InputError`` for a dataset that turns out to be empty.
+        the device. Raises ``InputError`` for a dataset that turns out to be empty. A trainer with an evaluation of its
+        own runs that.
         """
+        if self._evaluates_itself:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         model = self._prepare_for_evaluation(description)
@@ -133,8 +154,8 @@ class EvaluationMixin(PackingMixin):
     ) -> None:
         self._check_ids(inputs)
         loss, outputs, labels = self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if loss is None and description == "Evaluation":
-            fields = list(inputs) if hasattr(inputs, "__iter__") else [self._main_input]
+        if loss is None and description == "Evaluation" and not self._theirs("prediction_step"):
+            fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [self._main_input]
             raise missing_labels(self.label_names, self._forward_parameters, fields, self._main_input)
         rows = self._rows_of(inputs)
         elements = self._label_elements(inputs)
@@ -187,7 +208,8 @@ class EvaluationMixin(PackingMixin):
         if found["predictions"] is None or found["labels"] is None:
             return None
         compute: Any = self.compute_metrics
-        return compute(self._prediction(**found), compute_result=last)
+        tensors = {name: as_tensors(entries) for name, entries in found.items()}
+        return compute(self._prediction(**tensors), compute_result=last)
 
     def _prediction(self, predictions: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
         wanted = self.args.include_for_metrics
@@ -199,7 +221,7 @@ class EvaluationMixin(PackingMixin):
         )
 
     def _rows_of(self, inputs: Any) -> forms.Rows:
-        labels = inputs.get(self._label_name) if self._label_name is not None else None
+        labels = counting.value_of(inputs, self._label_name) if self._label_name is not None else None
         config = getattr(self._bare_model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and isinstance(labels, Tensor):
             return forms.target_rows(labels)
@@ -214,8 +236,15 @@ class EvaluationMixin(PackingMixin):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them."""
-        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them.
+
+        A trainer under the mixin that has a step of its own runs that.
+        """
+        if self._theirs("prediction_step"):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
+        has_labels = bool(self.label_names) and all(
+            counting.value_of(inputs, name) is not None for name in self.label_names
+        )
         keywords = self._prepare_inputs(inputs)
         if ignore_keys is None:
             config = getattr(forms.bare(model), "config", None)
@@ -224,7 +253,7 @@ class EvaluationMixin(PackingMixin):
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if has_labels or (not self.label_names and self.can_return_loss):
-                loss, outputs = self.compute_loss(model, dict(keywords), return_outputs=True)
+                loss, outputs = self.compute_loss(model, copy.copy(keywords), return_outputs=True)
                 loss = loss.detach().mean()
             else:
                 outputs = model(**keywords)

@@ -38,11 +38,17 @@ def bare(model: nn.Module) -> nn.Module:
     One with a learned prompt stays wrapped: its own forward, which lengthens every row, is what has to be fed.
     """
     module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return module.base_model.model if _is_adapted(module) and not has_learned_prompt(module) else module
+
+
+def has_learned_prompt(model: nn.Module) -> bool:
+    """Whether PEFT puts a learned prompt or prefix before every sequence."""
+    return _is_adapted(model) and any(config.is_prompt_learning for config in model.peft_config.values())  # pyright: ignore
+
+
+def _is_adapted(module: Any) -> bool:
     peft = sys.modules.get("peft")  # whoever holds such a model has loaded it
-    if peft is not None and isinstance(module, (peft.PeftModel, peft.PeftMixedModel)):
-        prompts = [config.is_prompt_learning for config in module.peft_config.values()]
-        return module if any(prompts) else module.base_model.model
-    return module
+    return peft is not None and isinstance(module, (peft.PeftModel, peft.PeftMixedModel))
 
 
 def form_of(model: nn.Module) -> str:
@@ -201,6 +207,8 @@ def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
         )
     if isinstance(inputs, PackedSequence):
         inputs = {main_input: inputs}
+    if not isinstance(inputs, Mapping):  # a trainer's own: a list of samples
+        return Rows(len(inputs))
     packed = next((value for value in inputs.values() if isinstance(value, PackedSequence)), None)
     if packed is not None:
         layout = RaggedBatch.from_packed_sequence(packed).layout

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import has_length
+from transformers.utils import is_datasets_available, logging
 from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
@@ -24,10 +27,17 @@ from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group
 from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
+from ullage.training.losses import RaggedLabelSmoother, loss_divides_by_count
+from ullage.training.noise import NoiseHooks
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import check_same_model
 from ullage.training.shares import EvaluationLoader
 from ullage.training.steps import StepMixin
+
+if is_datasets_available():
+    import datasets
+
+logger = logging.get_logger(__name__)
 
 
 class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
@@ -44,7 +54,8 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
         if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
             self.label_names = [name for name in find_labels(type(model)) if name != "shift_labels"]
-        self._divides_by_count: bool | None = None
+        if type(self.label_smoother) is LabelSmoother:
+            self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._shifts)
         self._evaluating = False
         self._tokens = counting.TokenMeter()
         if self.accelerator.dispatch_batches:
@@ -76,6 +87,14 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         with self._continuing(checkpoint):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, with NEFTune's noise scaled by sequence, not by row."""
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            model: Any = self.accelerator.unwrap_model(self.model)
+            self.neftune_hook_handle = NoiseHooks(model, forms.bare(model).get_input_embeddings())  # pyright: ignore
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _get_dataloader(
         self,
         dataset: Any,
@@ -85,17 +104,22 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Training batches as transformers makes them, but left on the host; evaluation batches each sample once."""
+        """Training batches as transformers makes them, but left on the host; evaluation batches each sample once.
+
+        A trainer with an evaluation of its own gets its own evaluation batches.
+        """
         if is_training:
             placement, self.accelerator.device_placement = self.accelerator.device_placement, False
             try:
                 return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
             finally:
                 self.accelerator.device_placement = placement
-        if hasattr(dataset, "__len__") and len(dataset) == 0:
+        if self._evaluates_itself:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, False, dataloader_key)
+        if has_length(dataset) and len(dataset) == 0:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
         collator = self.data_collator
-        if type(dataset).__module__.startswith("datasets."):
+        if is_datasets_available() and isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collator = self._get_collator_with_removed_columns(collator, description=description)
@@ -121,21 +145,36 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
             return self._model_flops(inputs)
+        if self._theirs("floating_point_ops"):
+            return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
             return 0
         parameters = self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
-        return 6 * counting.num_tokens(inputs, self._main_input) * parameters
+        return 6 * self._num_tokens(inputs) * parameters
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         kind = self.args.include_num_input_tokens_seen
         if kind == "no":
             return
-        count = counting.num_padded_tokens if kind == "all" and not _is_ragged(inputs) else counting.num_tokens
-        number = inputs.numel() if isinstance(inputs, PackedBatch) else count(inputs, self._main_input)
+        if isinstance(inputs, PackedBatch):
+            number = inputs.numel()
+        elif kind == "all" and not _is_ragged(inputs):
+            number = counting.num_padded_tokens(inputs, self._main_input)
+        else:
+            if getattr(self.processing_class, "pad_token_id", None) is None:
+                self._warn_of_unknown_padding(inputs)
+            number = self._num_tokens(inputs)
         tokens = torch.tensor(number, device=self.args.device)
         gathered = self.accelerator.gather(tokens)
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())
+
+    def _warn_of_unknown_padding(self, inputs: Any) -> None:
+        if not counting.knows_padding(inputs, self._main_input) and self.is_world_process_zero():
+            logger.warning_once(
+                "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
+                "Trainer no processing_class with a pad_token_id"
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds real tokens per second over all ranks, and the ullage: of the plan, or what padding would have been.
@@ -158,13 +197,27 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The model's loss; a mean of its own is weighed by its share of the step's labels."""
-        own = self.compute_loss_func is not None or self.label_smoother is not None
-        if num_items_in_batch is None or own or self._model_divides(model, inputs, num_items_in_batch):
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
-            if num_items_in_batch is not None and self._packing is not None:
-                loss = self._weigh_auxiliary(loss, outputs)
-            return (loss, outputs) if return_outputs else loss
+        """The model's loss; a mean of its own is weighed by its share of the step's labels.
+
+        Outputs are asked for only where they are needed, because some trainers have none to give.
+        """
+        inputs = self._with_decoder_inputs(inputs)
+        if num_items_in_batch is not None and not self._divides_by_count:
+            if self.loss_is_scaled_for_ga is not False:
+                return self._mean_by_share(model, inputs, return_outputs, num_items_in_batch)
+            num_items_in_batch = None  # declared a mean per batch: transformers divides it by the number of batches
+        auxiliary = num_items_in_batch is not None and self._adds_auxiliary
+        result = super().compute_loss(
+            model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch
+        )
+        if not auxiliary:
+            return result
+        loss, outputs = result
+        loss = self._weigh_auxiliary(loss, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _mean_by_share(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
+        """The mean that a model gives, times its share of the step's labels, such that the step's losses add up."""
         elements = self._label_elements(inputs)
         assert elements is not None
         count = counting.count_labels(elements)
@@ -175,29 +228,38 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
 
-    def _model_divides(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> bool:
-        """Whether the model's loss is a sum divided by ``num_items_in_batch``, found out once by asking the model.
+    @property
+    def _divides_by_count(self) -> bool:
+        """Whether what transformers' ``compute_loss`` gives is a sum divided by ``num_items_in_batch``.
 
-        Any ``**kwargs`` in forward makes transformers believe it. A model that ignores the number gives the same loss
-        for another one; models of transformers and of ours are known to use it.
+        Any ``**kwargs`` in a model's forward makes transformers believe it. A trainer under the mixin that computes its
+        own loss, and a function that does, divide as they please.
         """
-        if self._divides_by_count is None:
-            source = type(forms.bare(model)).__module__.split(".")[0]
-            if not self.model_accepts_loss_kwargs or (self._shifts is None and source != "ullage"):
-                self._divides_by_count = False
-            elif source in ("transformers", "ullage"):
-                self._divides_by_count = True
-            else:
-                devices = [self.args.device] if self.args.device.type == "cuda" else []
-                model.eval()
-                with torch.no_grad(), torch.random.fork_rng(devices):
-                    losses = [
-                        super(RaggedTrainerMixin, self).compute_loss(model, dict(inputs), False, num_items * k)
-                        for k in (1, 2)
-                    ]
-                model.train()
-                self._divides_by_count = not torch.allclose(*losses)  # pyright: ignore[reportArgumentType]
-        return self._divides_by_count
+        if self.compute_loss_func is not None or self._theirs("compute_loss"):
+            return True
+        return bool(self.model_accepts_loss_kwargs) and loss_divides_by_count(self._bare_model)
+
+    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What a decoder reads, made of the labels where those are taken away before the model sees them.
+
+        transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
+        to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
+        """
+        labels = counting.value_of(inputs, "labels")
+        shift = getattr(self._bare_model, "prepare_decoder_input_ids_from_labels", None)
+        taken = self.compute_loss_func is not None or self.label_smoother is not None
+        if not taken or shift is None or not isinstance(labels, Tensor) or "decoder_input_ids" in inputs:
+            return inputs
+        bounds = inputs.get("decoder_cu_seq_lens_q")
+        if labels.is_nested:
+            rows = [shift(labels=row[None])[0] for row in labels.unbind()]
+            read = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        elif bounds is not None:
+            rows = labels[0].split(bounds.diff().tolist())
+            read = torch.cat([shift(labels=row[None]) for row in rows], 1)
+        else:
+            read = shift(labels=labels)
+        return {**inputs, "decoder_input_ids": read}
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, which is the same on every rank: where it is no number, all of them stop here."""

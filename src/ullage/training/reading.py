@@ -5,19 +5,21 @@ What a model takes is told by the parameters of its ``forward``, through whateve
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_utils import unwrap_peft_model
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
+from ullage.training.losses import defining_class, loss_shifts
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -49,12 +51,12 @@ class ReadingMixin(_Base):
 
     @property
     def _shifts(self) -> bool | None:
-        """Whether the model's loss shifts labels; None if its class does not tell."""
-        loss = LOSS_MAPPING.get(str(getattr(self._bare_model, "loss_type", None)))
-        if loss is None:
-            return None
-        config = getattr(self._bare_model, "config", None)
-        return loss is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False)
+        """Whether the model's loss shifts labels; None if that is not known."""
+        return loss_shifts(self._bare_model)
+
+    def _theirs(self, name: str) -> type | None:
+        """The class under the mixin that has a method of its own in place of transformers' Trainer's, if one has."""
+        return defining_class(type(self), name, below=ReadingMixin)
 
     def _form_of_model(self) -> str:
         if self._form is None:
@@ -62,9 +64,15 @@ class ReadingMixin(_Base):
         return self._form
 
     def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None and self._bare_model is not self.model:
-            self._signature_columns = [*self._forward_parameters, "label", "label_ids", *self.label_names]
+        """Columns as the trainer chooses them; where transformers reads a wrapper's forward, the model's own instead."""
+        known = self._signature_columns is not None
         super()._set_signature_columns_if_needed()
+        inspected = unwrap_peft_model(self.model)
+        if known or self._bare_model in (self.model, inspected):
+            return
+        chosen, wrapper = self._signature_columns or [], inspect.signature(inspected.forward).parameters
+        if set(wrapper) <= set(chosen):  # transformers' own method was asked, by a trainer that adds to it, perhaps
+            self._signature_columns = [*self._forward_parameters, *(name for name in chosen if name not in wrapper)]
 
     def _prepare_input(self, data: Any) -> Any:
         plugin = self.accelerator.state.deepspeed_plugin
@@ -72,27 +80,40 @@ class ReadingMixin(_Base):
         return to_device(data, self.args.device, non_blocking=self.accelerator.non_blocking, float_dtype=dtype)
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
-        """The batch on the device, as keywords of the model."""
+        """The batch on the device, as keywords of the model, in a dict of its own.
+
+        A trainer that makes its own inputs of a batch gets its batches as they are, and ragged ones as keywords.
+        """
         if isinstance(inputs, RaggedBatch):
-            return forms.keywords_of(self._prepare_input(inputs), self._form_of_model(), shifts=self._shifts)
+            keywords = forms.keywords_of(self._prepare_input(inputs), self._form_of_model(), shifts=self._shifts)
+            return super()._prepare_inputs(keywords) if self._theirs("_prepare_inputs") else keywords
         if isinstance(inputs, PackedSequence):
             inputs = {self._main_input: inputs}
+        if self._theirs("_prepare_inputs"):
+            return super()._prepare_inputs(inputs)
         if len(inputs) == 0:
             raise InputError(
                 "the batch is empty",
                 expected=f"at least one of {self._forward_parameters}",
                 hint="set remove_unused_columns=False if the collator needs columns that forward does not name",
             )
-        lengths = inputs.get("input_lengths")
+        lengths = counting.value_of(inputs, "input_lengths")
         prepared = self._prepare_input(inputs)
+        if prepared is inputs:  # nothing moved; whoever takes a field out takes it out of a copy
+            prepared = copy.copy(prepared)
         if isinstance(lengths, Tensor):  # packing wants lengths on the host
             prepared["input_lengths"] = lengths
         return prepared
 
+    def _num_tokens(self, inputs: Any) -> int:
+        """Real tokens of a batch on its way to the model; without a mask, what is not the tokenizer's padding."""
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None)
+        return counting.num_tokens(inputs, self._main_input, pad_token_id)
+
     def _label_elements(self, inputs: Any) -> Tensor | None:
         if self._label_name is None:
             return None
-        labels = inputs.get(self._label_name) if hasattr(inputs, "get") else None
+        labels = counting.value_of(inputs, self._label_name)
         ours = isinstance(self._bare_model, RecurrentPreTrainedModel)  # others' own losses count as they please
         if ours and self._shifts and isinstance(labels, PackedSequence):
             return labels.data[int(labels.batch_sizes[0]) :].flatten()  # first labels come first, and count nowhere

@@ -73,6 +73,11 @@ class EvaluationLoader(DataLoader):
 
     share: _Share
 
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks read at once, under the name that accelerate gives it."""
+        return self.share.batch_size * self.share.world
+
     @classmethod
     def over(
         cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any

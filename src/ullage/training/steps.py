@@ -228,8 +228,7 @@ class StepMixin(PackingMixin):
         if not fewest:
             return [], None
         for batch in batches:
-            real, padded = (c(batch, self._main_input) for c in (counting.num_tokens, counting.num_padded_tokens))
-            self._tokens.add(real, padded)
+            self._tokens.add(self._num_tokens(batch), counting.num_padded_tokens(batch, self._main_input))
         return batches, self._num_items(met.labels, met.complete)
 
     def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:

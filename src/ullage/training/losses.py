@@ -1,0 +1,252 @@
+"""The loss of a step: what a model's own loss does with labels, smoothed labels, and how losses divide under packing.
+
+A packed step runs as several microbatches, so whatever they return has to be divided such that they add up to one
+step. The loss of a model of transformers or of ours is a sum over labels, divided by ``num_items_in_batch``. Of any
+other loss the division is declared, by ``packing_loss`` on the Trainer, or read off a signature; the loss is never
+called to find it out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
+
+from ullage.columns import IGNORED_LABEL
+from ullage.errors import InputError
+
+Division = Literal["sum", "token_mean", "sequence_mean"]
+
+#: What ``packing_loss`` may be, and what it says of the loss of a microbatch.
+DIVISIONS: dict[str, str] = {
+    "sum": "divided by num_items_in_batch",
+    "token_mean": "a mean over the microbatch's labels",
+    "sequence_mean": "a mean over the microbatch's sequences",
+}
+#: Trainers of others whose source was read: their ``compute_loss`` divides so.
+_READ: dict[str, Division] = {"trl.trainer.sft_trainer.SFTTrainer": "sum"}
+_NOT_OF_OTHERS = ("ullage", "transformers")
+
+
+def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:
+    """The first class in the method resolution order that defines ``name`` and is neither ours nor transformers'.
+
+    ``below``: look only at what comes after this class, which is what a mixin of ours was put before.
+    """
+    order = kind.__mro__
+    if below is not None:
+        order = order[order.index(below) + 1 :]
+    return next((each for each in order if name in vars(each) and _package(each) not in _NOT_OF_OTHERS), None)
+
+
+def loss_name(model: nn.Module) -> str | None:
+    """The entry of transformers' ``LOSS_MAPPING`` that a model's class is named after; None if its name does not tell.
+
+    A subclass of another name that keeps the ``forward`` of its base keeps its loss, so the name of the class that
+    defines ``forward`` is asked next.
+    """
+    name = getattr(model, "loss_type", None)
+    if name in LOSS_MAPPING:
+        return name
+    author = _author_of_loss(model)
+    if _package(author) not in _NOT_OF_OTHERS:
+        return None
+    return max((name for name in LOSS_MAPPING if name in author.__name__), key=len, default=None)
+
+
+def loss_shifts(model: nn.Module) -> bool | None:
+    """Whether the model's loss compares the output at a token with the label of the next; None if that is not known.
+
+    Read off what ``forward`` names: ``loss_function``, or, in transformers' own, a cross-entropy, whose labels are
+    shifted or not. Of other models the name of the class tells, as it tells transformers.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    name, author = loss_name(model), _author_of_loss(model)
+    names, variables = _words_of_forward(author)
+    if _package(author) != "ullage":
+        if "loss_function" in names:
+            name = name if getattr(model, "loss_type", None) in LOSS_MAPPING else "ForCausalLM"  # its default
+        elif _package(author) == "transformers" and names & {"CrossEntropyLoss", "cross_entropy"}:
+            return bool(variables & {"shift_labels", "shift_logits"})
+    return None if name is None else LOSS_MAPPING[name] is ForCausalLMLoss
+
+
+def loss_divides_by_count(model: nn.Module) -> bool:
+    """Whether the model's loss is a sum over its labels, divided by ``num_items_in_batch``, by its source.
+
+    So are all of ours, and transformers' ``ForCausalLMLoss``. Most other heads of transformers take keywords and give
+    a mean whatever they are told, and of others' models nobody knows; a mean is weighed by who asked for it.
+    """
+    author = _author_of_forward(model)
+    if _package(author) == "ullage":
+        return True
+    return (
+        _package(author) == "transformers"
+        and "loss_function" in _words_of_forward(author)[0]
+        and loss_shifts(model) is True
+    )
+
+
+def _author_of_forward(model: nn.Module) -> type:
+    return next(each for each in type(model).__mro__ if "forward" in vars(each))
+
+
+def _author_of_loss(model: nn.Module) -> type:
+    """The class whose ``forward`` computes the loss: not one of a user's that hands on to ``super().forward``."""
+    authors = [each for each in type(model).__mro__ if "forward" in vars(each)]
+    for author in authors:
+        if _package(author) in _NOT_OF_OTHERS or not {"super", "forward"} <= _words_of_forward(author)[0]:
+            return author
+    return authors[0]
+
+
+def _words_of_forward(author: type) -> tuple[set[str], set[str]]:
+    """The names that a class's ``forward`` refers to, and those of its own variables."""
+    code = getattr(inspect.unwrap(vars(author)["forward"]), "__code__", None)
+    return (set(code.co_names), set(code.co_varnames)) if code is not None else (set(), set())
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+@dataclass
+class RaggedLabelSmoother(LabelSmoother):
+    """transformers' ``LabelSmoother``, which shifts the labels exactly where the model's own loss does.
+
+    transformers decides by the name of the model's class, and a causal model that is not in its list would be trained
+    to predict its own input. ``shifts`` tells, or gives None, and then whoever calls decides. Takes outputs and labels
+    that are a ``PackedSequence``, and jagged labels over a row in which sequences lie end to end.
+    """
+
+    shifts: Callable[[], bool | None] = field(default=lambda: None)
+
+    def __call__(
+        self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        logits, labels = _aligned(logits, labels)
+        own = self.shifts()
+        return super().__call__((logits,), labels, shift_labels if own is None else own, num_items_in_batch)
+
+
+def _aligned(logits: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Logits and labels as rows, -100 where there is no label."""
+    if isinstance(logits, PackedSequence):
+        logits, _ = pad_packed_sequence(logits, batch_first=True)
+    if isinstance(labels, PackedSequence):
+        labels, _ = pad_packed_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
+    elif labels.is_nested:
+        rows = labels.unbind()
+        end_to_end = logits.shape[0] == 1 and logits.shape[1] == sum(len(row) for row in rows)
+        labels = torch.cat(rows)[None] if end_to_end else torch.nested.to_padded_tensor(labels, float(IGNORED_LABEL))
+    return logits, labels
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss that a Trainer computes by itself: its ``function``, its ``name``, and the class that defines it."""
+
+    name: str
+    function: Callable[..., Any]
+    owner: type | None
+
+    @classmethod
+    def of(cls, trainer: Any) -> OwnLoss | None:
+        """What takes the place of transformers' ``compute_loss`` or of the model's loss; None if nothing does."""
+        if "compute_loss" in vars(trainer):
+            return cls("compute_loss", trainer.compute_loss, None)
+        owner = defining_class(type(trainer), "compute_loss")
+        if owner is not None:
+            return cls(f"{owner.__name__}.compute_loss", vars(owner)["compute_loss"], owner)
+        given = trainer.compute_loss_func
+        return None if given is None else cls("compute_loss_func", given, None)
+
+    @property
+    def takes_count(self) -> bool:
+        """Whether ``num_items_in_batch`` is among its parameters; one that swallows keywords does not say so."""
+        try:
+            return "num_items_in_batch" in inspect.signature(self.function).parameters
+        except (TypeError, ValueError):  # built in: it has no signature
+            return False
+
+
+def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
+    """What ``packing_loss`` of the Trainer or of its class says; None if it says nothing of this loss.
+
+    A declaration holds for the ``compute_loss`` of its class and of the classes under it. Whoever overrides the method
+    once more declares anew. Raises ``InputError`` for an unknown word.
+    """
+    word = getattr(trainer, "packing_loss", None)
+    if word is not None and word not in DIVISIONS:
+        raise InputError(
+            "packing_loss is not a known division",
+            where=type(trainer).__name__,
+            expected=" or ".join(map(repr, DIVISIONS)),
+            found=word,
+        )
+    owner = None if own is None else own.owner
+    if word is not None and owner is not None and "packing_loss" not in vars(trainer):
+        order = type(trainer).__mro__
+        declaring = next(each for each in order if "packing_loss" in vars(each))
+        if order.index(declaring) > order.index(owner):
+            word = None
+    if word is None and owner is not None:
+        return _READ.get(f"{owner.__module__}.{owner.__qualname__}")
+    return word
+
+
+def division_of(
+    trainer: Any, *, divides_by_count: bool, labels: str | None, counted: bool
+) -> tuple[Division, str | None]:
+    """How the loss of a packed microbatch is divided, and a warning where that was assumed.
+
+    ``divides_by_count``: whether the model's own loss is a sum over ``num_items_in_batch``. ``labels``: the field of
+    labels with one entry per token, if there is one. ``counted``: whether the step has labels to count. Raises
+    ``InputError`` where the division is not declared and cannot be read off.
+    """
+    own = OwnLoss.of(trainer)
+    division = declared_division(trainer, own)
+    if division in ("sum", "token_mean") and not counted:
+        raise InputError(
+            f"packing_loss={division!r} needs labels to count",
+            where=type(trainer).__name__,
+            expected=f"a field {trainer.label_names or 'labels'}",
+            found="none in the batch",
+            hint="a loss without labels is divided by sequences: packing_loss = 'sequence_mean'",
+        )
+    if division is not None:
+        return division, None
+    if own is None:
+        if counted:
+            return ("sum" if divides_by_count else "token_mean"), None
+        raise _undeclared("the model's loss", "there are no labels to count")
+    if own.owner is None and own.name == "compute_loss_func" and own.takes_count and counted:
+        return "sum", None  # that is what transformers asks of such a function
+    if labels is not None and (not own.takes_count or trainer.loss_is_scaled_for_ga is False):
+        reason = "has loss_is_scaled_for_ga=False" if own.takes_count else "does not take num_items_in_batch"
+        return "token_mean", (
+            f"{own.name} {reason}: under packing its loss is taken for a mean over labels and weighed by each "
+            "microbatch's share of the step's labels. Say so with packing_loss = 'token_mean' on the Trainer's class, "
+            "or say otherwise: 'sum' or 'sequence_mean'."
+        )
+    raise _undeclared(own.name, "it takes num_items_in_batch" if own.takes_count else "there are no labels by token")
+
+
+def _undeclared(name: str, found: str) -> InputError:
+    meanings = ", ".join(f"{word!r} ({meaning})" for word, meaning in DIVISIONS.items())
+    return InputError(
+        "packing must know how a loss of one's own is divided",
+        where=name,
+        expected="packing_loss on the Trainer's class",
+        found=found,
+        hint=f"set packing_loss to {meanings}; docs/training.md shows each",
+    )
