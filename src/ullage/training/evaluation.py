@@ -41,12 +41,12 @@ class EvaluationMixin(PackingMixin):
     def _evaluates_itself(self) -> bool:
         """Whether the trainer under the mixin has an evaluation of its own, which the mixin then leaves to it.
 
-        So does one with a loop or a sampler of its own, and one with a ``prediction_step`` that keeps no column of
-        labels: its loss is none of labels that could be counted (preference pairs, rewards).
+        So does one with a loop or a sampler of its own, and one with a loss or a ``prediction_step`` of its own that
+        keeps no column of labels, so that there are none to count (preference pairs, rewards).
         """
         if self._theirs("evaluation_loop") or self._theirs("_get_eval_sampler"):
             return True
-        if not self._theirs("prediction_step"):
+        if not self._theirs("prediction_step") and not self._theirs("compute_loss"):
             return False
         self._set_signature_columns_if_needed()
         return not set(self.label_names) & set(self._signature_columns or ())

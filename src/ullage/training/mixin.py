@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import has_length, unwrap_peft_model
 from transformers.utils import is_datasets_available, logging
 from transformers.utils.generic import find_labels
 
@@ -51,8 +51,10 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if arguments is not None:
             form_process_group(arguments)
         super().__init__(*args, **kwargs)
-        model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
-        if self.args.label_names is None:  # a compiled model's own forward has no names; shifted labels are extra
+        found = find_labels(type(unwrap_peft_model(self.model)))
+        if self.args.label_names is None and self.label_names == found:  # not chosen by the trainer
+            model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
+            # A compiled model's own forward has no names; shifted labels are extra.
             self.label_names = [name for name in find_labels(type(model)) if name != "shift_labels"]
         if type(self.label_smoother) is LabelSmoother:
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._shifts)
