@@ -12,9 +12,10 @@ import datasets
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
+from tests import own_losses
 from ullage.errors import UllageError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, TrainingArguments
 
 VOCAB = 61
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -111,7 +112,9 @@ def zero(stage):
     }
 
 
-def make_trainer(name, folder, stage=0, samples=None, data=None, by_rank=None, collator=None, **options):
+def make_trainer(
+    name, folder, stage=0, samples=None, data=None, by_rank=None, collator=None, trainer="Trainer", **options
+):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     options = {
         "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
@@ -121,7 +124,7 @@ def make_trainer(name, folder, stage=0, samples=None, data=None, by_rank=None, c
         **{option: values[rank] for option, values in (by_rank or {}).items()},
     }  # fmt: skip
     samples = DATA[data or "lengths"](rank) if samples is None else samples
-    return Trainer(
+    return own_losses.ALL[trainer](
         make_model(name),
         TrainingArguments(folder, **options),
         data_collator=collator or RaggedCollator(labels_from="input_ids"),

@@ -33,10 +33,10 @@ from ullage.exchange.source import deal
 from ullage.layout import Int64
 from ullage.planning.request import one_of
 from ullage.training import counting
+from ullage.training.agreement import agreement
 from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
 from ullage.training.indices import SampleIndices
 from ullage.training.packing import PackingMixin
-from ullage.training.saving import agreement
 
 _logger = logging.getLogger(__name__)
 
