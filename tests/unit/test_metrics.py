@@ -104,6 +104,24 @@ def test_a_stream_without_samples_is_refused(tmp_path, batchwise):
         trainer.evaluate()
 
 
+def test_metrics_batch_by_batch_are_given_tensors(tmp_path):
+    """As transformers gives them, who says that they are computed with torch."""
+    seen = []
+
+    def compute(given, compute_result):
+        seen.append((given, compute_result))
+        right = [(guess.argmax(-1) == label).float().mean() for guess, label in zip(given.predictions, given.label_ids)]
+        return {"accuracy": torch.stack(right).mean()}
+
+    options = {"compute_metrics": compute, "batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]}
+    trainer = metrics_script.make_trainer("bert tagger", tmp_path, **options)
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
+    for given, _ in seen:
+        assert all(isinstance(entry, torch.Tensor) for entry in (*given.predictions, *given.label_ids, *given.inputs))
+        assert isinstance(given.losses, torch.Tensor)
+
+
 def test_several_datasets_have_metrics_of_their_own(tmp_path):
     samples = metrics_script.samples_for("bert tagger")
     trainer = metrics_script.make_trainer(

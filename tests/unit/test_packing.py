@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import PromptTuningConfig, get_peft_model
 from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM, TrainerCallback
 
 from tests import packing_script
@@ -212,6 +213,14 @@ def test_a_model_without_an_attention_hook_is_refused(tmp_path):
     model = GPTJForCausalLM(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
     with pytest.raises(InputError, match="would let packed sequences see each other"):
         Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
+
+
+def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(packing_script.make_model("llama"), config)
+    message = r"a learned prompt cannot be packed: .* \(PeftModelForCausalLM\): expected an adapter in the layers .*, such as LoRA"
+    with pytest.raises(InputError, match=message):
+        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[]))
 
 
 def test_a_collator_that_does_not_know_its_sequences_is_refused(tmp_path):

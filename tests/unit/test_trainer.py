@@ -1,5 +1,6 @@
 """The Trainer: what it refuses and how it says so, and what it counts."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.modeling_outputs import ModelOutput
 from tests import story
 from ullage import InputError, RaggedBatch, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
+from ullage.training import PackedSequenceCollator, RaggedCollator, RaggedTrainerMixin, Trainer
 from ullage.training import TrainingArguments as OurArguments
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -269,6 +270,85 @@ def test_logs_tell_real_tokens_per_second_and_ullage(tmp_path):
     entries = [entry for entry in mine.state.log_history if "loss" in entry]
     assert [entry["ullage"] for entry in entries] == [pytest.approx(1 - 10 / 18, abs=1e-4)] * 2
     assert all(entry["tokens_per_second"] > 0 for entry in entries)
+
+
+def test_preparing_a_batch_leaves_the_callers_own_alone(tmp_path):
+    """Whoever takes the step twice (a loss function takes labels out) finds the same batch both times."""
+    batch = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[3, 4, 5]])}
+    mine = trainer(tmp_path, language_model(), [{"input_ids": [3]}], label_smoothing_factor=0.1)
+    prepared = mine._prepare_inputs(batch)
+    assert prepared is not batch
+    assert prepared.keys() == batch.keys()
+    mine.current_gradient_accumulation_steps = 1  # as the loop sets it
+    losses = [mine.training_step(mine.model, batch) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert batch.keys() == {"input_ids", "labels"}
+    assert mine.prediction_step(mine.model, batch, True)[0] is not None
+
+
+class Tokenizer:
+    """As much of a tokenizer as is asked for."""
+
+    pad_token_id = 0
+
+    def save_pretrained(self, folder):
+        pass
+
+
+PADDED = [{"input_ids": [3, 4, 5, 0, 0], "labels": [3, 4, 5, 5, 5]}, {"input_ids": [6, 7, 8, 9, 0], "labels": [6] * 5}]
+
+
+@pytest.mark.parametrize(("processing_class", "number"), [(Tokenizer(), 7), (None, 10)])
+def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, processing_class, number, caplog):
+    mine = Trainer(
+        language_model(),
+        arguments(tmp_path, max_steps=1, include_num_input_tokens_seen="non_padding", logging_steps=1),
+        data_collator=lambda samples: {name: torch.tensor([s[name] for s in samples]) for name in samples[0]},
+        train_dataset=PADDED,
+        processing_class=processing_class,
+    )
+    mine.args.per_device_train_batch_size = 2
+    mine.train()
+    assert mine.state.num_input_tokens_seen == number
+    logged = next(entry for entry in mine.state.log_history if "loss" in entry)
+    assert logged["ullage"] == pytest.approx(1 - number / 10)
+    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.mixin"]
+    expected = [] if processing_class else ["padding cannot be told from tokens, so all count as tokens"]
+    assert [message.partition(":")[0] for message in told] == expected
+
+
+def test_a_mapped_stream_is_evaluated(tmp_path):
+    """Its columns are not known before it is read."""
+    listed = datasets.Dataset.from_list([{"ids": [3, 4, 5, 6][: 2 + i % 3]} for i in range(6)])
+    stream = listed.to_iterable_dataset().map(lambda sample: {"input_ids": sample["ids"]})
+    assert stream.column_names is None
+    samples = [{"input_ids": sample["ids"]} for sample in listed]
+    losses = [trainer(tmp_path, language_model(), samples, each).evaluate()["eval_loss"] for each in (samples, stream)]
+    assert losses[0] == losses[1]
+
+
+def test_columns_of_a_wrapped_model_are_the_models_own(tmp_path):
+    """A compiled model's forward has no names. What a trainer under the mixin adds to the columns stays."""
+
+    class Adds(transformers.Trainer):
+        def _set_signature_columns_if_needed(self):
+            if self._signature_columns is None:
+                super()._set_signature_columns_if_needed()
+                self._signature_columns += ["mine"]
+
+    class Chooses(transformers.Trainer):
+        def _set_signature_columns_if_needed(self):
+            self._signature_columns = ["mine"]
+
+    found = {}
+    for base in (transformers.Trainer, Adds, Chooses):
+        kind = type("Ragged", (RaggedTrainerMixin, base), {})
+        mine = kind(torch.compile(language_model(), backend="eager"), arguments(tmp_path))
+        mine._set_signature_columns_if_needed()
+        found[base.__name__] = mine._signature_columns
+    assert {"input_ids", "cu_seq_lens_q", "labels", "label_ids"} < set(found["Trainer"])
+    assert found["Adds"] == [*found["Trainer"], "mine"]
+    assert found["Chooses"] == ["mine"]
 
 
 def test_a_batch_is_moved_once(tmp_path, monkeypatch):
