@@ -8,10 +8,16 @@ from ullage.training import Trainer
 
 def mean_loss(model, inputs):
     """The mean over the labels of a batch, by hand."""
+    logits, labels, _ = outputs_and_labels(model, inputs)
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def outputs_and_labels(model, inputs):
+    """Logits, the labels that they predict, and all outputs."""
     keywords = dict(inputs)
     labels = keywords.pop("labels")
-    logits = model(**keywords).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    outputs = model(**keywords)
+    return outputs.logits[:, :-1], labels[:, 1:], outputs
 
 
 class Swallowing(Trainer):
@@ -38,12 +44,11 @@ class Masked(Trainer):
     packing_loss = "token_mean"
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        keywords = dict(inputs)
-        labels = keywords.pop("labels")[:, 1:]
-        logits = model(**keywords).logits[:, :-1]
+        logits, labels, outputs = outputs_and_labels(model, inputs)
         counts = (labels != -100).float()
         losses = cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none").view_as(counts)
-        return (losses * counts).sum() / counts.sum()
+        loss = (losses * counts).sum() / counts.sum()
+        return (loss, outputs) if return_outputs else loss
 
 
 class Undeclared(Trainer):
@@ -59,11 +64,13 @@ class Summed(Trainer):
     packing_loss = "sum"
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        keywords = dict(inputs)
-        labels = keywords.pop("labels")
-        logits = model(**keywords).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        return loss / num_items_in_batch * self.accelerator.num_processes
+        logits, labels, outputs = outputs_and_labels(model, inputs)
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+        if num_items_in_batch is None:  # evaluation
+            loss = cross_entropy(logits, labels)
+        else:
+            loss = cross_entropy(logits, labels, reduction="sum") / num_items_in_batch * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
 
 
 class Penalised(Trainer):

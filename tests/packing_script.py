@@ -10,7 +10,15 @@ import sys
 
 import datasets
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+)
 
 from tests import own_losses
 from ullage.errors import UllageError
@@ -37,6 +45,9 @@ def make_model(name):
     if name == "mixtral":
         experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
         return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
+    if name == "bert":
+        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForTokenClassification(BertConfig(num_labels=VOCAB, **quiet, **SIZES, **SPECIAL))
     return RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCAB, hidden_size=32, **SPECIAL))
 
 

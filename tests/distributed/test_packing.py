@@ -12,6 +12,13 @@ MODELS = ("llama", "recurrent")
 #: A balanced plan leaves no microbatch empty if it can; arrival order leaves some.
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
 UNPACKED = {"packing_capacity": None}
+#: Losses of one's own, which one process without packing trains by; and a model that gives a mean, without packing.
+OWN = {
+    "a penalised loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Penalised"}],
+    "a summed loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Summed"}],
+    "a masked loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Masked"}],
+    "a mean of the model": ["bert", 0, UNPACKED],
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +58,7 @@ CASES = {
     "other content": ["recurrent", 0, {"data": "other content"}],
     "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
     "over": ["recurrent", 0, {"data": "one over the capacity"}],
+    **OWN,
 }
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 MORE_CASES = {
@@ -88,6 +96,14 @@ def test_ddp_trains_as_one_process(alone, pair):
             assert_same(ranks[0], alone[name])
             if strategy == "arrival":
                 assert_uneven([[rank] for rank in ranks], 0)
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_loss_of_ones_own_is_the_same_on_one_process_without_packing(tmp_path, pair, case):
+    name, stage, options = OWN[case]
+    apart = packing_script.run(name, str(tmp_path), stage, **{**options, **UNPACKED})
+    for measure, tolerance in (("losses", 1e-5), ("norms", 1e-4), ("eval_loss", 1e-5)):
+        assert pair[case][0][measure] == pytest.approx(apart[measure], rel=tolerance), measure
 
 
 def assert_left_out_alike(folder, case, case_of, ranks):
