@@ -14,10 +14,10 @@ ARRIVAL = {"packing_plan_strategy": "next_fit"}
 UNPACKED = {"packing_capacity": None}
 #: Losses of one's own, which one process without packing trains by; and a model that gives a mean, without packing.
 OWN = {
-    "a penalised loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Penalised"}],
-    "a summed loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Summed"}],
-    "a masked loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Masked"}],
-    "a mean of the model": ["bert", 0, UNPACKED],
+    "a penalised loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Penalised", "max_steps": 2}],
+    "a summed loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Summed", "max_steps": 2}],
+    "a masked loss": ["recurrent", 0, {**ARRIVAL, "trainer": "Masked", "max_steps": 2}],
+    "a mean of the model": ["bert", 0, {**UNPACKED, "max_steps": 2}],
 }
 
 

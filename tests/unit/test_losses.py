@@ -65,9 +65,13 @@ def make(kind, **options):
         return kind(GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, **quiet))
     if kind is T5ForConditionalGeneration:
         special = {"pad_token_id": 0, "decoder_start_token_id": 0}
-        return kind(T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special))
+        return kind(
+            T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special)
+        )
     if kind is BartForCausalLM:
-        return kind(BartConfig(vocab_size=23, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8))
+        return kind(
+            BartConfig(vocab_size=23, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8)
+        )
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return kind(BertConfig(num_labels=23, **SIZES, **quiet))
 
@@ -308,6 +312,7 @@ def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(tmp_path):
         run_packed(tmp_path, Unknown)
 
 
+@pytest.mark.slow
 def test_a_declaration_holds_for_the_loss_that_it_stands_beside(tmp_path):
     class Later(own_losses.Summed):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -321,6 +326,7 @@ def test_a_declaration_holds_for_the_loss_that_it_stands_beside(tmp_path):
     run_packed(tmp_path, Inherits)
 
 
+@pytest.mark.slow
 def test_a_loss_without_labels_is_divided_by_sequences_or_refused(tmp_path):
     class ByTokens(own_losses.Contrastive):
         packing_loss = "token_mean"
@@ -344,7 +350,9 @@ def test_the_models_own_loss_without_labels_is_refused_too(tmp_path):
             return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
 
     arguments = {"collator": RaggedCollator(), "packing_capacity": 20}
-    with pytest.raises(InputError, match=r"packing must know .* \(the model's loss\): .* found there are no labels to count"):
+    with pytest.raises(
+        InputError, match=r"packing must know .* \(the model's loss\): .* found there are no labels to count"
+    ):
         trained(tmp_path, make(Energy), **arguments)
 
 
@@ -356,6 +364,7 @@ def captured(mine):
     return kept[0].microbatches
 
 
+@pytest.mark.slow
 def test_an_in_batch_contrastive_loss_contrasts_within_a_microbatch(tmp_path):
     """Weighed by sequences; and where one microbatch holds the batch, it is the loss without packing."""
     options = {"kind": own_losses.Contrastive, "learning_rate": 0.0, "collator": RaggedCollator()}
@@ -392,7 +401,8 @@ def sum_of(outputs, labels, num_items_in_batch=None):
     return loss / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-@pytest.mark.parametrize("function", [mean_of, slowly(sum_of)])
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [mean_of, sum_of])
 def test_a_loss_function_gets_labels_under_their_tokens_and_shifts_them_itself(function, tmp_path):
     expected = trained(tmp_path, make(RecurrentForCausalLM), max_steps=2)
     for packing in ({}, {"packing_capacity": 20}):

@@ -6,7 +6,7 @@ import transformers
 
 from tests import packing_script
 from ullage.models.modeling import RecurrentLayer
-from ullage.training import Trainer
+from ullage.training import RaggedCollator, Trainer
 
 ALPHA = 5.0
 
@@ -37,7 +37,7 @@ def noise_of(trainer):
     return seen, lengths
 
 
-@pytest.mark.parametrize("name", ["llama", "recurrent"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "recurrent"])
 def test_each_packed_sequence_has_noise_by_its_own_length(name, tmp_path):
     trainer = packing_script.make_trainer(
         name, str(tmp_path), max_steps=1, per_device_train_batch_size=6, neftune_noise_alpha=ALPHA
@@ -55,20 +55,20 @@ def test_each_packed_sequence_has_noise_by_its_own_length(name, tmp_path):
     assert not hasattr(embedding, "neftune_noise_alpha")
 
 
+def padded(samples):
+    return RaggedCollator(labels_from="input_ids")(samples).to_padded()
+
+
+@pytest.mark.slow
 def test_padded_rows_have_transformers_own_noise(tmp_path):
     """The same draws, to the bit, so that a run without packing does not change."""
-    import transformers
-
     losses = []
     for kind in (transformers.Trainer, Trainer):
         torch.manual_seed(0)
         ours = packing_script.make_trainer(
             "llama", str(tmp_path), packing_capacity=None, max_steps=2, neftune_noise_alpha=ALPHA
         )
-        collate = ours.data_collator
-        trainer = kind(
-            ours.model, ours.args, lambda samples: collate(samples).to_padded(), train_dataset=ours.train_dataset
-        )
+        trainer = kind(ours.model, ours.args, padded, train_dataset=ours.train_dataset)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == losses[1]

@@ -58,7 +58,10 @@ def case(name):
         data = rows(lambda i: {"prompt": text(i, 2), "completion": " " + text(i + 1, 1 + i % 5), "label": i % 2 == 0})
         more = {"model": model(), "ref_model": model()}
     elif name == "GRPO":
-        data, options = rows(lambda i: {"prompt": text(i, 2 + i % 3)}), {"num_generations": 2, "max_completion_length": 4}
+        data, options = (
+            rows(lambda i: {"prompt": text(i, 2 + i % 3)}),
+            {"num_generations": 2, "max_completion_length": 4},
+        )
         more = {"model": model(), "reward_funcs": lambda completions, **_: [float(len(c) % 3) for c in completions]}
     else:
         data, more = rows(lambda i: {"text": text(i, 3 + i % 6)}), {"model": model()}
@@ -116,8 +119,15 @@ def test_preference_trainers_are_refused_under_packing(name, tmp_path):
 def test_a_trainers_own_columns_are_kept_beside_adapters(tmp_path):
     """Rows that were packed beforehand say so in ``seq_lengths``; without it their sequences see each other."""
     kind, config, _, _, _ = case("SFT")
-    data = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9, 10], "labels": [5, 6, 7, 8, 9, 10], "seq_lengths": [2, 4]}] * 4)
-    options = {"padding_free": True, "packing": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    data = Dataset.from_list(
+        [{"input_ids": [5, 6, 7, 8, 9, 10], "labels": [5, 6, 7, 8, 9, 10], "seq_lengths": [2, 4]}] * 4
+    )
+    options = {
+        "padding_free": True,
+        "packing": False,
+        "max_length": None,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
     bounds = []
     for wrap in (lambda kind: kind, mixed):
         flash = model()
@@ -131,8 +141,6 @@ def test_a_trainers_own_columns_are_kept_beside_adapters(tmp_path):
 def test_sft_is_packed_as_it_trains_unpacked(tmp_path):
     import trl
 
-    from ullage.training import RaggedCollator
-
     @dataclass
     class Arguments(trl.SFTConfig, TrainingArguments):
         pass
@@ -142,8 +150,6 @@ def test_sft_is_packed_as_it_trains_unpacked(tmp_path):
         kind, _, data, more, _ = case("SFT")
         options = {"per_device_train_batch_size": 5, "packing_capacity": capacity}
         trainer = build(mixed(kind), Arguments, data, more, options, tmp_path)
-        if capacity is not None:
-            trainer.data_collator = RaggedCollator()
         logged, evaluated = outcome(trainer)
         losses.append([entry["loss"] for entry in logged])
         evaluations.append(evaluated["eval_loss"])

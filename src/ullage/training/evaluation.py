@@ -9,7 +9,6 @@ rank travels with that reduction, so every rank raises; where ranks also meet af
 from __future__ import annotations
 
 import copy
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -36,20 +35,6 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQue
 
 class EvaluationMixin(PackingMixin):
     """The part of :class:`RaggedTrainerMixin` that evaluates."""
-
-    @functools.cached_property
-    def _evaluates_itself(self) -> bool:
-        """Whether the trainer under the mixin has an evaluation of its own, which the mixin then leaves to it.
-
-        So does one with a loop or a sampler of its own, and one with a loss or a ``prediction_step`` of its own that
-        keeps no column of labels, so that there are none to count (preference pairs, rewards).
-        """
-        if self._theirs("evaluation_loop") or self._theirs("_get_eval_sampler"):
-            return True
-        if not self._theirs("prediction_step") and not self._theirs("compute_loss"):
-            return False
-        self._set_signature_columns_if_needed()
-        return not set(self.label_names) & set(self._signature_columns or ())
 
     def evaluation_loop(
         self,

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import has_length, unwrap_peft_model
-from transformers.utils import is_datasets_available, logging
+from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
@@ -27,15 +28,12 @@ from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group
 from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
-from ullage.training.losses import RaggedLabelSmoother, loss_divides_by_count
+from ullage.training.losses import RaggedLabelSmoother
 from ullage.training.noise import NoiseHooks
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import check_same_model
 from ullage.training.shares import EvaluationLoader
 from ullage.training.steps import StepMixin
-
-if is_datasets_available():
-    import datasets
 
 logger = logging.get_logger(__name__)
 
@@ -118,15 +116,16 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
                 self.accelerator.device_placement = placement
         if self._evaluates_itself:
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, False, dataloader_key)
-        if has_length(dataset) and len(dataset) == 0:
+        size = len(dataset) if has_length(dataset) else None  # pyright: ignore[reportArgumentType]
+        if size == 0:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
         collator = self.data_collator
-        if is_datasets_available() and isinstance(dataset, datasets.Dataset):
+        if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collator = self._get_collator_with_removed_columns(collator, description=description)
         loader = EvaluationLoader.over(
-            dataset,
+            dataset,  # pyright: ignore[reportArgumentType]
             batch_size,
             self.args.process_index,
             self.args.world_size,
@@ -209,9 +208,7 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
                 return self._mean_by_share(model, inputs, return_outputs, num_items_in_batch)
             num_items_in_batch = None  # declared a mean per batch: transformers divides it by the number of batches
         auxiliary = num_items_in_batch is not None and self._adds_auxiliary
-        result = super().compute_loss(
-            model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch
-        )
+        result = super().compute_loss(model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch)
         if not auxiliary:
             return result
         loss, outputs = result
@@ -229,17 +226,6 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         self.loss_is_scaled_for_ga = True
         loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
-
-    @property
-    def _divides_by_count(self) -> bool:
-        """Whether what transformers' ``compute_loss`` gives is a sum divided by ``num_items_in_batch``.
-
-        Any ``**kwargs`` in a model's forward makes transformers believe it. A trainer under the mixin that computes its
-        own loss, and a function that does, divide as they please.
-        """
-        if self.compute_loss_func is not None or self._theirs("compute_loss"):
-            return True
-        return bool(self.model_accepts_loss_kwargs) and loss_divides_by_count(self._bare_model)
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What a decoder reads, made of the labels where those are taken away before the model sees them.

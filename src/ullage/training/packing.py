@@ -337,10 +337,11 @@ class PackingMixin(ReadingMixin):
     def _weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
         """A mean over the microbatch that a model adds to its loss (experts' balance) counts by its real tokens."""
         auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
-        if auxiliary is None:
+        factor = self._auxiliary_factor
+        if auxiliary is None or factor is None:
             return loss
         ranks = self.accelerator.num_processes
-        return loss - (1 - self._share_of_step) * self._auxiliary_factor * ranks * auxiliary.to(loss.device)
+        return loss - (1 - self._share_of_step) * factor * ranks * auxiliary.to(loss.device)
 
     # Evaluation.
 

@@ -6,6 +6,7 @@ What a model takes is told by the parameters of its ``forward``, through whateve
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ullage.errors import InputError
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
-from ullage.training.losses import defining_class, loss_shifts
+from ullage.training.losses import defining_class, loss_divides_by_count, loss_shifts
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -58,13 +59,38 @@ class ReadingMixin(_Base):
         """The class under the mixin that has a method of its own in place of transformers' Trainer's, if one has."""
         return defining_class(type(self), name, below=ReadingMixin)
 
+    @functools.cached_property
+    def _evaluates_itself(self) -> bool:
+        """Whether the trainer under the mixin has an evaluation of its own, which the mixin then leaves to it.
+
+        So does one with a loop or a sampler of its own, and one with a loss or a ``prediction_step`` of its own that
+        keeps no column of labels, so that there are none to count (preference pairs, rewards).
+        """
+        if self._theirs("evaluation_loop") or self._theirs("_get_eval_sampler"):
+            return True
+        if not self._theirs("prediction_step") and not self._theirs("compute_loss"):
+            return False
+        self._set_signature_columns_if_needed()
+        return not set(self.label_names) & set(self._signature_columns or ())
+
+    @property
+    def _divides_by_count(self) -> bool:
+        """Whether what transformers' ``compute_loss`` gives is a sum divided by ``num_items_in_batch``.
+
+        Any ``**kwargs`` in a model's forward makes transformers believe it. A trainer under the mixin that computes its
+        own loss, and a function that does, divide as they please.
+        """
+        if self.compute_loss_func is not None or self._theirs("compute_loss"):
+            return True
+        return bool(self.model_accepts_loss_kwargs) and loss_divides_by_count(self._bare_model)
+
     def _form_of_model(self) -> str:
         if self._form is None:
             self._form = forms.form_of(self.model)  # pyright: ignore[reportArgumentType]
         return self._form
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Columns as the trainer chooses them; where transformers reads a wrapper's forward, the model's own instead."""
+        """Columns as the trainer chooses them; the model's own where transformers would read a wrapper's forward."""
         known = self._signature_columns is not None
         super()._set_signature_columns_if_needed()
         inspected = unwrap_peft_model(self.model)
