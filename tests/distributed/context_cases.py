@@ -196,6 +196,41 @@ def faults(rank, world):
         names = ("input_ids", "position_ids", "labels", "shift_labels")
         return {**keywords, **({name: keywords[name][:, 1:] for name in names} if last else {})}
 
+    plain = build("llama", "sdpa")
+
+    def at_once():
+        with context_parallel(group):
+            plain(**shard_batch(batch, group))  # no name keeps the row
+
+    def cut_before():
+        rows = [shard_batch(batch, group)]
+        with context_parallel(group):
+            plain(**rows.pop())
+
+    def second_of_two():
+        with context_parallel(group):
+            model(**shard_batch(batch, group))
+        at_once()
+
+    def inner_of_two():
+        with context_parallel(group):
+            model(**shard_batch(batch, group))
+            at_once()
+
+    def own_error():
+        with context_parallel(group):
+            plain(**shard_batch(batch, group))
+            raise ZeroDivisionError("the caller's own")
+
+    def quiet():
+        """What is no fault: blocks without a row, around another, after an error, and after a row that nobody ran."""
+        with context_parallel(group), context_parallel(group, method="gather"):
+            model(**shard_batch(batch, group))
+        raised(own_error)
+        shard_batch(batch, group)
+        with context_parallel(group):
+            pass
+
     config = RecurrentConfig(vocab_size=97, hidden_size=8)
     recurrent = RecurrentForCausalLM(config)
     lines = {
@@ -213,6 +248,12 @@ def faults(rank, world):
         "padded": raised(forward, {"input_ids": batch["input_ids"][None]}),
         "no context": raised(model, **shard_batch(batch, group)),
         "sdpa": raised(forward, shard_batch(batch, group), build("llama", "sdpa")),
+        "sdpa at once": raised(at_once),
+        "sdpa, cut before": raised(cut_before),
+        "sdpa, second of two": raised(second_of_two),
+        "sdpa, inner of two": raised(inner_of_two),
+        "own error": raised(own_error),
+        "quiet": raised(quiet),
         "recurrent": raised(forward, shard_batch(batch, group), recurrent),
         "check sdpa": raised(check_context_parallel, build("llama", "sdpa")),
         "check recurrent": raised(check_context_parallel, recurrent),

@@ -25,12 +25,13 @@ def _context(method):
     return context
 
 
-def _rank(rank, world, folder, function, arguments, timeout):
+def _rank(rank, world, folder, function, arguments, timeout, joined):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     outcome = {"rank": rank}
     try:
-        join(rank, world, Path(folder) / "store", timeout)
+        if joined:
+            join(rank, world, Path(folder) / "store", timeout)
         outcome["value"] = function(rank, world, *arguments)
     except Exception as error:
         outcome["error"] = f"{type(error).__name__}: {error}"
@@ -52,16 +53,16 @@ def join(rank, world, store, timeout=TIMEOUT):
     )
 
 
-def run(function, world, *arguments, timeout=TIMEOUT, deaths=(), method="forkserver"):
+def run(function, world, *arguments, timeout=TIMEOUT, deaths=(), method="forkserver", joined=True):
     """``function(rank, world, *arguments)`` on every rank: dicts with ``value``, or ``error`` and ``traceback``.
 
     A rank in ``deaths`` is expected to die and has ``None``. ``method``: ``"fork"`` from a process that has loaded more
-    than the server. Fails if a rank ends otherwise, or not at all.
+    than the server. ``joined``: whether the ranks meet before the function. Fails if a rank ends otherwise, or not at all.
     """
     context = _context(method)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(rank, world, folder, function, arguments, timeout), daemon=True)
+            context.Process(target=_rank, args=(rank, world, folder, function, arguments, timeout, joined), daemon=True)
             for rank in range(world)
         ]
         for process in processes:

@@ -44,7 +44,7 @@ def faults():
 
 
 def test_the_ranks_work_together_before_and_after_every_fault(faults):
-    assert [(lines["nothing"], lines["after all"]) for lines, _ in faults] == [(None, None)] * 3
+    assert [(lines["nothing"], lines["quiet"], lines["after all"]) for lines, _ in faults] == [(None, None, None)] * 3
     assert all(worst < 1e-5 for _, worst in faults)
 
 
@@ -60,6 +60,11 @@ def test_the_ranks_work_together_before_and_after_every_fault(faults):
         ("padded", ["InputError", "slices of packed rows only", "shard_batch"]),
         ("no context", ["InputError", "no context_parallel is in force"]),
         ("sdpa", ["InputError", "no attention ran context parallel"]),
+        ("sdpa at once", ["InputError", "no attention ran context parallel", "attn_implementation='ullage'"]),
+        ("sdpa, cut before", ["InputError", "no attention ran context parallel"]),
+        ("sdpa, second of two", ["InputError", "no attention ran context parallel"]),
+        ("sdpa, inner of two", ["InputError", "no attention ran context parallel"]),
+        ("own error", ["ZeroDivisionError: the caller's own"]),
         ("recurrent", ["InputError", "does not cover the row"]),
         ("check sdpa", ["InputError", "attn_implementation='sdpa'"]),
         ("check recurrent", ["InputError", "carries a state from token to token", "cp=1"]),

@@ -58,6 +58,8 @@ CASES = {
     "other content": ["recurrent", 0, {"data": "other content"}],
     "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
     "over": ["recurrent", 0, {"data": "one over the capacity"}],
+    "sharded": ["llama", 0, {"fsdp": "full_shard"}],
+    "sharded unpacked": ["llama", 0, {"fsdp": "full_shard", **UNPACKED}],
     **OWN,
 }
 SAVED = {"save_strategy": "steps", "save_steps": 4}
@@ -228,6 +230,13 @@ def test_a_sequence_over_the_capacity_is_named_by_the_rank_that_has_it(pair):
     mine, other = pair["over"]
     assert mine["error"].startswith("InputError: a sequence does not fit into a microbatch (train_dataset[9]): ")
     assert "DistributedError: another rank could not use its batch (rank [0])" in other["error"]
+
+
+def test_fsdp_on_cpus_is_refused_instead_of_becoming_ddp(pair):
+    for rank in (*pair["sharded"], *pair["sharded unpacked"]):
+        assert "fsdp was asked for, but on CPUs accelerate does not shard" in rank["error"]
+        assert "expected an accelerator, found 2 processes on CPUs" in rank["error"]
+        assert "--dp" in rank["error"]
 
 
 def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, pair):

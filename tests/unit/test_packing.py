@@ -7,11 +7,14 @@ import torch
 import transformers
 from peft import PromptTuningConfig, get_peft_model
 from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM, TrainerCallback
+from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from tests import packing_script
 from ullage import CheckpointError, InputError, RaggedBatch
+from ullage.attention import supports_packing
+from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments, forms
 
 
 def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
@@ -207,6 +210,17 @@ def test_a_model_whose_sequences_would_see_each_other_is_refused(tmp_path):
         Trainer(
             BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[])
         )
+
+
+def test_one_list_says_which_attentions_are_padding_free():
+    """Whoever asks whether a model packs and whoever feeds it: else a batch would be padded after all, unsaid."""
+    assert {f"flash_attention_{version}" for version in FLASH_ATTENTION_COMPATIBILITY_MATRIX} < set(PADDING_FREE)
+    model = packing_script.make_model("llama")
+    for implementation in (*PADDING_FREE, "sdpa", "eager", "flex_attention"):
+        model.config._attn_implementation_internal = implementation
+        flat = implementation in PADDING_FREE
+        assert (supports_packing(model) is None) == flat, implementation
+        assert forms.form_of(model) == ("flattened" if flat else "mask"), implementation
 
 
 def test_a_model_without_an_attention_hook_is_refused(tmp_path):

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -37,8 +37,50 @@ from ullage.layout import Layout
 METHODS = ("auto", "ulysses", "gather")
 
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
-#: Slices that no attention has met yet.
-_UNSERVED: WeakSet[Slices] = WeakSet()
+
+
+class _Rows:
+    """The rows that were cut and have met no attention yet, by number, and the layers that were asked for one.
+
+    A row may be gone before its block ends: ``model(**shard_batch(...))`` keeps none. So a row that is thrown away
+    within a block stays counted until the outermost block ends; one that is thrown away outside was meant for none.
+    """
+
+    def __init__(self) -> None:
+        self.num_cut = 0
+        self.num_calls = 0
+        self._waiting: set[int] = set()
+        self._gone: set[int] = set()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a row that was cut has met no attention."""
+        return bool(self._waiting)
+
+    def add(self, slices: Slices) -> None:
+        """Counts a row that was cut."""
+        self.num_cut += 1
+        slices.number = self.num_cut
+        self._waiting.add(slices.number)
+        finalize(slices, self._drop, slices.number).atexit = False
+
+    def serve(self, slices: Slices) -> None:
+        """Notes that a row has met an attention."""
+        self._waiting.discard(slices.number)
+
+    def forget_gone(self) -> None:
+        """Forgets the rows that were thrown away within the outermost block, which ends."""
+        self._waiting -= self._gone
+        self._gone.clear()
+
+    def _drop(self, number: int) -> None:
+        if _ACTIVE.get() is None:
+            self._waiting.discard(number)
+        else:
+            self._gone.add(number)
+
+
+_ROWS = _Rows()
 
 
 class ContextParallel(contextlib.ContextDecorator):
@@ -51,17 +93,19 @@ class ContextParallel(contextlib.ContextDecorator):
         if self.size > 1 and self.group is None:
             raise InputError("context parallel needs a process group", found=f"a number of ranks, {self.size}")
         self.method, self.fallback = method, fallback
-        self._calls = 0
         self._entered: list[tuple[Any, int]] = []
 
     def __enter__(self) -> ContextParallel:
-        self._entered.append((_ACTIVE.set(self), self._calls))
+        self._entered.append((_ACTIVE.set(self), _ROWS.num_calls))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        token, calls = self._entered.pop()
+        token, num_calls = self._entered.pop()
         _ACTIVE.reset(token)
-        if kind is None and calls == self._calls and len(_UNSERVED) > 0:
+        is_missed = _ROWS.waiting and num_calls == _ROWS.num_calls
+        if _ACTIVE.get() is None:
+            _ROWS.forget_gone()
+        if kind is None and is_missed:
             raise InputError(
                 "no attention ran context parallel, although a row was cut for it",
                 hint="ask check_context_parallel(model); load the model with attn_implementation='ullage'",
@@ -84,7 +128,7 @@ class ContextParallel(contextlib.ContextDecorator):
         ``query``, ``key``, ``value`` [1, heads, t, dim]. ``check`` raises for a call that has no answer, ``kernel`` is
         the attention of a whole row [T, heads, dim], ``options`` are those of :func:`gathered`.
         """
-        self._calls += 1
+        _ROWS.num_calls += 1
         slices = self._agree(slices, check, query, key)
         by_heads = self.uses_ulysses(query.shape[1])
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -130,7 +174,7 @@ class ContextParallel(contextlib.ContextDecorator):
             raise failure
         assert slices is not None
         slices.served_by = self
-        _UNSERVED.discard(slices)
+        _ROWS.serve(slices)
         return slices
 
     def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
@@ -243,7 +287,7 @@ def shard_batch(
         lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
         slices = cut(Layout.from_slots(lengths, slots), size, rank, order)
     if size > 1:
-        _UNSERVED.add(slices)
+        _ROWS.add(slices)
     row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:

@@ -2,10 +2,10 @@
 
 With ``cu_seq_lens_q`` the row is packed: each sequence attends to itself alone, by the lengths and nothing else. So
 whatever else could shape the attention is refused with an error that names it: a mask, a filled cache, two
-directions, sinks, soft caps, position biases, and any keyword not known to be harmless. Without it the call is plain,
-padded or cached, and is sdpa's own, mask included; only a row whose positions start anew is refused, since without
-lengths its sequences would see each other. Source: ``transformers.integrations.sdpa_attention`` and the keywords of
-``TransformersKwargs``.
+directions, sinks, soft caps, position biases, any keyword not known to be harmless, and a model in which tokens meet
+elsewhere than in its attention. Without it the call is plain, padded or cached, and is sdpa's own, mask included; only
+a row whose positions start anew, or whose lengths were lost on the way, is refused, since its sequences would see each
+other. Source: ``transformers.integrations.sdpa_attention`` and the keywords of ``TransformersKwargs``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ullage.attention.context import serving
 from ullage.attention.masks import DeferredMask
 from ullage.attention.segments import packed_attention
 from ullage.attention.slices import Slices
+from ullage.attention.support import require_packable
 from ullage.attention.varlen import flex_attention, host_lengths, serves_varlen, varlen_attention
 from ullage.errors import InputError
 
@@ -42,6 +43,8 @@ _MEANINGS = {
     "output_attentions": "attention weights as an output",
     "cache": "a paged cache",
 }
+_RESTART = "position_ids start anew within a row, but no cu_seq_lens_q came to keep its sequences apart"
+_FLATTEN = "Pass what RaggedBatch.to_flattened() gives; a model that drops it on the way cannot be packed"
 _USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
 
 
@@ -78,12 +81,22 @@ def attention(
             raise _refusal(module, "cu_seq_lens_k came without cu_seq_lens_q", hint="pass both, as to_flattened does")
         mask = attention_mask
         if isinstance(mask, DeferredMask):
-            _refuse_restart(module, position_ids, mask)
+            _refuse_lost_lengths(module, position_ids, mask)
             mask = mask.build()
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
     options = {"window": sliding_window, "scale": scaling}
-    lengths = (cu_seq_lens_q, cu_seq_lens_k)
-    check = partial(_refuse_packed, module, query, key, attention_mask, is_causal, sliding_window, lengths, unknown)
+    check = partial(
+        _refuse_packed,
+        module,
+        query,
+        key,
+        attention_mask,
+        is_causal,
+        sliding_window,
+        (cu_seq_lens_q, cu_seq_lens_k, max_length_q),
+        context_slices,
+        unknown,
+    )
     kernel = partial(_packed, cu_seq_lens_q, max_length_q, dropout, options, module)
     if parallel is None:
         check()
@@ -141,14 +154,27 @@ def _refuse_packed(
     mask: Any,
     is_causal: bool | None,
     window: int | None,
-    lengths: tuple[Tensor | None, Tensor | None],
+    lengths: tuple[Tensor | None, Tensor | None, int | None],
+    slices: Slices | None,
     unknown: dict[str, Any],
 ) -> None:
     """Refuses a packed call that could not be answered right."""
     _refuse_unknown(module, unknown)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     _refuse_unpackable(module, query, key, mask, causal=causal, window=window)
-    _refuse_other_keys(module, *lengths)
+    cu_seqlens, keys, longest = lengths
+    _refuse_other_keys(module, cu_seqlens, keys)
+    assert cu_seqlens is not None
+    given = mask.given if isinstance(mask, DeferredMask) else None
+    limit, dynamic = require_packable(module) if given is None else require_packable(module, given.model)
+    if limit is not None:
+        _refuse_mixed_frequencies(module, cu_seqlens, longest, limit, dynamic, slices)
+    if given is not None and not given.positions:
+        raise _refusal(
+            module,
+            "cu_seq_lens_q came without position_ids, so the model would count positions through the whole row",
+            hint="pass what RaggedBatch.to_flattened() gives",
+        )
 
 
 def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
@@ -161,19 +187,34 @@ def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
         raise _refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)
 
 
-def _refuse_restart(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
-    """Positions that start anew within an unmasked row say that it is packed, but not how. Looked at once a forward."""
-    if mask.positions_checked or mask.padded or torch.compiler.is_compiling():
+def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
+    """Refuses a row that is packed, by what the model was given, without lengths. Looks once per forward.
+
+    Eager, this waits for the device if positions were given. A compiled graph looks at those that reach the layer, and
+    on a CPU alone, where its assertion ends the call and not the process.
+    """
+    if mask.checked:
         return
-    mask.positions_checked = True
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2:
-        return
-    if bool((position_ids.diff() <= 0).any()):
+    mask.checked = True
+    given = mask.given
+    if given is not None and given.lengths:
         raise _refusal(
             module,
-            "position_ids start anew within a row, but no cu_seq_lens_q came to keep its sequences apart",
-            hint="pass what RaggedBatch.to_flattened() gives; a model that drops it on the way cannot be packed",
+            "cu_seq_lens_q was given to the model, but did not reach its attention",
+            hint="give this model padded batches: it drops the lengths on the way",
         )
+    positions = () if given is None else given.positions
+    if position_ids is not None and all(position_ids is not other for other in positions):
+        positions = (*positions, position_ids)
+    for tensor in positions:
+        restarts = mask.restarts(tensor)
+        if restarts is None:
+            continue
+        if torch.compiler.is_compiling():
+            if tensor.device.type == "cpu":
+                torch._assert_async(~restarts, f"{_RESTART}. {_FLATTEN}")  # pyright: ignore[reportPrivateImportUsage]
+        elif bool(restarts):
+            raise _refusal(module, _RESTART, hint=_FLATTEN)
 
 
 def _refuse_unpackable(
@@ -213,6 +254,26 @@ def _refuse_unpackable(
             expected=mask.window,
             found=window,
             hint=_USE_ANOTHER,
+        )
+
+
+def _refuse_mixed_frequencies(
+    module: nn.Module, cu_seqlens: Tensor, longest: int | None, limit: int, dynamic: bool, slices: Slices | None
+) -> None:
+    """Sequences that would get the rotary frequencies of a longer one in their row, or in their slice of it."""
+    if longest is not None and longest <= limit:
+        return
+    lengths = [length for length in host_lengths(cu_seqlens) if length > 0]
+    longest = max(lengths, default=0)
+    is_cut = slices is not None and slices.size > 1
+    if longest > limit and (is_cut or (len(lengths) > 1 and (dynamic or min(lengths) <= limit))):
+        raise _refusal(
+            module,
+            "this model's rotary frequencies change with the longest sequence of a row, so one sequence would change "
+            "what the others get",
+            expected=f"sequences of at most {limit} tokens, or a longer one in a row of its own",
+            found=f"{len(lengths)} sequences of up to {longest} tokens" + (", cut over ranks" if is_cut else ""),
+            hint="use another rope_type than dynamic or longrope, or shorter sequences",
         )
 
 

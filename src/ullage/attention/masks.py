@@ -4,7 +4,8 @@ transformers asks for a mask before it knows whether the row is packed, and unde
 A packed row needs none: its lengths say everything. So what the model carries to its layers is a description. A
 layer with ``cu_seq_lens`` reads from it that nothing else was asked for; a layer without has the very mask built that
 sdpa would get, once for all layers of a forward. With a filled cache there is no packed row, and the mask is
-sdpa's at once. Source: ``transformers.masking_utils`` (``AttentionMaskInterface``).
+sdpa's at once. The mask is also where a forward is seen once, so it keeps what the model was given.
+Source: ``transformers.masking_utils`` (``AttentionMaskInterface``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
+from ullage.attention.calls import given
 from ullage.errors import InputError
 
 
@@ -36,7 +38,8 @@ class DeferredMask:
     """What transformers asked for: the arguments of ``sdpa_mask`` for queries and keys of one length, without cache.
 
     ``padded``: a mask of real tokens was given. ``window``: the tokens that a query sees, if the mask is local.
-    ``altered``: the pattern is neither causal nor a causal window.
+    ``altered``: the pattern is neither causal nor a causal window. ``given``: positions and lengths that the model was
+    called with, whether or not they reach its layers; None under ``torch.compile``.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -46,7 +49,8 @@ class DeferredMask:
         pattern: Callable[..., Any] = arguments["mask_function"]
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
         self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
-        self.positions_checked = False
+        self.given = given()
+        self.checked = False
         self._built: tuple[Tensor | None] | None = None
 
     def build(self) -> Tensor | None:
@@ -54,6 +58,25 @@ class DeferredMask:
         if self._built is None:
             self._built = (sdpa_mask(**self.arguments),)
         return self._built[0]
+
+    def restarts(self, position_ids: Tensor) -> Tensor | None:
+        """Whether positions [rows, T] or [axes, rows, T] go back between two neighbours that are no padding.
+
+        One bool on their device; None for positions of something else than this row. An image repeats positions
+        within its sequence, so of several axes the first may stand still.
+        """
+        least = 1
+        if position_ids.ndim == 3:
+            position_ids, least = position_ids[0], 0
+        if position_ids.ndim != 2 or position_ids.shape[1] != self.arguments["q_length"]:
+            return None
+        back = position_ids.diff() < least
+        real = self.arguments.get("attention_mask")
+        if real is not None:
+            if real.ndim != 2 or real.shape[1] != position_ids.shape[1]:
+                return None
+            back = back & real[:, 1:].bool() & real[:, :-1].bool()
+        return back.any()
 
     def contiguous(self) -> Tensor | None:
         """The mask itself: ``generate`` lays it out so, beforehand, for the windowed layers of a static cache."""

@@ -59,12 +59,14 @@ class Slices:
 
     ``layout``: of the whole row; ``indices``: where in it the elements of each rank's slice stand, int64 [size] of
     [elements], together each element once. Plain host data; what is computed from it is kept with it, so the layers of
-    a forward share it. Not a dataclass, a mapping or a tuple, because training wrappers take those apart.
+    a forward share it. ``served_by`` and ``number`` are the context's. Not a dataclass, a mapping or a tuple, because
+    training wrappers take those apart.
     """
 
     def __init__(self, layout: Layout, indices: list[Int64], rank: int, order: str) -> None:
         self.layout, self.indices, self.rank, self.order = layout, indices, rank, order
         self.served_by: Any = None
+        self.number = 0
         self._known: dict[Hashable, Any] = {}
 
     def __repr__(self) -> str:

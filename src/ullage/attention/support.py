@@ -5,6 +5,9 @@ way round. A model is taken only if every way in which tokens meet is known: its
 interface under an implementation that reads ``cu_seq_lens``, in one direction, in layers that are full or windowed;
 and nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward``
 names ``cu_seq_lens_q`` and that has no attention implementation answers for itself.
+
+A call of a model that nobody asked about is asked about when its first packed row comes to a layer: the model around
+the layer is the one whose call is under way. The answer is kept with the layer.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from ullage.attention.calls import holders
 from ullage.errors import InputError
 
 NAME = "ullage"
-_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+#: The attention implementations that keep sequences apart by ``cu_seq_lens``; whoever needs them reads them here.
+PADDING_FREE = (NAME, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 #: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 #: Models that declare the interface and yet do not let the lengths decide. Any other one is refused by its first call.
@@ -28,6 +35,8 @@ _EXCEPTIONS = {
 }
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
+#: Where a layer keeps which model is known to pack, and its limits: plain data, so that it pickles without us.
+_MARK = "_ullage_row_limits"
 
 
 def supports_packing(model: nn.Module) -> str | None:
@@ -43,21 +52,53 @@ def supports_packing(model: nn.Module) -> str | None:
         return None if names_lengths else _unaware(name)
     if names_lengths and not _attention_modules(model):
         return None
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder, whose cross attention and position biases know no packed rows"
-    return _state(model, name) or _implementation(model, name) or _layers(model, name) or _modules(model, name)
+    return _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name) or _parts(model, name)
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ``InputError`` if the model cannot keep packed sequences apart, with the reason and the way out."""
-    problem = supports_packing(model)
-    if problem is not None:
-        raise InputError(
-            f"this model would let packed sequences see each other: {problem}",
-            hint=f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
-            if "attn_implementation" in problem
-            else "train it on padded batches",
-        )
+    """Raises ``InputError`` if the model cannot keep packed sequences apart, with the reason and the way out.
+
+    Its layers remember that they were asked about, so a packed call does not ask again.
+    """
+    _require(supports_packing(model))
+    _remember(model, _attention_modules(model))
+
+
+def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
+    """The row limits of the model around a layer, for a packed call; see :func:`row_limits`.
+
+    ``model``: the outermost one, where that is known. Asked once per model, by the modules whose calls are under way;
+    after that a layer remembers for which model. Raises ``InputError`` for a model in which packed sequences would see
+    each other.
+    """
+    known: tuple[int, int | None, bool] | None = getattr(module, _MARK, None)
+    if known is None or (model is not None and known[0] != id(model)):
+        return _examine(module, model)
+    return known[1:]
+
+
+def row_limits(model: nn.Module) -> tuple[int | None, bool]:
+    """How long sequences may be before the longest of a row changes the rotary frequencies of all, and how it does.
+
+    The length in tokens, None without a limit; and whether beyond it every length has frequencies of its own (dynamic
+    scaling) or all the same (longrope). Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
+    """
+    longest: int | None = None
+    dynamic = False
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str):
+                continue
+            if "dynamic" in kind:
+                limit, dynamic = getattr(module, "original_max_seq_len", 0), True
+            elif kind == "longrope":
+                rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+                limit = (rope if layer is None else rope.get(layer, {})).get("original_max_position_embeddings", 0)
+            else:
+                continue
+            longest = limit if longest is None else min(longest, limit)
+    return longest, dynamic
 
 
 def supports_context_parallel(model: nn.Module) -> str | None:
@@ -92,6 +133,37 @@ def check_context_parallel(model: nn.Module) -> None:
     raise InputError(f"this model cannot run context parallel: {problem}", hint=hint)
 
 
+def _require(problem: str | None) -> None:
+    if problem is not None:
+        raise InputError(
+            f"this model would let packed sequences see each other: {problem}",
+            hint=f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
+            if "attn_implementation" in problem
+            else "train it on padded batches",
+        )
+
+
+@torch.compiler.disable(reason="the model around a layer is read off the Python stack, once")
+def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bool]:
+    """The answer for the model around a layer, as far as transformers' models reach; of a layer alone, for that."""
+    around = holders(module)
+    models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
+    whole = (models or around)[-1]
+    problem = supports_packing(models[0]) if models else None
+    if problem is None and (not models or whole is not models[0]):
+        name = type(whole).__name__
+        problem = _encoder_decoder(whole, name) or _state(whole, name) or _parts(whole, name)
+    _require(problem)
+    return _remember(whole, [module, *_attention_modules(whole)], model)
+
+
+def _remember(whole: nn.Module, layers: list[nn.Module], model: nn.Module | None = None) -> tuple[int | None, bool]:
+    limits = row_limits(whole)
+    for layer in layers:
+        setattr(layer, _MARK, (id(whole if model is None else model), *limits))
+    return limits
+
+
 def _unaware(name: str) -> str:
     return f"{name}.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
 
@@ -110,6 +182,12 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "attention" in type(module).__name__.lower()]
 
 
+def _encoder_decoder(model: nn.Module, name: str) -> str | None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder, whose cross attention and position biases know no packed rows"
+    return None
+
+
 def _state(model: nn.Module, name: str) -> str | None:
     if getattr(model, "_is_stateful", False):
         return f"{name} carries a state along the row, which does not start anew at each sequence"
@@ -125,9 +203,13 @@ def _implementation(model: nn.Module, name: str) -> str | None:
         if config.model_type in _EXCEPTIONS:
             return f"{holder} {_EXCEPTIONS[config.model_type]}"
         used = config._attn_implementation
-        if used != NAME and used not in _FLASH:
+        if used not in PADDING_FREE:
             return f"{holder} has attn_implementation={used!r}, which does not read cu_seq_lens"
     return None
+
+
+def _parts(model: nn.Module, name: str) -> str | None:
+    return _layers(model, name) or _modules(model, name)
 
 
 def _layers(model: nn.Module, name: str) -> str | None:
@@ -156,4 +238,7 @@ def _modules(model: nn.Module, name: str) -> str | None:
             return f"{path} ({kind}) adds a position bias to its scores"
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"{path} ({kind}) has attention sinks"
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:
+            return f"{path} ({kind}) counts positions from {positions.padding_idx + 1}, and a packed row from 0"
     return None

@@ -51,9 +51,12 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train_folder import begin, finish, look_at
     from ullage.cli.train_layout import check_layout_of
     from ullage.cli.train_model import load_model, load_tokenizer
+    from ullage.training.arguments import require_sharding
     from ullage.training.costing import num_parameters
 
     command = parse(argv)
+    if not command.parallel.asked:
+        require_sharding(command.training)
     say = _Voice(first, command.output.json)
     situation = look_at(command)
     if situation.summary is not None:

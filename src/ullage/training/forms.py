@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import ullage.attention as packed_attention
+from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import InputError
 from ullage.layout import Layout
 
-#: Attention implementations that keep sequences apart by ``cu_seq_lens``.
-_PADDING_FREE = ("flash_attention_2", "flash_attention_3", "ullage")
 _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 
@@ -62,7 +61,7 @@ def form_of(model: nn.Module) -> str:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if "cu_seq_lens_q" in parameters:
         return "flattened"
-    if attention in _PADDING_FREE:
+    if attention in PADDING_FREE:
         packed_attention.check_model(model)
         return "flattened"
     for name in _LENGTHS_NAMES:

@@ -25,7 +25,7 @@ from transformers.utils.generic import find_labels
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError, TrainingError
 from ullage.training import counting, forms
-from ullage.training.arguments import form_process_group
+from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.losses import RaggedLabelSmoother
@@ -49,6 +49,7 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if arguments is not None:
             form_process_group(arguments)
         super().__init__(*args, **kwargs)
+        require_sharding(self.args)
         found = find_labels(type(unwrap_peft_model(self.model)))
         if self.args.label_names is None and self.label_names == found:  # not chosen by the trainer
             model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
