@@ -206,6 +206,22 @@ def test_a_loss_that_divides_by_nothing_has_no_say_in_a_step_without_labels(tmp_
     assert sum("no label counts" in record.message for record in caplog.records) == 1
 
 
+def test_what_a_loss_has_beside_its_labels_counts_in_a_step_without_them(tmp_path):
+    """A penalty of a user's own, which transformers trains on there too."""
+
+    class Penalised(Trainer):
+        def compute_loss(self, model, *args, **kwargs):
+            return super().compute_loss(model, *args, **kwargs) + model.lm_head.weight.square().sum()
+
+    model = tiny_llama()
+    before = float(model.lm_head.weight.detach().square().sum())
+    options = {**IN_ORDER, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+    mine = Penalised(model, arguments(tmp_path, **options), RaggedCollator(), train_dataset=SOME_MASKED[2:4])
+    mine.train()
+    assert story.losses(mine) == pytest.approx([before], rel=1e-5)
+    assert float(model.lm_head.weight.detach().square().sum()) == pytest.approx(before * 0.8**2, rel=1e-5)
+
+
 def test_a_step_without_labels_ends_the_run_if_asked_to(tmp_path):
     def told(empty_step):
         asked = OurArguments(

@@ -414,11 +414,11 @@ class StepMixin(PackingMixin):
             )
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers'. Where no label counts, 0.0 and zero gradients, whatever a loss makes of no labels."""
+        """As transformers'. Where no label counts, what a loss makes of 0/0 is zero; what it has else counts."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._step_is_empty:
             return loss
         for parameter in model.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 parameter.grad.zero_()
-        return torch.zeros_like(loss)
+        return loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
