@@ -285,6 +285,23 @@ def test_the_best_model_is_not_loaded_from_a_damaged_checkpoint(tmp_path):
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
+def test_a_checkpoint_without_weights_does_not_replace_a_good_one(tmp_path):
+    class Emptied(WholeTrainer):
+        def _save_rng_state(self, output_dir):
+            (Path(output_dir) / "model.safetensors").unlink()
+            super()._save_rng_state(output_dir)
+
+    make(tmp_path, max_steps=2).train()
+    with pytest.raises(CheckpointError) as error:
+        make(tmp_path, Emptied, max_steps=2).train()
+    place = partial_of(tmp_path / "checkpoint-2") / "checkpoint-2"
+    assert str(error.value) == (
+        f"the checkpoint that was written is not whole ({place}): expected weights, found optimizer.pt, rng_state.pth, "
+        "scheduler.pt, trainer_state.json, training_args.bin. It is not put in place; what was there before is as it was"
+    )
+    assert examine(tmp_path / "checkpoint-2").damage == ()
+
+
 def test_a_disk_that_is_full_is_said_in_one_line(tmp_path):
     make(tmp_path, max_steps=2).train()
     wide = make(tmp_path, max_steps=4)
