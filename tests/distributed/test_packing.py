@@ -58,9 +58,10 @@ CASES = {
     "other content": ["recurrent", 0, {"data": "other content"}],
     "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
     "over": ["recurrent", 0, {"data": "one over the capacity"}],
+    **OWN,
+    # Last: transformers leaves what it was asked for in the environment.
     "sharded": ["llama", 0, {"fsdp": "full_shard"}],
     "sharded unpacked": ["llama", 0, {"fsdp": "full_shard", **UNPACKED}],
-    **OWN,
 }
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 MORE_CASES = {

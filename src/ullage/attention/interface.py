@@ -190,8 +190,8 @@ def _refuse_unknown(module: nn.Module, unknown: dict[str, Any]) -> None:
 def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
     """Refuses a row that is packed, by what the model was given, without lengths. Looks once per forward.
 
-    Eager, this waits for the device if positions were given. A compiled graph looks at those that reach the layer, and
-    on a CPU alone, where its assertion ends the call and not the process.
+    Eager, this waits for the device, unless the rows have a mask and no positions were given. A compiled graph looks at
+    the positions that reach the layer, on a CPU alone, where its assertion ends the call and not the process.
     """
     if mask.checked:
         return
@@ -204,7 +204,9 @@ def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: D
             hint="give this model padded batches: it drops the lengths on the way",
         )
     positions = () if given is None else given.positions
-    if position_ids is not None and all(position_ids is not other for other in positions):
+    # Positions that a model makes itself of a mask start anew at padding only
+    own = given is not None and not positions and mask.padded
+    if position_ids is not None and not own and all(position_ids is not other for other in positions):
         positions = (*positions, position_ids)
     for tensor in positions:
         restarts = mask.restarts(tensor)
