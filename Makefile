@@ -18,14 +18,11 @@ install: $(STAMP)  ## build .venv with every extra (first time only)
 
 # What the machine lacks is said in one line, before anything is fetched.
 define CHECKS
-import os, shutil, sys, sysconfig
+import shutil, sys
 version = sys.version_info
 version >= (3, 11) or sys.exit(f"ullage needs Python 3.11 or newer, found {version[0]}.{version[1]}: make PYTHON=python3.11")
 free = shutil.disk_usage(".").free / 1e9
 free > 4 or sys.exit(f"too little disk: the environment takes 4 GB here, found {free:.1f} GB free")
-shutil.which("c++") or sys.exit("there is no C++ compiler, which DeepSpeed needs (Debian: apt install g++)")
-headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-os.path.isfile(headers) or sys.exit(f"Python's headers are missing, no {headers} (Debian: apt install python3-dev)")
 endef
 export CHECKS
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ullage.checkpoint
-from ullage.training.deepspeed import load_universal
+from ullage.training.deepspeed import init_distributed, load_universal
 
 
 def engine_at(stage: int):
@@ -43,7 +43,7 @@ def train(engine, steps: range) -> list[float]:
     return losses
 
 
-deepspeed.init_distributed("gloo", verbose=False)
+init_distributed("gloo")  # as DeepSpeed's own, which compiles for two minutes first
 folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(folder)
 folder = Path(str(folder[0]))

@@ -16,12 +16,15 @@ def environment(**extra):
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def torchrun(processes, script, *arguments, timeout=240):
-    """Runs a script of the tests on several processes; returns what it printed. Fails with its output."""
+def torchrun(processes, script, *arguments, timeout=240, **extra):
+    """Runs a script of the tests on several processes; returns what it printed. Fails with its output.
+
+    ``extra``: environment variables.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     done = subprocess.run(
         [*command, str(script), *map(str, arguments)],
-        env=environment(),
+        env=environment(**extra),
         cwd=ROOT,
         capture_output=True,
         text=True,

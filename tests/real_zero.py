@@ -192,9 +192,10 @@ def _serve() -> None:
     import deepspeed.module_inject.auto_ep_config
     import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler: seconds that each fork would spend again
     import deepspeed.runtime.zero.stage3
-    from deepspeed.comm.torch import build_shm_op
 
-    build_shm_op()  # asks a compiler what the machine can do, and remembers
+    from ullage.training.deepspeed import init_distributed
+
+    assert init_distributed  # imported before the forks
     torch.set_num_threads(1)
     for recipe in (
         Recipe(optimizer=o, groups=[{"w": (2, 2)}]) for o in STATE_KEYS
@@ -393,7 +394,9 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="fake")
+    from ullage.training.deepspeed import init_distributed
+
+    init_distributed("fake")
     mpu = _Mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
     model_rank = mpu.get_model_parallel_rank() if mpu else 0
     dp_rank = mpu.get_data_parallel_rank() if mpu else rank

@@ -27,8 +27,8 @@ def alone(tmp_path_factory):
     return {name: packing_script.run(name, folder) for name in MODELS}
 
 
-def on_two(folder, cases):
-    torchrun(2, packing_script.__file__, folder, json.dumps(cases), timeout=500)
+def on_two(folder, cases, **extra):
+    torchrun(2, packing_script.__file__, folder, json.dumps(cases), timeout=500, **extra)
     return [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -248,7 +248,7 @@ def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_trains_as_one_process(alone, pair, more, tmp_path, stage):
+def test_zero_trains_as_one_process_and_compiles_nothing(alone, pair, more, tmp_path, stage):
     """Also where sequences are dropped, no label counts, or one rank's data end first: as under DDP."""
     odd = ("dropped", "empty", "empty unpacked", "stream")
     cases = [[name, stage, ARRIVAL] for name in MODELS]
@@ -256,7 +256,9 @@ def test_zero_trains_as_one_process(alone, pair, more, tmp_path, stage):
         cases.append(["llama", stage, {**ARRIVAL, "packing_coalesce_gradients": False}])
     every, expected = {**CASES, **MORE_CASES}, {**pair, **more}
     odd_cases = [[every[case][0], stage, every[case][2]] for case in odd]
-    ranks = on_two(tmp_path, cases + odd_cases)
+    compiled = tmp_path / "extensions"
+    ranks = on_two(tmp_path, cases + odd_cases, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
+    assert not compiled.exists()
     for case, result in zip(odd, ranks[0][len(cases) :]):
         assert result["losses"] == pytest.approx(expected[case][0]["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(expected[case][0]["norms"], rel=1e-4)

@@ -52,8 +52,10 @@ def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one
     folder = tmp_path / "journey"
     assert interrupted(folder) == 130
     assert [process for process in psutil.process_iter() if str(folder) in " ".join(_command(process))] == []
-    done = quickstart(folder)
+    compiled = tmp_path / "extensions"
+    done = quickstart(folder, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not compiled.exists()
     table = json.loads(done.stdout.splitlines()[-1])
     assert table["agrees"]
     assert [row["layout"] for row in table["rows"]] == [
@@ -83,10 +85,6 @@ def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one
 
 
 def test_what_is_missing_is_said_before_anything_is_written(tmp_path):
-    done = quickstart(tmp_path / "journey", CXX="no-such-compiler")
-    assert done.returncode == 2
-    assert done.stderr.startswith("ullage: there is no C++ compiler, and DeepSpeed compiles")
-    assert len(done.stderr.strip().splitlines()) == 1
     (tmp_path / "file").write_text("")
     done = quickstart(tmp_path / "file" / "journey")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)

@@ -208,10 +208,8 @@ def rank_main(job: Job, rank: int, port: int) -> None:
     log = os.open(job.results / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    import deepspeed
+    from ullage.training.deepspeed import init_distributed
 
-    # DeepSpeed compiles a C++ operator for shared memory at its first use; gloo does the same work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -219,7 +217,7 @@ def rank_main(job: Job, rank: int, port: int) -> None:
         world_size=job.world,
         timeout=datetime.timedelta(seconds=60),
     )
-    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    init_distributed("gloo")
     try:
         result = import_module(job.module).__dict__[job.function](job, rank)
     except Exception as error:
@@ -236,7 +234,7 @@ def launch(job: Job, timeout: float = 240) -> list[dict[str, Any]]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     job.results.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", __name__])
+    context.set_forkserver_preload(["deepspeed", "ullage.training.deepspeed", __name__])
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

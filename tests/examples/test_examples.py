@@ -11,10 +11,10 @@ import pytest
 from tests.launch import ROOT, environment
 
 
-def run(name: str, *arguments: object, processes: int = 1, cwd=None) -> str:
+def run(name: str, *arguments: object, processes: int = 1, cwd=None, **extra: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] * (processes > 1)
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(**extra), cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -51,8 +51,11 @@ def test_a_plan(tmp_path):
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_carried_checkpoint_goes_on():
-    said = run("04_carry_a_checkpoint.py", processes=2)
+def test_a_carried_checkpoint_goes_on(tmp_path):
+    said = run(
+        "04_carry_a_checkpoint.py", processes=2, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path / "no")
+    )
+    assert not (tmp_path / "no").exists()
     assert "4 parameters on 2 shards" in said
     losses = {stage: said.split(f"ZeRO {stage} ")[1].splitlines()[0].split() for stage in (2, 3)}
     assert len(losses[2]) == 3

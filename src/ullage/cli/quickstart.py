@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,20 +96,6 @@ def _check_surroundings(folder: Path) -> None:
     for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the quickstart needs {module}", hint=f"pip install 'ullage[{extra}]'")
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise UsageError(
-            "there is no C++ compiler, and DeepSpeed compiles its communication when it is first used",
-            expected=f"{compiler!r} on the path",
-            hint="install one (Debian: apt install g++), or train without DeepSpeed: ullage train",
-        )
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not headers.is_file():
-        raise UsageError(
-            "Python's headers are missing, and DeepSpeed compiles against them",
-            expected=str(headers),
-            hint="install them (Debian: apt install python3-dev), or train without DeepSpeed: ullage train",
-        )
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError("the folder cannot be written", where=str(above), hint="give another --output_dir")

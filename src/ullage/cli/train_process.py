@@ -54,19 +54,26 @@ def one_line_errors() -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         compiler = os.environ.get("CXX", "c++")
-        if shutil.which(compiler) is not None or not _raised_in(error, "op_builder"):
+        built = _failed_to_build(error)
+        if shutil.which(compiler) is not None or built is None:
             raise
         raise TrainingError(
-            "DeepSpeed compiles its communication when it is first used, and there is no C++ compiler",
+            "DeepSpeed compiles the optimizer that its configuration asks for, and there is no C++ compiler",
+            where="--deepspeed",
             expected=f"{compiler!r} on the path",
-            found=str(error).partition("\n")[0],
-            hint="install one (Debian: apt install g++), or train without --zero and --deepspeed",
+            found=built,
+            hint="install one (Debian: apt install g++), or leave optimizer and offload_optimizer out of the "
+            "configuration, which then trains with torch's own",
         ) from error
 
 
-def _raised_in(error: BaseException, part: str) -> bool:
-    """Whether a file whose path holds ``part`` is in the error's traceback."""
-    return any(part in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+def _failed_to_build(error: BaseException | None) -> str | None:
+    """What torch said of an operator of DeepSpeed's that could not be built, if that is what ``error`` comes from."""
+    while error is not None:
+        if any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+            return str(error).partition("\n")[0].partition(": ")[0]
+        error = error.__cause__
+    return None
 
 
 def _form_group_of_one(argv: list[str]) -> None:

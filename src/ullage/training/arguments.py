@@ -49,36 +49,37 @@ class TrainingArguments(transformers.TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
-        if self.deepspeed is not None and self.use_cpu and dist.is_initialized():
-            join_deepspeed()
+        join_deepspeed(self)
 
 
-def join_deepspeed() -> None:
+def join_deepspeed(arguments: Any) -> None:
     """Tells DeepSpeed of the process group, which accelerate does on accelerators only.
 
-    A model made at stage 3 is cut at once, by what DeepSpeed believes the world size is.
+    A model made at stage 3 is cut at once, by what DeepSpeed believes the world size is. Does nothing for arguments
+    that ask for no DeepSpeed.
     """
-    import deepspeed
-
+    if arguments.deepspeed is None or not arguments.use_cpu or not dist.is_initialized():
+        return
+    from ullage.training.deepspeed import init_distributed
     from ullage.training.extensions import remove_abandoned_locks
 
-    if not deepspeed.comm.is_initialized():
-        remove_abandoned_locks()
-        with contextlib.redirect_stdout(io.StringIO()):  # what it says it has built, on every rank
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    remove_abandoned_locks()
+    with contextlib.redirect_stdout(io.StringIO()):  # what it says of itself, on every rank
+        init_distributed()
 
 
 def form_process_group(arguments: Any) -> None:
     """Joins the processes that torchrun started on a machine without an accelerator.
 
     Unless told ``use_cpu``, accelerate forms no group there, and each process would train a model of its own into the
-    same folder.
+    same folder. Called for arguments of any class before a Trainer is made.
     """
     alone = arguments.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if alone and not torch.accelerator.is_available():
         arguments.use_cpu = True
         vars(arguments).pop("_setup_devices", None)
         arguments._setup_devices  # noqa: B018  a cached property that sets the devices up, now with a group
+    join_deepspeed(arguments)  # transformers' own arguments have not
 
 
 def require_sharding(arguments: Any) -> None:

@@ -23,6 +23,8 @@ wrong in it is mended around it and after it. Source: ``deepspeed/runtime/engine
 ``runtime/zero/stage3.py``, ``checkpoint/universal_checkpoint.py``.
 
 DeepSpeed unpickles the files, which can run code: load only checkpoints whose origin you trust.
+
+:func:`init_distributed` starts DeepSpeed's communication without the operator that it would compile first.
 """
 
 from __future__ import annotations
@@ -49,6 +51,38 @@ from ullage.training.universal import (
     untrained,
     value_of,
 )
+
+#: What DeepSpeed compiles when its communication starts on a CPU.
+_SHARED_MEMORY = "deepspeed_shm_comm"
+
+
+def init_distributed(backend: str | None = None) -> None:
+    """Start DeepSpeed's communication without compiling its shared-memory operator.
+
+    ``backend``: as for ``deepspeed.init_distributed``; by default gloo on a CPU. Joins the process group where there is
+    one, forms one from torchrun's variables otherwise, and does nothing where DeepSpeed's communication has started.
+
+    On a CPU, DeepSpeed compiles ``deepspeed_shm_comm`` first: one to two minutes, and a C++ compiler. Its one
+    collective, ``inference_all_reduce``, is called by tensor-parallel layers only, never by ZeRO, and
+    ``torch.distributed`` serves it where the operator is missing. So it is marked as not compatible while the
+    communication starts, as DeepSpeed itself marks it on other systems than Linux; afterwards the mark is as before.
+    Source: ``deepspeed/comm/torch.py``, ``build_shm_op``.
+    """
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        return
+    # Reading the attribute would make DeepSpeed ask a compiler about each of its operators: look without asking.
+    marks = vars(deepspeed.ops)
+    known = marks.get("__compatible_ops__")
+    marks["__compatible_ops__"] = {**(known or {}), _SHARED_MEMORY: False}
+    try:
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    finally:
+        if known is None:
+            del marks["__compatible_ops__"]
+        else:
+            marks["__compatible_ops__"] = known
 
 
 def load_universal(

@@ -1,8 +1,8 @@
 """Locks that a killed process left in torch's folder of compiled extensions, and that the next would wait for, forever.
 
 torch compiles an extension under a lock: a file that exists while a process holds it open. Whoever is killed while it
-compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its CPU communication
-when it is first used, so the first run is the one that is interrupted there.
+compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its own optimizers
+when they are first used: where its configuration names ``optimizer`` or ``offload_optimizer``.
 Source: ``torch/utils/file_baton.py``.
 """
 
