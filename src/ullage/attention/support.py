@@ -43,7 +43,7 @@ def supports_packing(model: nn.Module) -> str | None:
     """Why the model cannot be trained on packed rows, in one clause; None if it can. Pure, looks at no weights.
 
     >>> supports_packing(nn.Linear(2, 2))
-    "Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
+    'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
     """
     name = type(model).__name__
     names_lengths = "cu_seq_lens_q" in inspect.signature(model.forward).parameters

@@ -44,7 +44,7 @@ class SequencePacker:
     what :meth:`get_aggregated_metrics` tells. Raises ``InputError``, a ``ValueError``, for numbers out of range.
 
     >>> SequencePacker(8, bin_count_multiple=2).pack([5, 3, 4, 4])
-    [[0, 1], [2, 3]]
+    [[2, 3], [0, 1]]
     """
 
     def __init__(

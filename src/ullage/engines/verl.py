@@ -56,7 +56,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     ``InputError``, a ``ValueError``, for fewer items than parts, and for numbers that ``equal_size`` cannot divide.
 
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
-    [[0, 1], [2, 3, 4]]
+    [[2, 3, 4], [0, 1]]
     """
     values, k = as_lengths(seqlen_list, "seqlen_list"), as_positive(k_partitions, "k_partitions")
     if len(values) < k:

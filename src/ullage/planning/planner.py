@@ -54,7 +54,7 @@ def plan(
     Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
 
     >>> plan([5, 3, 4, 4], ranks=2, capacity=8).members(0, 1).tolist()
-    [2, 3]
+    [0, 1]
     """
     given = as_lengths(lengths)
     name = ALIASES.get(strategy, strategy)

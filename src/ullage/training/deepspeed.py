@@ -125,10 +125,10 @@ def load_universal(
 
 @contextlib.contextmanager
 def resume_from_universal() -> Iterator[None]:
-    """Within it the Hugging Face ``Trainer`` resumes from a universal checkpoint by :func:`load_universal`.
+    """Within it the Hugging Face ``Trainer`` resumes from a universal checkpoint by :func:`load_universal`::
 
-    >>> with resume_from_universal():                                           # doctest: +SKIP
-    ...     trainer.train(resume_from_checkpoint="out/checkpoint-400")
+        with resume_from_universal():
+            trainer.train(resume_from_checkpoint="out/checkpoint-400")
 
     The Trainer cannot ask for one by itself (transformers#33157). Convert the ``global_step*`` folder inside the
     Trainer's ``checkpoint-*`` folder, to a folder beside it; a checkpoint that has ``latest_universal`` and no newer
