@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ullage.columns import IGNORED_LABEL, LABEL_NAMES, common_lengths, fill_value, lay_out, sample_value, stack
+from ullage.columns import (
+    IGNORED_LABEL,
+    LABEL_NAMES,
+    common_lengths,
+    fill_value,
+    holding_ignored,
+    lay_out,
+    sample_value,
+    stack,
+)
 from ullage.errors import InputError
 from ullage.layout import Layout
 
@@ -220,8 +229,8 @@ class RaggedBatch:
     def to_padded(self, padding_value: float | Mapping[str, float] = 0, side: str = "right") -> dict[str, Tensor]:
         """Padded tensors [N, L, ...] by name, with ``attention_mask`` [N, L] int64; per-sequence fields as they are.
 
-        ``padding_value``: for all fields or by name; labels are padded with -100 unless named. ``side``: of the
-        padding. Raises ``InputError`` for another side.
+        ``padding_value``: for all fields or by name; labels are padded with -100 unless named, and become int64 where
+        their dtype has no such number. ``side``: of the padding. Raises ``InputError`` for another side.
         """
         if side not in ("right", "left"):
             raise InputError("padding has no such side", expected="'right' or 'left'", found=repr(side))
@@ -235,8 +244,10 @@ class RaggedBatch:
             if name in self.per_sequence:
                 padded[name] = tensor
                 continue
+            if name in LABEL_NAMES:
+                tensor = holding_ignored(tensor)
             if isinstance(padding_value, Mapping):
-                value = padding_value.get(name, fill_value(name))
+                value = padding_value.get(name, fill_value(name, tensor.dtype))
             else:
                 value = IGNORED_LABEL if name in LABEL_NAMES else padding_value
             empty = tensor.new_full((rows * width, *tensor.shape[1:]), value)
@@ -275,12 +286,15 @@ class RaggedBatch:
 
         The token-aligned fields [1, T, ...], ``position_ids`` [1, T], ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32
         [N + 1], ``max_length_q`` and ``max_length_k`` host integers. Each sequence's first label is -100, so that a
-        loss that shifts never crosses a boundary. Where slots have padding, it stays in the row: cu_seq_lens bound the
-        slots, and the padding's positions are 0, by which our recurrent models tell it from tokens. Names as
-        transformers' ``DataCollatorWithFlattening`` writes them.
+        loss that shifts never crosses a boundary; labels of a dtype without that number become int64. Where slots have
+        padding, it stays in the row: cu_seq_lens bound the slots, and the padding's positions are 0, by which our
+        recurrent models tell it from tokens. Names as transformers' ``DataCollatorWithFlattening`` writes them.
         """
         layout = self.layout
         row = {name: tensor[None] for name, tensor in self._values.items() if name not in self.per_sequence}
+        for name in LABEL_NAMES:
+            if name in row:
+                row[name] = self._labels(name)[None]
         if "labels" in row:
             starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
@@ -302,10 +316,11 @@ class RaggedBatch:
     def with_shift_labels(self) -> RaggedBatch:
         """A batch with ``shift_labels`` too: labels moved one token to the left within each sequence, -100 last.
 
-        Raises ``InputError`` for a batch without labels.
+        ``shift_labels`` are int64 where the dtype of the labels has no -100. Raises ``InputError`` for a batch without
+        labels.
         """
         self._require_token_aligned("labels")
-        labels, layout = self._values["labels"], self.layout
+        labels, layout = self._labels("labels"), self.layout
         ends = np.concatenate([layout.starts + layout.lengths, layout.starts + layout.slots]) - 1
         last = torch.from_numpy(ends[np.tile(layout.lengths > 0, 2)]).to(labels.device)
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
@@ -318,7 +333,8 @@ class RaggedBatch:
         ``numel()`` is 0 while a model that needs at least one token has one.
         """
         values = {
-            name: tensor.new_full((1, *tensor.shape[1:]), fill_value(name)) for name, tensor in self._values.items()
+            name: tensor.new_full((1, *tensor.shape[1:]), fill_value(name, tensor.dtype))
+            for name, tensor in self._values.items()
         }
         return RaggedBatch(values, Layout.from_slots([0], [1]), self.per_sequence)
 
@@ -336,6 +352,15 @@ class RaggedBatch:
     def pin_memory(self) -> RaggedBatch:
         """The same batch with its values in page-locked memory."""
         return self.map(lambda tensor: tensor.pin_memory())
+
+    def _labels(self, name: str) -> Tensor:
+        """A field of labels in a dtype that has -100, which its padding holds."""
+        given = self._values[name]
+        labels = holding_ignored(given)
+        if labels is given or self.layout.num_tokens == self.layout.size:
+            return labels
+        padding = torch.from_numpy(np.flatnonzero(self.layout.padding_mask())).to(labels.device)
+        return labels.index_fill(0, padding, IGNORED_LABEL)
 
     def _tokens(self, tensor: Tensor) -> Tensor:
         """The real elements of a token-aligned tensor, [num_tokens, ...]."""

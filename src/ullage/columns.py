@@ -17,9 +17,14 @@ IGNORED_LABEL = -100
 LABEL_NAMES = ("labels", "shift_labels")
 
 
-def fill_value(name: str) -> int:
-    """What padding holds in a field: -100 in labels, 0 elsewhere."""
-    return IGNORED_LABEL if name in LABEL_NAMES else 0
+def fill_value(name: str, dtype: torch.dtype) -> int:
+    """What padding holds in a field: -100 in labels whose dtype has such a number, 0 elsewhere."""
+    return IGNORED_LABEL if name in LABEL_NAMES and dtype.is_signed else 0
+
+
+def holding_ignored(labels: Tensor) -> Tensor:
+    """Labels in a dtype that has -100: as they are, or int64 where theirs is bool or unsigned (156 in uint8)."""
+    return labels if labels.dtype.is_signed else labels.long()
 
 
 def sample_value(samples: Sequence[Mapping[str, Any]], i: int, name: str) -> Tensor:
@@ -111,5 +116,5 @@ def lay_out(column: list[Tensor], name: str, layout: Layout) -> Tensor:
     tokens = torch.cat(column)
     if layout.num_tokens == layout.size:
         return tokens
-    empty = tokens.new_full((layout.size, *tokens.shape[1:]), fill_value(name))
+    empty = tokens.new_full((layout.size, *tokens.shape[1:]), fill_value(name, tokens.dtype))
     return empty.index_copy(0, torch.from_numpy(layout.token_index()), tokens)

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
+from tests.property.drawing import lengths as drawn
 from ullage import RaggedBatch
 from ullage.models.sequences import Sequences
 
-lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
-slots = st.integers(1, 5)
+lengths = drawn(4, 5, 8, low=1, high=9, min_size=1, max_size=8)  # of which some fill slots of 2, 4 or 5 exactly
+slots = st.sampled_from([1, 2, 3, 4, 5])
 
 
 def make(lengths, multiple_of=1):
@@ -119,6 +120,8 @@ def test_flattened_has_exactly_the_keywords_of_the_field(lengths):
 def test_flattened_positions_tell_tokens_from_padding(lengths, multiple_of):
     _, batch = make(lengths, multiple_of)
     row = batch.to_flattened()
+    longest = max(-(-n // multiple_of) * multiple_of for n in lengths)
+    assert row["max_length_q"] == row["max_length_k"] == longest, "a kernel reads as many rows as the longest slot has"
     told = [t if t < n else 0 for n, slot in zip(lengths, batch.layout.slots) for t in range(slot)]
     assert row["position_ids"][0].tolist() == told
     cu, positions = row["cu_seq_lens_q"], row["position_ids"]
@@ -142,6 +145,21 @@ def test_a_batch_is_a_pytree_node(lengths, multiple_of):
     moved = pytree.tree_map(lambda tensor: tensor + 0, batch)
     assert isinstance(moved, RaggedBatch)
     assert_equal(moved, batch)
+
+
+@given(lengths, slots, st.sampled_from([torch.uint8, torch.bool, torch.int16]))
+def test_no_padding_of_labels_counts_whatever_their_dtype(lengths, multiple_of, dtype):
+    """-100 would be 156 in uint8 and True in bool: a label that a loss counts."""
+    rows = [torch.arange(n).to(dtype) for n in lengths]
+    samples = [{"input_ids": torch.ones(n), "labels": row} for n, row in zip(lengths, rows)]
+    batch = RaggedBatch.from_samples(samples, multiple_of=multiple_of)
+    assert [sample["labels"].tolist() for sample in batch.samples()] == [row.tolist() for row in rows]
+    padded = batch.to_padded()
+    assert ((padded["labels"] == -100) == (padded["attention_mask"] == 0)).all()
+    targets = [int(label) for row in rows for label in row[1:]]
+    for found in (batch.to_flattened()["labels"][0], batch.with_shift_labels()["shift_labels"]):
+        assert found[found != -100].tolist() == targets
+    assert batch.placeholder().to_flattened()["labels"].tolist() == [[-100]]
 
 
 def test_gradients_pass_through_packing():

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.property.drawing import lengths as drawn
 from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, Topology, check, on_paper
 from ullage.checkpoint.archive import Constant, archive
 from ullage.checkpoint.crc import combine
+from ullage.checkpoint.inventory import Box, Merge
 from ullage.checkpoint.reading import cast, count_not_finite
 from ullage.checkpoint.torchfile import TensorRef, read_torch_file
 
@@ -105,6 +107,30 @@ def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
     assert [found.place(found.root[k]) for k in "abc"] == [p.offset for p in target.payloads]
 
 
+def _beside(boxes, size):
+    """A tensor of ``size`` columns that two model ranks hold parts of."""
+    slices = tuple(Slice(rank, (9,), Fragments.of(rank, 0, 0, 9)) for rank in range(2))
+    merge = Merge("columns", 1, size, 1, tuple(Box(*box) for box in boxes))
+    files = tuple(File(f"f{rank}", 400, "optimizer", 0, rank) for rank in range(2))
+    tensor = Tensor("w", "fp32", (size,), "float32", "parameter", slices, merge)
+    return Inventory(Path("nowhere"), "zero", Topology(), files, (tensor,), on_paper=True)
+
+
+@given(drawn(low=0, high=9, min_size=1, max_size=6).filter(any), st.data())
+def test_slices_of_model_ranks_that_do_not_lie_side_by_side_are_found(widths, data):
+    """A hole, an overlap, a missing end: the branch that refuses. Empty slices are none of these."""
+    boxes = [[i % 2, 0, at, width] for i, (width, at) in enumerate(zip(widths, np.cumsum([0, *widths]).tolist()))]
+    assert check(_beside(boxes, sum(widths))) == []
+    which = data.draw(st.sampled_from([i for i, width in enumerate(widths) if width]))
+    change = data.draw(st.sampled_from(["drop", "move", "widen", "narrow"]))
+    if change == "drop":
+        del boxes[which]
+    else:
+        boxes[which][2 if change == "move" else 3] += -1 if change == "narrow" else 1
+    (problem,) = check(_beside(boxes, sum(widths)))
+    assert (problem.what, problem.parameter) == ("the slices of the model ranks do not make the whole", "w")
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_any_hole_or_overlap_is_found(lengths, data):
     starts = np.cumsum([0, *lengths[:-1]])
@@ -137,7 +163,7 @@ def _inventory(starts, lengths, numel):
 
 
 @given(
-    st.lists(st.integers(1, 400), min_size=1, max_size=9),
+    drawn(64, 128, 256, low=1, high=400, min_size=1, max_size=9),
     st.sampled_from([1, 2, 3, 7, 64, 768]),
     st.sampled_from([1, 3]),
 )

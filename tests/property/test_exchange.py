@@ -1,17 +1,20 @@
 """Routes, streams and slices, for whatever sizes hypothesis thinks of: nothing is lost and nothing comes twice."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ullage
+from tests.property.drawing import lengths as drawn
+from ullage import InputError
 from ullage.exchange import Lengths, materialize, route, shard, shard_index, unshard
 from ullage.exchange.source import Stream, deal, regular_counts
 
 
 @given(
-    st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=9),
+    st.lists(drawn(32, low=1, high=52, max_size=8), min_size=1, max_size=9),  # 32 and 52: exactly the capacity
     st.sampled_from([1, 4]),
     st.integers(1, 3),
     st.sampled_from(["error", "drop", "truncate"]),
@@ -24,6 +27,8 @@ def test_what_a_rank_receives_is_what_the_others_send_it(rows, align, multiple, 
         gathered.lengths, ranks=ranks, capacity=capacity, align=align, microbatch_multiple=multiple, oversize=oversize
     )
     routes = [route(plan, gathered, rank) for rank in range(ranks)]
+    if oversize == "drop":
+        assert sorted(plan.order.tolist()) == np.flatnonzero(gathered.lengths <= capacity).tolist()
     arrived = np.concatenate([path.receives for path in routes])
     assert sorted(arrived.tolist()) == sorted(plan.order.tolist())
     for source, sender in enumerate(routes):
@@ -63,7 +68,7 @@ def test_dealing_gives_all_that_is_wanted_to_those_who_live_and_first_to_those_b
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    drawn(4, 8, 16, low=1, high=40, min_size=1, max_size=6),
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from(["zigzag", "contiguous"]),
     st.randoms(use_true_random=False),
@@ -99,13 +104,29 @@ def test_slices_put_together_are_the_microbatch(lengths, cp, order, random):
         assert len(set(pairs)) == 1
 
 
+@given(
+    drawn(4, 8, 16, low=0, high=40, min_size=1, max_size=6), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 3, 4])
+)
+def test_a_slot_that_2_cp_does_not_divide_is_refused_and_never_cut_short(lengths, cp, multiple):
+    """A slot of cp elements divides by cp and not into 2·cp chunks."""
+    layout = ullage.Layout(lengths, multiple_of=multiple * cp)
+    odd = np.flatnonzero(layout.slots % (2 * cp))
+    if len(odd):
+        expected = f"equal chunks .sequence {odd[0]} of the microbatch.: expected a multiple of 2·cp = {2 * cp}, found {layout.slots[odd[0]]}"
+        with pytest.raises(InputError, match=expected):
+            shard_index(layout, cp, 0)
+        return
+    index = np.concatenate([shard_index(layout, cp, rank) for rank in range(cp)])
+    assert sorted(index.tolist()) == list(range(layout.size))
+
+
 def test_the_zigzag_is_transformer_engine_s():
     layout = ullage.Layout([8, 16])
     assert shard_index(layout, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
     assert shard_index(layout, 2, 1).tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 5))
+@given(drawn(16, 32, low=1, high=64, min_size=1, max_size=20), st.integers(1, 5))
 def test_materialize_gives_every_token_once(lengths, ranks):
     samples = [{"input_ids": torch.arange(n) + 1000 * i, "id": i} for i, n in enumerate(lengths)]
     plan = ullage.plan(lengths, ranks=ranks, capacity=64)

@@ -4,9 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.property.drawing import lengths as drawn
 from ullage import Layout
 
-lengths = st.lists(st.integers(0, 12), max_size=12)
+lengths = drawn(4, 8, high=12, max_size=12)
 
 
 @st.composite
@@ -14,7 +15,8 @@ def layouts_and_cuts(draw):
     items = draw(lengths)
     slots = [n + draw(st.integers(0, 5)) for n in items]
     layout = Layout.from_slots(items, slots)
-    inner = draw(st.lists(st.integers(0, layout.size + 6), max_size=8))
+    edges = [*layout.starts.tolist(), *(layout.starts + layout.lengths).tolist(), layout.size]
+    inner = draw(st.lists(st.one_of(st.sampled_from(edges), st.integers(0, layout.size + 6)), max_size=8))
     return layout, np.array(sorted([0, *inner, layout.size + draw(st.integers(0, 6))]))
 
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.property.drawing import lengths as drawn
 from ullage.models import schedule as module
 from ullage.models.schedule import Schedule
 
 CPU = torch.device("cpu")
-LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 0)
+LENGTHS = drawn(high=30, min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 0)
 
 
 @given(LENGTHS, st.booleans(), st.booleans())
@@ -51,6 +52,17 @@ def test_flip_turns_every_sequence_at_its_own_end(lengths: list[int], packed: bo
     run = schedule.place(flat)
     assert torch.equal(schedule.take(schedule.flip(run)), backwards)
     assert torch.equal(schedule.flip(schedule.flip(run)), run)
+
+
+@given(LENGTHS, st.sampled_from(["flat", "packed", "staircase"]), st.booleans())
+def test_the_last_value_of_a_sequence_without_tokens_is_what_was_before_it(lengths, run_order, given_before) -> None:
+    """Wherever it stands: first, last, or between others, whose values are near."""
+    schedule = Schedule.ragged(np.array(lengths), 4, CPU, run_order)
+    flat = torch.arange(1.0, sum(lengths) + 1)[:, None]
+    before = -torch.arange(1.0, len(lengths) + 1)[:, None] if given_before else None
+    absent = torch.zeros(len(lengths), 1) if before is None else before
+    wanted = [part[-1] if len(part) else absent[i] for i, part in enumerate(flat.split(lengths))]
+    assert torch.equal(schedule.last(schedule.place(flat), before), torch.stack(wanted))
 
 
 @given(st.integers(1, 9), st.integers(1, 9))

@@ -45,8 +45,11 @@ def test_one_process_needs_no_process_group():
 def test_materialize_of_all_ranks_is_the_global_batch_and_fields_need_not_be_signed():
     samples = [{**s, "labels": s["labels"].to(torch.uint8)} for s in samples_of([5, 9, 3, 7, 1, 2])]
     plan = ullage.plan([len(s["input_ids"]) for s in samples], ranks=4, capacity=16, align=8)
-    ids = [int(i) for rank in range(4) for batch in materialize(plan, samples, rank) for i in batch["id"]]
-    assert sorted(ids) == list(range(6))
+    batches = [batch for rank in range(4) for batch in materialize(plan, samples, rank)]
+    assert sorted(int(i) for batch in batches for i in batch["id"]) == list(range(6))
+    for batch in batches:
+        assert batch["labels"].dtype == torch.uint8
+        assert not batch["labels"][batch.layout.padding_mask()].any(), "-100 would be 156"
 
 
 def test_samples_are_not_touched_and_results_share_no_memory_with_them():

@@ -64,6 +64,27 @@ def test_dropped_sequences_are_counted_and_nowhere() -> None:
     assert found.tokens_in == found.num_tokens + found.truncated_tokens + found.dropped_tokens
 
 
+@pytest.mark.parametrize(("align", "longest"), [(1, 10), (4, 8)])
+@pytest.mark.parametrize("oversize", ["error", "truncate", "drop"])
+def test_a_sequence_exactly_as_long_as_the_capacity_stays_as_it_is(oversize: str, align: int, longest: int) -> None:
+    plan = ullage.plan([longest, 3, longest], ranks=2, capacity=10, align=align, oversize=oversize)
+    assert plan.lengths.tolist() == [longest, 3, longest]
+    assert plan.statistics().num_dropped == plan.statistics().num_truncated == 0
+    if oversize == "drop":
+        assert ullage.plan([longest + 1, 3], ranks=2, capacity=10, align=align, oversize="drop").bins[0] == -1
+
+
+def test_ranks_that_share_a_microbatch_carry_their_share_of_its_cost() -> None:
+    """32 tokens do not fit into 8: four ranks share them, and each has a fourth of the work."""
+    plan = ullage.plan([32, 4, 3, 2], ranks=4, capacity=8, context_parallel="auto", cost=lambda length: 10 * length)
+    shared = int(plan.bins[0]) // 4
+    assert plan.degrees[shared].tolist() == [4, 4, 4, 4]
+    assert plan.loads[shared].tolist() == [80, 80, 80, 80]
+    for microbatch, rank in np.ndindex(plan.loads.shape):
+        tokens = plan.lengths[plan.members(microbatch, rank)].sum()
+        assert plan.loads[microbatch, rank] == 10 * tokens / plan.degree(microbatch, rank)
+
+
 def test_fewer_sequences_than_ranks_leave_microbatches_empty() -> None:
     plan = ullage.plan([4, 4], ranks=5, capacity=8)
     assert plan.num_microbatches == 1

@@ -296,7 +296,7 @@ def shard_batch(
         extra["num_items_in_batch"] = num_items
     if tail:
         for name, values in row.items():
-            row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name))])
+            row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name, values.dtype))])
     whole = RaggedBatch(row, slices.layout).to_flattened()
     take = torch.from_numpy(slices.index).to(batch.device)
     mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}

@@ -50,7 +50,7 @@ class Field:
     @property
     def padding(self) -> int:
         """What padding holds: -100 in labels where the dtype has such a number, otherwise 0."""
-        return fill_value(self.name) if self.dtype.is_signed else 0
+        return fill_value(self.name, self.dtype)
 
     def __str__(self) -> str:
         unit = "one a sequence" if self.per_sequence else "one a token"

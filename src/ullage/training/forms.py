@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 import ullage.attention as packed_attention
 from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL, fill_value
+from ullage.columns import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 from ullage.errors import InputError
 from ullage.layout import Layout
 
@@ -101,10 +101,13 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
 
 def _with_padded_targets(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     """Padded fields in which targets, sequences of lengths of their own, are padded too."""
-    return {
-        name: torch.nested.to_padded_tensor(tensor, fill_value(name)) if tensor.is_nested else tensor
-        for name, tensor in fields.items()
-    }
+    return {name: _padded(tensor, name) if tensor.is_nested else tensor for name, tensor in fields.items()}
+
+
+def _padded(rows: Tensor, name: str) -> Tensor:
+    if name in LABEL_NAMES:
+        rows = holding_ignored(rows)
+    return torch.nested.to_padded_tensor(rows, fill_value(name, rows.dtype))
 
 
 def _longest_first(layout: Layout) -> np.ndarray:
