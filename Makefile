@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -39,10 +39,13 @@ quickstart: install  ## one run on four layouts: packed, stopped, converted, con
 	$(BIN)/ullage quickstart
 
 test: install  ## the tests, under ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu' $(PYTEST_ARGS)
 
 test-slow: install  ## the rest of the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow and not gpu' $(PYTEST_ARGS)
+
+test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
+	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ullage import InputError, RaggedBatch
 from ullage.attention import check_model, packed_attention, supports_packing
 from ullage.attention.segments import arrange
-from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, varlen_attention
+from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, serves_flex, varlen_attention
 
 SIZES = {
     "vocab_size": 97,
@@ -501,6 +502,20 @@ def test_a_long_window_does_not_compute_the_square():
     with CountCalls() as count, torch.no_grad():
         packed_attention(*tensors, [4096], window=64)
     assert count.calls == 2  # the first block, and all that look back on one
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "dtype", "served"), [
+    (16, 16, torch.float32, True), (24, 16, torch.bfloat16, True), (8, 8, torch.float32, False),
+    (16, 8, torch.float32, False), (16, 16, torch.float64, False),
+])  # fmt: skip
+def test_flex_attention_is_not_asked_for_what_its_kernel_refuses(dim, value_dim, dtype, served):
+    """Its products need 16 columns: a llama of head dimension 8 raised on CUDA in float32."""
+    with FakeTensorMode():
+        query = torch.empty(5, 4, dim, device="cuda", dtype=dtype)
+        value = torch.empty(5, 4, value_dim, device="cuda", dtype=dtype)
+        assert serves_flex(query, value, 0.0) is served
+        assert not serves_flex(query, value, 0.1)
+    assert not serves_flex(torch.empty(5, 4, 16), torch.empty(5, 4, 16), 0.0)
 
 
 def test_lengths_follow_a_buffer_that_is_written_anew():

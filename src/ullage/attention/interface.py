@@ -22,7 +22,7 @@ from ullage.attention.masks import DeferredMask
 from ullage.attention.segments import packed_attention
 from ullage.attention.slices import Slices
 from ullage.attention.support import require_packable
-from ullage.attention.varlen import flex_attention, host_lengths, serves_varlen, varlen_attention
+from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
 from ullage.errors import InputError
 
 #: Keywords that reach a layer and change nothing in it: of the loss, of the outputs, of the cache already applied.
@@ -71,7 +71,8 @@ def attention(
     ``query`` [batch, query heads, tokens, dim], ``key`` and ``value`` [batch, key heads, tokens, dim]; one row if
     packed. ``cu_seq_lens_q`` int32 [N + 1] in tokens, ``max_length_q`` a host integer; keys have the same lengths.
     ``context_slices``: what the row is a slice of, within ``context_parallel``; the lengths are those of the whole.
-    Does not wait for the device, except on CUDA with dropout, or without ``max_length_q``: once a forward. Raises
+    Does not wait for the device, except on CUDA where no kernel by cumulated lengths serves (dropout, a head dimension
+    below 16, float64), or without ``max_length_q``: once a forward. Raises
     ``InputError`` for what it does not honour.
     """
     parallel = serving(context_slices)
@@ -117,13 +118,14 @@ def _packed(
 ) -> Tensor:
     """The kernel that serves these tensors [T, heads, dim] on their device."""
     assert cu_seqlens is not None
-    if query.is_cuda and dropout == 0.0:
+    if serves_varlen(query, value, dropout):
         cu_seqlens = cu_seqlens.to(query.device, torch.int32)
-        if not serves_varlen(query, value, dropout):
-            return flex_attention(query, key, value, cu_seqlens, training=module.training, **options)
         if longest is None:
             longest = max(host_lengths(cu_seqlens))
         return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
+    if serves_flex(query, value, dropout):
+        cu_seqlens = cu_seqlens.to(query.device, torch.int32)
+        return flex_attention(query, key, value, cu_seqlens, training=module.training, **options)
     return _by_lengths(query, key, value, cu_seqlens, dropout, options)
 
 

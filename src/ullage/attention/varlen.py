@@ -2,9 +2,10 @@
 
 ``torch.nn.attention.varlen.varlen_attn`` is flash attention over cumulated lengths: float16 and bfloat16, a head
 dimension that is a multiple of 8 and at most 256, Ampere or newer, no dropout. It takes the lengths on the device and
-the longest as a host integer, so nothing waits. ``flex_attention`` takes any floating type; its block mask comes from
-the cumulated lengths on the device, one for all layers of a forward. Neither has dropout: for that, and for devices
-that have neither, ``segments`` serves everywhere. Source: the signatures and checks of torch 2.13.
+the longest as a host integer, so nothing waits. ``flex_attention`` takes float32 too, and head dimensions from 16 on;
+its block mask comes from the cumulated lengths on the device, one for all layers of a forward. Neither has dropout: for
+that, for what neither takes, and for devices that have neither, ``segments`` serves everywhere. Source: the signatures
+and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attention.py`` for the least head dimension.
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ def serves_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
         and dim <= 256
         and _varlen() is not None
         and _is_ampere(query.device)
+    )
+
+
+def serves_flex(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether compiled flex attention takes these tensors [T, heads, dim]: its products need 16 columns."""
+    return (
+        query.is_cuda
+        and dropout == 0.0
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and min(query.shape[-1], value.shape[-1]) >= 16
     )
 
 

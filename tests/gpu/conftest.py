@@ -1,0 +1,39 @@
+"""What the GPU tests share. They run where torch sees a GPU, or on the CPU with ULLAGE_TEST_DEVICE=cpu."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items):
+    ours = [item for item in items if HERE in item.path.parents]
+    runs = torch.cuda.is_available() or os.environ.get("ULLAGE_TEST_DEVICE") == "cpu"
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if not runs:
+            item.add_marker(pytest.mark.skip(reason="no GPU (see make test-gpu)"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where the tests compute what they compare with the CPU's numbers."""
+    if os.environ.get("ULLAGE_TEST_DEVICE") == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """No TensorFloat-32, which cuDNN takes for recurrent kernels unless told not to: three digits instead of seven."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,63 @@
+"""Runs the tests in this folder with a Python whose torch sees a GPU: the environment's, else the machine's.
+
+    make test-gpu                                # "no GPU: nothing was run" and status 0 where there is none
+    REQUIRE_GPU=1 python3 tests/gpu/run.py       # then status 5
+    ULLAGE_TEST_DEVICE=cpu make test-gpu         # the tests' own arithmetic, without a GPU
+
+Needs nothing but the standard library. The Python that is chosen needs torch and pytest, and may lack everything else:
+a test whose library is missing is skipped and says so. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING_RUN = 5
+#: Prints what this Python has, for the choice below.
+PROBE = """
+import importlib.util as u
+print("gpu" if u.find_spec("torch") and __import__("torch").cuda.is_available() else "")
+print("pytest" if u.find_spec("pytest") else "")
+"""
+
+
+def main() -> int:
+    on_cpu = os.environ.get("ULLAGE_TEST_DEVICE") == "cpu"
+    seen = [(python, found) for python in candidates() if (found := probe(python)) is not None]
+    chosen = next(((python, found) for python, found in seen if on_cpu or found[0]), None)
+    if on_cpu:
+        chosen = next(((python, found) for python, found in seen if found[1]), chosen)
+    if chosen is None:
+        print("no GPU: nothing was run")
+        return NOTHING_RUN if os.environ.get("REQUIRE_GPU", "0") not in ("", "0") else 0
+    python, (_, has_pytest) = chosen
+    if not has_pytest:
+        print(f"{python} sees a GPU and has no pytest: nothing was run")
+        return NOTHING_RUN
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [python, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rs", "--confcutdir", "tests/gpu", *sys.argv[1:]]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+def candidates() -> list[str]:
+    """Pythons in the order in which they are tried."""
+    environment = ROOT / ".venv" / "bin" / "python"
+    return [*([str(environment)] if environment.exists() else []), sys.executable]
+
+
+def probe(python: str) -> tuple[bool, bool] | None:
+    """Whether this Python's torch sees a GPU, and whether it has pytest; None where it does not run."""
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    said = done.stdout.splitlines()
+    return (bool(said[0]), bool(said[1])) if done.returncode == 0 and len(said) == 2 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
