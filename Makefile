@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu campaign lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +46,14 @@ test-slow: install  ## the rest of the tests
 
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
+
+campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long check: make campaign NAME=... [ARGS=...]; without NAME their list
+	@if [ -n "$(NAME)" ] && [ -f "benchmarks/campaigns/$(NAME).py" ]; then \
+		exec $(BIN)/python "benchmarks/campaigns/$(NAME).py" $(ARGS); fi; \
+	[ -z "$(NAME)" ] || echo "no such campaign: $(NAME)"; \
+	for script in benchmarks/campaigns/*.py; do [ -f "$$script" ] || continue; \
+		printf '  make campaign NAME=%-16s %s\n' "$$(basename "$$script" .py)" "$$(head -n 1 "$$script" | tr -d '\"')"; done; \
+	[ -z "$(NAME)" ]
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -6,6 +6,9 @@ divides the critical path by the least that any plan of those sequences can have
 does not hide what the planner does. All ratios are geometric means. Time is one thread's CPU time of a whole call, the
 best of several, and compiled code is loaded before; TRL's includes the moving of its tokens.
 
+A table of its own holds the plan against transformers' ``train_sampling_strategy="batch_rebalance"``, which balances
+padded batches over ranks, by that sampler's own cost.
+
     python benchmarks/planning.py                 # a few minutes; writes benchmarks/results/planning-DATE.json
     python benchmarks/planning.py --seeds 1 --no-large
 """
@@ -120,6 +123,83 @@ def show(console: Console, title: str, rows: list[Row], by: Callable[[Row], str]
     console.print(table)
 
 
+def rebalanced(workload: str, n: int, ranks: int, seed: int) -> dict[str, float | str]:
+    """transformers' ``BatchRebalanceSampler`` and ``plan`` on one step, judged by the sampler's own cost.
+
+    The sampler knows no capacity: it gets as many microbatches as the plan has, and its largest batch is then larger
+    than the capacity. So the plan is made twice: within the capacity, and with as much room as that batch takes.
+    *padded* is what the sampler's batches cost, rows as long as each batch's longest; *packed* what they would cost
+    unpadded.
+    """
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    lengths, capacity = WORKLOADS[workload](n, seed), CAPACITIES[workload]
+    # cost(bs, max_len) = bs·max_len + coefficient·bs·max_len², in integers
+    cost = ullage.TransformerCost(linear=round(1 / BatchRebalanceSampler.QUADRATIC_COST_COEF), quadratic=1)
+    plan = ullage.plan(lengths, ranks=ranks, capacity=capacity, cost=cost)
+    found, count = plan.statistics(), plan.num_microbatches
+    sampler = BatchRebalanceSampler(lengths.tolist(), effective_batch_size=n, dp_size=ranks, grad_accum=count)
+    begin = time.thread_time()
+    groups = sampler._assign(list(range(n)), lengths.tolist())  # of all ranks; each rank's iterator computes it again
+    spent = (time.thread_time() - begin) * 1000
+    sizes = np.array([[len(group) for group in mine] for mine in groups])
+    longest = np.array([[lengths[group].max() for group in mine] for mine in groups])
+    padded = sizes * cost(longest)
+    packed = np.array([[cost(lengths[group]).sum() for group in mine] for mine in groups])
+    ideal = float(cost(lengths).sum()) / ranks
+    room = ullage.plan(lengths, ranks=ranks, capacity=int((sizes * longest).max()), cost=cost).statistics()
+    return {
+        "workload": workload,
+        "n": n,
+        "ranks": ranks,
+        "seed": seed,
+        "microbatches": count,
+        "padding": 1 - float(lengths.sum()) / float((sizes * longest).sum()),
+        "largest_over_capacity": float((sizes * longest).max()) / capacity,
+        "padded_critical_path": float(padded.max(0).sum()) / ideal,
+        "packed_critical_path": float(packed.max(0).sum()) / ideal,
+        "packed_rank_imbalance": float(packed.sum(1).max()) / ideal,
+        "ullage_critical_path": found.critical_path,
+        "ullage_rank_imbalance": found.rank_imbalance,
+        "ullage_critical_path_same_room": room.critical_path,
+        "milliseconds": spent,
+    }
+
+
+def show_rebalanced(console: Console, seeds: int) -> list[dict[str, float | str]]:
+    """One line per workload, geometric means over the draws."""
+    every = []
+    for n, ranks in SIZES:
+        table = Table(title=f"transformers' batch_rebalance, {n:,} sequences on {ranks} ranks, its own cost")
+        columns = (
+            "padding",
+            "largest batch ÷ capacity",
+            "critical path, padded",
+            "packed",
+            "ullage",
+            "in its room",
+            "ms",
+        )
+        for column in ("", *columns):
+            table.add_column(column, justify="left" if not column else "right")
+        found = [rebalanced(workload, n, ranks, seed) for workload in WORKLOADS for seed in range(seeds)]
+        paths = ("padded", "packed", "ullage")
+        names = [
+            "largest_over_capacity",
+            *(f"{path}_critical_path" for path in paths),
+            "ullage_critical_path_same_room",
+        ]
+        for workload in [*WORKLOADS, "all"]:
+            mine = [row for row in found if workload in ("all", row["workload"])]
+            padding = float(np.mean([row["padding"] for row in mine]))
+            ratios = [f"{mean(float(row[name]) for row in mine):.3f}" for name in names]
+            spent = float(np.median([row["milliseconds"] for row in mine]))
+            table.add_row(workload, f"{padding:.1%}", *ratios, f"{spent:.1f}")
+        console.print(table)
+        every += found
+    return every
+
+
 def show_bins(console: Console, n: int) -> list[dict[str, float]]:
     """Bins of ``pack_dataset`` above the L2 bound, and its time."""
     table = Table(title=f"pack_dataset, {n:,} sequences")
@@ -154,6 +234,7 @@ def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Pa
         show(console, f"{n:,} sequences on {ranks} ranks, {seeds} seeds", size, lambda row: row.planner)
         show(console, "ullage, by workload", [row for row in size if row.planner == "ullage"], lambda row: row.workload)
         rows += size
+    found = show_rebalanced(console, seeds)
     untuned = [
         measure("ullage", w, n, r, 1000 + seed, 1) for n, r in UNTUNED for w in WORKLOADS for seed in range(seeds)
     ]
@@ -171,6 +252,7 @@ def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Pa
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
         "rows": [asdict(row) for row in rows],
         "bins": bins,
+        "batch_rebalance": found,
     }
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"planning-{record['date']}.json"

@@ -86,8 +86,9 @@ def train(
     kind = TrainingArguments if trainer_class is Trainer else transformers.TrainingArguments
     clock = Clock(on_cpu=not on_gpu and options.pop("cpu_time", True))
     with tempfile.TemporaryDirectory() as folder:
+        order = options.pop("train_sampling_strategy", "sequential")
         arguments = kind(
-            folder, num_train_epochs=1, per_device_train_batch_size=batch, train_sampling_strategy="sequential",
+            folder, num_train_epochs=1, per_device_train_batch_size=batch, train_sampling_strategy=order,
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not on_gpu,
             remove_unused_columns=False, **options,
         )  # fmt: skip
@@ -137,6 +138,17 @@ def measure(lengths: np.ndarray, batch: int, capacity: int, hidden: int, seed: i
             packing_capacity=capacity,
         ),
     }
+    counted: list[int] = []  # tokens of each batch: the sampler shuffles, so they are not those of the other ways
+
+    def pad_and_count(rows: Samples) -> dict[str, torch.Tensor]:
+        counted.append(sum(len(row["input_ids"]) for row in rows))
+        return pad(rows)
+
+    rebalanced = "transformers' batch_rebalance, padded, sdpa"
+    ways[rebalanced] = lambda: train(
+        transformers.Trainer, "sdpa", samples, pad_and_count, batch // 4, hidden, gradient_accumulation_steps=4,
+        train_sampling_strategy="batch_rebalance",
+    )  # fmt: skip
     groups = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
     row = max(int(lengths.max()), int(lengths.sum()) // len(groups))  # TRL's rows as large as the other ways' steps
     rows = trl_rows(samples, row)
@@ -148,7 +160,9 @@ def measure(lengths: np.ndarray, batch: int, capacity: int, hidden: int, seed: i
     tokens = {name: sum(int(g.sum()) for g in groups[1:]) for name in ways}
     if rows is not None:
         tokens["TRL packing (bfd), sdpa"] = sum(len(row["input_ids"]) for row in rows[1:])
-    rates = {name: tokens[name] / sum(run().steps[1:]) for name, run in ways.items()}
+    seconds = {name: sum(run().steps[1:]) for name, run in ways.items()}
+    tokens[rebalanced] = sum(counted[4 : 4 * len(groups)])
+    rates = {name: tokens[name] / seconds[name] for name in ways}
     return {"tokens_per_second": rates, "limit": padded / real, "num_tokens": int(lengths.sum())}
 
 

@@ -77,8 +77,9 @@ def exchange(folder: str) -> dict[str, Any]:
     mine = samples[rank * 24 // world : (rank + 1) * 24 // world]
     gathered = gather_lengths(lengths_of(mine), topology)
     plan = ullage.plan(gathered.lengths, ranks=world, capacity=128)
-    found = exchanged(plan, mine, topology, gathered)
-    for one, other in zip(found, materialize(plan, samples, rank), strict=True):
+    whole = ("logits",)  # one entry a sequence
+    found = exchanged(plan, mine, topology, gathered, per_sequence=whole)
+    for one, other in zip(found, materialize(plan, samples, rank, per_sequence=whole), strict=True):
         same(one.to("cpu"), other)
     on_device = [batch.to(_device()).to_flattened()["input_ids"] for batch in found]
     return {"device": _device().type, "sums": [int(ids.sum()) for ids in on_device]}
