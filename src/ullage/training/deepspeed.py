@@ -73,7 +73,7 @@ def init_distributed(backend: str | None = None) -> None:
     if deepspeed.comm.is_initialized():
         return
     # Reading the attribute would make DeepSpeed ask a compiler about each of its operators: look without asking.
-    marks = vars(deepspeed.ops)
+    marks: Any = vars(deepspeed.ops)
     known = marks.get("__compatible_ops__")
     marks["__compatible_ops__"] = {**(known or {}), _SHARED_MEMORY: False}
     try:
