@@ -7,7 +7,11 @@ from typing import Any
 
 from ullage.checkpoint.folder import Folder
 from ullage.checkpoint.inventory import Problem
+from ullage.checkpoint.metadata import comparable
 from ullage.checkpoint.shards import Shard
+
+#: Missing shards are named one by one up to this many.
+_LISTED = 20
 
 
 def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
@@ -21,7 +25,7 @@ def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
     for model_rank in sorted({*ranks, *model_ranks}):
         prefix = example.partition("zero_pp")[0]
         missing = sorted(set(range(world)) - set(ranks.get(model_rank, ())) - bad)
-        for rank in missing:
+        for rank in missing[:_LISTED]:
             name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt"
             folder.problems.append(
                 Problem(
@@ -32,6 +36,9 @@ def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
                     found=f"{len(ranks.get(model_rank, ()))}",
                 )
             )
+        if len(missing) > _LISTED:
+            found = f"{len(missing)} of {world}"
+            folder.problems.append(Problem("more shards are missing", expected=f"{world} shards", found=found))
         extra = sorted(set(ranks.get(model_rank, ())) - set(range(world)))
         if extra:
             shard = folder.shards[model_rank, extra[0]]
@@ -42,8 +49,8 @@ def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
                 found=f"rank {extra[-1]}",
             )
     for model in folder.models.values():
-        claimed = model.root.get("dp_world_size")
-        if isinstance(claimed, int) and claimed != world:
+        claimed = model.dp_world_size
+        if claimed is not None and claimed != world:
             folder.problems.append(
                 Problem(
                     "the world size disagrees with the files",
@@ -62,6 +69,7 @@ def check_agreement(folder: Folder) -> None:
     """Shards of one checkpoint agree on stage, world size, groups, and step; so do the model states on the step."""
 
     def odd_ones(facts: dict[Any, Any], what: str, names: dict[Any, Any]) -> None:
+        facts = {key: comparable(fact) for key, fact in facts.items()}
         counts = Counter(facts.values())
         if len(counts) < 2:
             return

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ullage.checkpoint.dtypes import ITEM_BYTES, STORAGE_OF
 from ullage.checkpoint.inventory import Tensor
-from ullage.checkpoint.torchfile import ITEM_BYTES, STORAGE_OF, Inert, Named, Size, TensorRef
+from ullage.checkpoint.unpickling import TYPES, Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -35,13 +36,18 @@ class Payload:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A file to be written: fixed ``texts`` at offsets, and payloads; or a plain copy of source file ``copy_of``."""
+    """A file to be written: fixed ``texts`` at offsets, and payloads; or a plain copy of source file ``copy_of``.
+
+    ``root`` is what an archive holds, with ``stored`` for the tensors of other files in it: what a loader must find.
+    """
 
     name: str
     num_bytes: int
     payloads: tuple[Payload, ...] = ()
     texts: tuple[tuple[int, bytes], ...] = ()
     copy_of: int | None = None
+    root: Any = None
+    stored: Callable[[TensorRef], Stream] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,22 +85,42 @@ class Call:
     args: tuple[Any, ...]
 
 
-class _Pickler:
-    """Protocol 2, for the few types that checkpoints hold."""
+#: How deep a description may nest: what contains itself is deeper than anything.
+_MAX_DEPTH = 200
 
-    def __init__(self, stored: Callable[[TensorRef], Stream] | None) -> None:
+
+class _Pickler:
+    """Protocol 2, for what a file may hold (see ``unpickling``).
+
+    Objects that a source names several times are written several times. So that a small source cannot ask for an
+    endless target, no more than ``limit`` bytes are written.
+    """
+
+    def __init__(self, stored: Callable[[TensorRef], Stream] | None, limit: int | None = None) -> None:
         self.parts: list[bytes] = []
         self.records: list[Constant | Stream] = []
-        self._stored = stored
+        self._stored, self._limit = stored, limit
+        self._depth = self._num_bytes = 0
 
     def dump(self, value: Any) -> bytes:
-        self.parts.append(b"\x80\x02")
+        self._write(b"\x80\x02")
         self._save(value)
-        self.parts.append(b".")
+        self._write(b".")
         return b"".join(self.parts)
 
+    def _write(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._limit is not None and self._num_bytes > self._limit:
+            raise CheckpointError(
+                "a description repeats itself without end", expected=f"at most {self._limit} bytes", found="more"
+            )
+        self.parts.append(data)
+
     def _save(self, value: Any) -> None:
-        write = self.parts.append
+        write = self._write
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise CheckpointError("a description contains itself, or nests too deeply", expected=f"{_MAX_DEPTH} levels")
         if value is None:
             write(b"N")
         elif value is True or value is False:
@@ -106,28 +132,14 @@ class _Pickler:
         elif type(value) is str:
             data = value.encode("utf-8", "surrogatepass")
             write(b"X" + struct.pack("<I", len(data)) + data)
-        elif type(value) in (bytes, bytearray):
-            self._call("_codecs", "encode", (bytes(value).decode("latin1"), "latin1"))
         elif type(value) is tuple:
             self._sequence(b"(", value, b"t")
-        elif type(value) is Size:
-            self._call("torch", "Size", (tuple(value),))
-        elif isinstance(value, (set, frozenset)):
-            self._call("__builtin__", type(value).__name__, (sorted(value, key=repr),))
         elif isinstance(value, dict):
             self._mapping(value)
         elif isinstance(value, list):
             self._sequence(b"](", value, b"e")
-        elif isinstance(value, type) and issubclass(value, Inert):
-            self._name(value.module, value.name)
-        elif isinstance(value, type) and value in (dict, list, int, float, set, str, tuple, bool):
-            self._name("__builtin__", value.__name__)
-        elif isinstance(value, Named):
-            self._name(value.module, value.name)
-        elif isinstance(value, Call):
-            self._call(value.module, value.name, value.args)
-        elif isinstance(value, complex):
-            self._call("__builtin__", "complex", (value.real, value.imag))
+        elif isinstance(value, (Constant, Stream, TensorRef)):
+            self._tensor(value)
         elif isinstance(value, Inert):
             self._inert(value)
         elif isinstance(value, Instance):
@@ -135,32 +147,64 @@ class _Pickler:
             write(b")\x81")
             self._save(value.state)
             write(b"b")
-        elif isinstance(value, (Constant, Stream, TensorRef)):
-            self._tensor(value)
+        elif isinstance(value, Call):
+            self._call(value.module, value.name, value.args)
+        elif isinstance(value, Named) or (isinstance(value, type) and issubclass(value, Inert)):
+            self._name(value.module, value.name)
         else:
-            raise CheckpointError("cannot write an object of this type", found=type(value).__name__)
+            self._builtin(value)
+        self._depth -= 1
+
+    def _builtin(self, value: Any) -> None:
+        """Values that a function of the standard library makes, and the types themselves."""
+        kind = type(value)
+        if kind is bytes:
+            self._call("_codecs", "encode", (value.decode("latin1"), "latin1"))
+        elif kind is bytearray:
+            self._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1"))
+        elif kind is Size:
+            self._call("torch", "Size", (tuple(value),))
+        elif kind in (set, frozenset):
+            self._call("__builtin__", kind.__name__, (sorted(value, key=self._order),))
+        elif kind is complex:
+            self._call("__builtin__", "complex", (value.real, value.imag))
+        elif kind is slice:
+            self._call("__builtin__", "slice", (value.start, value.stop, value.step))
+        elif kind is object:
+            self._call("copy_reg", "_reconstructor", (object, object, None))
+        elif callable(value) and value in TYPES:
+            self._name("__builtin__", TYPES[value])
+        else:
+            raise CheckpointError("cannot write an object of this type", found=kind.__name__)
+
+    def _order(self, value: Any) -> tuple[str, Any]:
+        """An order of the members of a set that does not depend on this process."""
+        if type(value) in (int, float, str, bytes, bool):
+            return type(value).__name__, value
+        return f"~{type(value).__name__}", _Pickler(self._stored, self._limit or 1 << 20).dump(value)
 
     def _integer(self, value: int) -> None:
         if 0 <= value < 256:
-            self.parts.append(b"K" + bytes([value]))
+            self._write(b"K" + bytes([value]))
         elif -(2**31) <= value < 2**31:
-            self.parts.append(b"J" + struct.pack("<i", value))
+            self._write(b"J" + struct.pack("<i", value))
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.parts.append(b"\x8a" + bytes([len(data)]) + data)
+            size = b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))
+            self._write(size + data)
 
     def _sequence(self, opening: bytes, values: Any, closing: bytes) -> None:
-        self.parts.append(opening)
+        self._write(opening)
         for value in values:
             self._save(value)
-        self.parts.append(closing)
+        self._write(closing)
 
     def _items(self, items: Any) -> None:
-        self.parts.append(b"(")
+        self._write(b"(")
         for key, value in items:
             self._save(key)
             self._save(value)
-        self.parts.append(b"u")
+        self._write(b"u")
 
     def _mapping(self, value: dict[Any, Any]) -> None:
         if isinstance(value, OrderedDict):
@@ -168,51 +212,70 @@ class _Pickler:
         elif isinstance(value, defaultdict):
             self._call("collections", "defaultdict", (value.default_factory,))
         else:
-            self.parts.append(b"}")
+            self._write(b"}")
         self._items(value.items())
 
     def _name(self, module: str, name: str) -> None:
-        self.parts.append(f"c{module}\n{name}\n".encode())
+        outer, _, inner = name.rpartition(".")
+        if not outer:
+            self._write(f"c{module}\n{name}\n".encode())
+            return
+        self._write(b"c__builtin__\ngetattr\n(")  # a class within a class
+        self._name(module, outer)
+        self._save(inner)
+        self._write(b"tR")
 
     def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
         self._name(module, name)
         self._save(args)
-        self.parts.append(b"R")
+        self._write(b"R")
 
     def _inert(self, value: Inert) -> None:
         self._name(value.module, value.name)
         self._save(value.args)
-        self.parts.append(b"R" if value.called else b"\x81")
+        self._write(b"R" if value.called else b"\x81")
         if value.items and isinstance(value.items[0], tuple):
             self._items(value.items)
         elif value.items:
             self._sequence(b"(", value.items, b"e")
         if value.state is not None:
             self._save(value.state)
-            self.parts.append(b"b")
+            self._write(b"b")
 
     def _tensor(self, value: Constant | Stream | TensorRef) -> None:
+        requires_grad = is_parameter = False
         if isinstance(value, TensorRef):
-            assert self._stored is not None, "a tensor of a file needs to know which"
+            if self._stored is None:
+                raise CheckpointError("cannot write a tensor among plain values")
+            requires_grad, is_parameter = value.requires_grad, value.is_parameter
             value = self._stored(value)
         shape = value.shape if isinstance(value, Constant) else value.tensor.shape
-        strides, step = [], 1
+        strides, step, numel = [], 1, 1
         for dim in reversed(shape):
             strides.append(step)
-            step *= max(1, dim)
-        numel = 1
-        for dim in shape:
-            numel *= dim
-        self._name("torch._utils", "_rebuild_tensor_v2")
-        self.parts.append(b"((")
+            step, numel = step * max(1, dim), numel * dim
+        # A dtype without a storage class of its own is named beside an untyped storage, which is counted in bytes.
+        own = STORAGE_OF.get(value.dtype)
+        size = numel if own else numel * ITEM_BYTES[value.dtype]
+        if is_parameter:
+            self._name("torch._utils", "_rebuild_parameter")
+            self._write(b"(")
+        self._name("torch._utils", "_rebuild_tensor_v2" if own else "_rebuild_tensor_v3")
+        self._write(b"((")
         self._save("storage")
-        self._name("torch", STORAGE_OF[value.dtype])
-        for item in (str(len(self.records)), "cpu", numel):
+        self._name("torch" if own else "torch.storage", own or "UntypedStorage")
+        for item in (str(len(self.records)), "cpu", size):
             self._save(item)
-        self.parts.append(b"tQ")
-        for item in (0, tuple(shape), tuple(reversed(strides)), False, OrderedDict()):
+        self._write(b"tQ")
+        dtype = () if own else (Named("torch", value.dtype),)
+        inner = requires_grad and not is_parameter
+        for item in (0, tuple(shape), tuple(reversed(strides)), inner, OrderedDict(), *dtype):
             self._save(item)
-        self.parts.append(b"tR")
+        self._write(b"tR")
+        if is_parameter:
+            for item in (requires_grad, OrderedDict()):
+                self._save(item)
+            self._write(b"tR")
         self.records.append(value)
 
 
@@ -227,10 +290,12 @@ def archive(
     stored: Callable[[TensorRef], Stream] | None = None,
     base: int = 0,
     stem: str = "archive",
+    limit: int | None = None,
 ) -> Target:
     """The target file of ``torch.save(root)``; tensors in ``root`` are :class:`Constant`, :class:`Stream`, or
-    ``TensorRef``, which ``stored`` turns into a stream. ``base`` shifts all offsets: an archive within a file."""
-    pickler = _Pickler(stored)
+    ``TensorRef``, which ``stored`` turns into a stream. ``base`` shifts all offsets: an archive within a file.
+    ``limit`` bounds the bytes of the description. Raises ``CheckpointError`` for what cannot be written."""
+    pickler = _Pickler(stored, limit)
     program = pickler.dump(root)
     fixed: list[tuple[str, bytes]] = [("data.pkl", program), ("byteorder", b"little"), ("version", b"3\n")]
     at, texts, payloads, directory = 0, [], [], []
@@ -255,7 +320,7 @@ def archive(
     for stream, offset, header_at, index in waiting:
         crc_at = (base + header_at + 14, base + starts[index] + 16)
         payloads.append(Payload(stream.tensor, base + offset, stream.dtype, crc_at))
-    return Target(name, at + len(ending), tuple(payloads), tuple(texts))
+    return Target(name, at + len(ending), tuple(payloads), tuple(texts), root=root, stored=stored)
 
 
 def _headers(name: bytes, size: int, crc: int, at: int) -> tuple[bytes, bytes]:

@@ -19,7 +19,8 @@ from ullage.checkpoint.archive import Payload, Target
 from ullage.checkpoint.copying import Unit, write_at
 from ullage.checkpoint.crc import combine
 from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import Sources
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources
+from ullage.checkpoint.unpickling import TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -56,8 +57,8 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
 def check_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
     """Compares the checksum of every source record that was read with the one its archive holds.
 
-    The bytes between the runs (padding) are read for it, unless they are most of the record. Returns how many records
-    were compared. Raises ``CheckpointError`` naming the file, its rank and the parameters in the damaged record.
+    The bytes between the runs (padding, and other tensors of a shared storage) are read for it. Returns how many
+    records were compared. Raises ``CheckpointError`` that names the file, its rank and the parameters in the record.
     """
     tables = [np.asarray(line["runs"], np.int64) for line in lines.values() if len(line.get("runs", ()))]
     if not tables:
@@ -69,9 +70,8 @@ def check_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int
     try:
         for file, low, size, crc, inside in _by_record(inventory, runs):
             filled = _with_gaps(sources, file, low, size, inside)
-            if filled is not None:
-                parts.append(np.column_stack([filled, np.full(len(filled), len(records))]))
-                records.append((file, low, crc))
+            parts.append(np.column_stack([filled, np.full(len(filled), len(records))]))
+            records.append((file, low, crc))
     finally:
         sources.close()
     if not records:
@@ -95,20 +95,34 @@ def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, in
                 yield file, offset, size, crc, mine[first:last]
 
 
-def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64 | None:
-    """[n, 2] bytes and crc of the runs and what lies between them; None if that is most of it or runs overlap."""
+def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
+    """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it."""
     starts, lengths = runs[:, 1], runs[:, 2]
+    if len(runs) > 1 and (starts[1:] < (starts + lengths)[:-1]).any():  # two tensors of one storage
+        kept, end = [], low
+        for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
+            if start >= end:
+                kept.append(i)
+                end = start + length
+        runs = runs[kept]
+        starts, lengths = runs[:, 1], runs[:, 2]
     ends = np.concatenate([[low], starts + lengths])
     gaps = np.concatenate([starts, [low + size]]) - ends
-    if (gaps < 0).any() or gaps.sum() > max(1 << 20, int(lengths.sum()) // 8):
-        return None
     rows = np.zeros((len(runs) * 2 + 1, 2), np.int64)  # a gap, a run, a gap, ..., a gap
     rows[1::2] = runs[:, 2:]
     for i in np.flatnonzero(gaps).tolist():
-        gap = bytearray(int(gaps[i]))
-        sources.read(file, int(ends[i]), memoryview(gap))
-        rows[2 * i] = len(gap), zlib.crc32(gap)
+        rows[2 * i] = gaps[i], _sum(sources, file, int(ends[i]), int(gaps[i]))
     return rows[rows[:, 0] > 0]
+
+
+def _sum(sources: Sources, file: int, offset: int, num_bytes: int) -> int:
+    """The CRC-32 of a range of a source file."""
+    crc, buffer = 0, bytearray(min(num_bytes, CHUNK_BYTES))
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        view = memoryview(buffer)[: min(CHUNK_BYTES, num_bytes - start)]
+        sources.read(file, offset + start, view)
+        crc = zlib.crc32(view, crc)
+    return crc
 
 
 def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
@@ -121,10 +135,22 @@ def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
             )
             if inside.any():
                 names.append(f"{tensor.name} ({tensor.key})")
+    names = names or _module_names(inventory, file, low)
     who = inventory.files[file]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    what = f"parameter {listed}" if names else f"the record of {size} bytes at {low}"
     return CheckpointError(
         "corrupted: the data fails its checksum",
-        where=f"{inventory.folder / who.name}, rank {who.dp_rank}, parameter {listed}",
+        where=f"{inventory.folder / who.name}, rank {who.dp_rank}, {what}",
         hint="copy the file again from where it was saved",
     )
+
+
+def _module_names(inventory: Inventory, file: int, low: int) -> list[str]:
+    """What of the module lies in a record of model states that are copied."""
+    for model in getattr(inventory.details, "models", {}).values():
+        if model.file == file:
+            keys = {key for key, record in model.source.records.items() if record.offset == low}
+            held = (model.module or {}).items()
+            return [f"{name} (module)" for name, ref in held if isinstance(ref, TensorRef) and ref.storage in keys]
+    return []

@@ -22,14 +22,17 @@ from typing import Any
 
 from ullage.checkpoint import checksums, copying
 from ullage.checkpoint.archive import Target
+from ullage.checkpoint.comparing import Pair, compare_pairs
 from ullage.checkpoint.copying import Unit
+from ullage.checkpoint.destination import disk_error, partial_of, point_to, refuse_target, require_names
 from ullage.checkpoint.inventory import Inventory, Problem, check
 from ullage.checkpoint.journal import FOLDER, Journal, fingerprint, read_journals, sync_files
-from ullage.errors import CheckpointError, DistributedError, InputError
+from ullage.checkpoint.meeting import Meeting, remove_other
+from ullage.checkpoint.reading import Unreadable
+from ullage.checkpoint.torchfile import reading
+from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
 
 FORMATS = ("universal", "safetensors", "dcp")
-#: Seconds without any progress of any process after which a process gives up waiting.
-PATIENCE = 900.0
 
 
 @dataclass
@@ -63,7 +66,15 @@ class Report:
 def plan(
     inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
 ) -> list[Target]:
-    """The files that a conversion would write, without the tensors' bytes. Writes nothing. Raises ``InputError``."""
+    """The files that a conversion would write, without the tensors' bytes. Writes nothing.
+
+    Raises ``InputError`` for options that make no sense, and ``CheckpointError`` for what the format cannot hold: an
+    optimizer's state that belongs to the layout that it was saved on, or names that cannot be files'.
+    """
+    if format not in FORMATS:
+        raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+    if carries_optimizer(format, optimizer):
+        refuse_problems(inventory, optimizer_problems(inventory, format))
     if format == "universal":
         from ullage.checkpoint.universal import plan as make
 
@@ -76,11 +87,22 @@ def plan(
         from ullage.checkpoint.safetensors import plan as make_safetensors
 
         return make_safetensors(inventory, dtype=dtype, optimizer=bool(optimizer))
-    if format == "dcp":
-        from ullage.checkpoint.dcp import plan as make_dcp
+    from ullage.checkpoint.dcp import plan as make_dcp
 
-        return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
-    raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+    return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
+
+
+def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
+    """Why the optimizer's state cannot be carried to ``format``; ``[]`` when it can."""
+    problems = list(inventory.optimizer_problems)
+    if format != "universal":
+        for rank, uncut in getattr(inventory.details, "uncut", {}).items():
+            hint = "convert the weights only, with --weights-only, or --to universal"
+            problems += [
+                Problem(f"{format} has no place for optimizer state {key}, which is no partition", rank=rank, hint=hint)
+                for key in sorted(uncut.keys)
+            ]
+    return problems
 
 
 def convert(
@@ -119,6 +141,7 @@ def convert(
     share = _share(rank, world_size)
     refuse_problems(inventory, check(inventory))
     targets = plan(inventory, format, dtype=dtype, optimizer=optimizer)
+    require_names(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
@@ -128,17 +151,25 @@ def convert(
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
-    mark = fingerprint(inventory, targets, {"format": format, "dtype": dtype, "optimizer": optimizer})
-    partial = target.with_name(target.name + ".partial")
-    if _already_there(target, mark, share[0]):
-        return report
-    _refuse_target(inventory, target, partial, report.num_bytes)
-    job = _Job(inventory, targets, target, partial, mark, share, report, progress)
+    options = {"format": format, "dtype": dtype, "optimizer": carries_optimizer(format, optimizer)}
+    with reading(str(inventory.folder)):
+        mark = fingerprint(inventory, targets, options)
+    partial = partial_of(target)
+    refuse_target(inventory, target, partial, report.num_bytes)
+    job = _Job(inventory, targets, target, partial, mark, share, report, progress, options)
     job.run()
-    if share[0] == 0:
-        _point_to(target, format)
+    if share[0] == 0 and format == "universal":
+        try:
+            point_to(target)
+        except OSError as error:
+            raise disk_error(error, target.parent / "latest_universal") from error
     report.seconds = time.monotonic() - began
     return report
+
+
+def carries_optimizer(format: str, optimizer: bool | None) -> bool:
+    """Whether a conversion carries the optimizer's state: by default not to safetensors."""
+    return bool(optimizer) if format == "safetensors" else optimizer is not False
 
 
 def default_workers() -> int:
@@ -174,45 +205,6 @@ def refuse_problems(inventory: Inventory, problems: list[Problem]) -> None:
     raise error
 
 
-def _already_there(target: Path, mark: str, rank: int) -> bool:
-    """For a process that comes late: whether the others have finished this very conversion."""
-    try:
-        return rank > 0 and json.loads((target / "ullage.json").read_text()).get("mark") == mark
-    except (OSError, ValueError):
-        return False
-
-
-def _refuse_target(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
-    if os.path.lexists(target):
-        raise InputError("the target exists", where=str(target), hint="remove it, or name another")
-    source = inventory.folder.resolve()
-    if target.resolve().is_relative_to(source):
-        raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
-    if partial.exists() and not (partial / FOLDER).is_dir():
-        raise InputError("a folder is in the way that no conversion of ours left", where=str(partial))
-    above = next(p for p in target.parents if p.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
-    held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
-    free = shutil.disk_usage(above).free + held
-    if free < num_bytes:
-        raise InputError(
-            "the disk is full",
-            where=str(above),
-            expected=f"{num_bytes} bytes free",
-            found=f"{free}",
-            hint="free some space",
-        )
-
-
-def _point_to(target: Path, format: str) -> None:
-    if format == "universal":
-        pointer = target.parent / "latest_universal"
-        new = pointer.with_name(f".latest_universal.{os.getpid()}")
-        new.write_text(target.name)
-        os.replace(new, pointer)
-
-
 @dataclass
 class _Job:
     """One process's part of a conversion."""
@@ -225,13 +217,44 @@ class _Job:
     share: tuple[int, int]
     report: Report
     progress: Callable[[int, int], None] | None
+    options: dict[str, Any]
     #: folders above the target that this conversion made, innermost first
     made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
         rank, world_size = self.share
+        self.meeting = Meeting(self.partial, rank, world_size)
+        journal: Journal | None = None
+        try:
+            if rank == 0:
+                self._make_partial()
+                journal = Journal(self.partial, rank, self.mark)
+                self.meeting.clear()
+                self.meeting.begin()
+            else:
+                self.meeting.begin()
+                journal = Journal(self.partial, rank, self.mark)
+            self._work(self._present(read_journals(self.partial, self.mark) or {}), journal)
+        except DistributedError:
+            raise
+        except UllageError as error:
+            refused = isinstance(error, CheckpointError) and not isinstance(error, Unreadable)
+            self._fail(error, remove=world_size == 1 and refused)
+            raise
+        except OSError as error:
+            self._fail(error, remove=False)
+            raise disk_error(error, self.partial) from error
+        finally:
+            if journal is not None:
+                journal.close()
+        if rank > 0:
+            self.meeting.wait(lambda: self.target.exists() or not self.partial.exists(), "process 0 to finish")
+            if not self.target.exists():
+                raise DistributedError("process 0 gave up", where=str(self.partial))
+
+    def _work(self, done: dict[int, dict[str, Any]], journal: Journal) -> None:
+        rank, world_size = self.share
         units = copying.split(self.targets)
-        done = self._open(rank)
         mine = [u for u in _part(units, rank, world_size) if u.number not in done]
         held = sum(u.num_bytes for u in units if u.number in done)
         self.report.bytes_resumed = held
@@ -242,42 +265,20 @@ class _Job:
             if self.progress is not None:
                 self.progress(count[0], self.report.num_bytes)
 
-        journal = Journal(self.partial, rank, self.mark)
-        try:
-            copying.prepare(self.partial, self.targets)
-            lines = done | copying.run_units(
-                self.inventory, self.targets, self.partial, mine, journal, self.report.workers, step
-            )
-            if rank == 0:
-                self._finish(units, self._gather(units, lines) if world_size > 1 else lines)
-        except CheckpointError as error:
-            self._fail(error, remove=world_size == 1)
-            raise
-        except OSError as error:
-            self._fail(error, remove=False)
-            raise _disk_error(error, self.partial) from error
-        finally:
-            journal.close()
-        if rank > 0:
-            self._await_rename()
+        copying.prepare(self.partial, self.targets)
+        lines = done | copying.run_units(
+            self.inventory, self.targets, self.partial, mine, journal, self.report.workers, step
+        )
+        if rank == 0:
+            self._finish(units, self._gather(units, lines) if world_size > 1 else lines)
 
-    def _open(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Makes the partial, or takes up the one that is there; returns the lines of units that are done."""
-        try:
-            if self.partial.exists():
-                done = read_journals(self.partial, self.mark)
-                if done is not None:
-                    return self._present(done)
-                if rank == 0:
-                    shutil.rmtree(self.partial)
-                    self.report.notes.append("a partial of another source or other options was removed")
-                else:
-                    self._wait(lambda: read_journals(self.partial, self.mark) is not None, "process 0 to start over")
-            self.made = [p for p in self.partial.parents if not p.exists()]
-            (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _disk_error(error, self.partial) from error
-        return {}
+    def _make_partial(self) -> None:
+        """Makes the partial, or takes up the one that is there if it is of this very conversion."""
+        if self.partial.exists() and read_journals(self.partial, self.mark) is None:
+            remove_other(self.partial)
+            self.report.notes.append("a partial of another source or other options was removed")
+        self.made = [p for p in self.partial.parents if not p.exists()]
+        (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def _present(self, done: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Units whose files are there at their size; a unit of small files needs all of them."""
@@ -295,13 +296,14 @@ class _Job:
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Checksums, the closing report, sync, rename."""
         self.report.records_checked = checksums.check_sources(self.inventory, lines)
+        self._compare_twins()
         checksums.fill_checksums(self.targets, self.partial, units, lines)
         for line in lines.values():
             for index, number, count in line.get("not_finite", ()):
                 tensor = self.targets[index].payloads[number].tensor
                 self.report.not_finite.append((tensor.name, tensor.key, count))
         self.report.not_finite = _summed(self.report.not_finite)
-        summary = {"mark": self.mark, "source": str(self.inventory.folder), "format": self.report.format}
+        summary = {"mark": self.mark, "source": str(self.inventory.folder), **self.options}
         summary |= {
             "num_bytes": self.report.num_bytes,
             "not_finite": self.report.not_finite,
@@ -317,6 +319,18 @@ class _Job:
         finally:
             os.close(fd)
 
+    def _compare_twins(self) -> None:
+        """What several pipeline stages hold under one name is equal, or nothing says which of them is meant."""
+        carried = {(payload.tensor.name, payload.tensor.key) for t in self.targets for payload in t.payloads}
+        pairs: list[Pair] = [(a, b, None) for a, b in self.inventory.twins if (a.name, a.key) in carried]
+        for problem in compare_pairs(self.inventory, self.inventory, pairs, self.report.workers):
+            raise CheckpointError(
+                "pipeline stages hold different values of one parameter",
+                where=f"{self.inventory.folder}, parameter {problem.parameter}",
+                found=problem.what,
+                hint="a tied weight that has drifted apart, or two parameters of one name",
+            )
+
     def _gather(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Waits until the journals of all processes hold all units."""
         found = dict(lines)
@@ -325,46 +339,17 @@ class _Job:
             found.update(read_journals(self.partial, self.mark) or {})
             return len(found) >= len(units)
 
-        self._wait(complete, "the other processes")
+        self.meeting.wait(complete, "the other processes")
         return found
 
-    def _wait(self, ready: Callable[[], bool], whom: str) -> None:
-        pause, last, seen = 0.01, time.monotonic(), -1
-        while not ready():
-            for path in (self.partial / FOLDER).glob(f"failed-*{_run_name()}"):
-                raise DistributedError("another process failed", where=path.name, found=path.read_text()[:300])
-            size = sum(p.stat().st_size for p in (self.partial / FOLDER).glob("*.jsonl") if p.exists())
-            if size != seen:
-                seen, last = size, time.monotonic()
-            if time.monotonic() - last > PATIENCE:
-                raise DistributedError(
-                    f"waited {PATIENCE:.0f} s for {whom}",
-                    where=str(self.partial),
-                    hint="call convert on every process of torchrun, or with world_size=1 on one",
-                )
-            time.sleep(pause)
-            pause = min(0.5, pause * 1.5)
-
-    def _await_rename(self) -> None:
-        self._wait(lambda: self.target.exists() or not self.partial.exists(), "process 0 to finish")
-        if not self.target.exists():
-            raise DistributedError("process 0 gave up", where=str(self.partial))
-
     def _fail(self, error: Exception, *, remove: bool) -> None:
-        if remove:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            for folder in self.made:
-                with suppress(OSError):  # someone else has put something there
-                    folder.rmdir()
-        elif self.share[1] > 1:
-            with suppress(OSError):
-                (self.partial / FOLDER / f"failed-{self.share[0]}{_run_name()}").write_text(str(error))
-
-
-def _run_name() -> str:
-    """Tells a failure of this launch from one that an earlier launch left."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    return "-" + "-".join(os.environ.get(n, "") for n in names).replace("/", "_")
+        if not remove:
+            self.meeting.fail(error)
+            return
+        shutil.rmtree(self.partial, ignore_errors=True)
+        for folder in self.made:
+            with suppress(OSError):  # someone else has put something there
+                folder.rmdir()
 
 
 def _part(units: list[Unit], rank: int, world_size: int) -> list[Unit]:
@@ -389,11 +374,3 @@ def _summed(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
     for name, key, count in found:
         total[name, key] = total.get((name, key), 0) + count
     return sorted((name, key, count) for (name, key), count in total.items())
-
-
-def _disk_error(error: OSError, partial: Path) -> InputError:
-    return InputError(
-        f"cannot write: {error.strerror or error}",
-        where=str(error.filename or partial),
-        hint="what is done is kept: run the same command again once there is room, or remove the .partial",
-    )

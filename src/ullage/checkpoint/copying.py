@@ -21,10 +21,10 @@ import numpy as np
 
 from ullage.checkpoint.archive import Target
 from ullage.checkpoint.crc import combine
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.journal import Journal
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, rows_of, stream
-from ullage.checkpoint.torchfile import ITEM_BYTES
 
 #: Targets up to this size are composed in memory and written at once.
 SMALL_BYTES = 1 << 20
@@ -151,7 +151,7 @@ class _Worker:
             for index in range(unit.first, unit.last):
                 not_finite += self._small(index, tally)
         elif unit.payload < 0:
-            self._copy(unit)
+            self._copy(unit, tally)
         else:
             line["crc"] = self._range(unit, tally)
             if tally.not_finite:
@@ -214,15 +214,24 @@ class _Worker:
             crc = int(combine(crcs, sizes, np.zeros(len(runs), np.int64))[0]) if len(runs) > 1 else crc
         return crc
 
-    def _copy(self, unit: Unit) -> None:
+    def _copy(self, unit: Unit, tally: Tally) -> None:
+        """A range of a source file as it is. What of it lies in records is summed, record by record."""
         target = self.targets[unit.first]
         assert target.copy_of is not None
+        file = target.copy_of
+        records = self.inventory.records.get(file, np.zeros((0, 3), np.int64))
+        begins, ends = records[:, 0], records[:, 0] + records[:, 1]
         fd = os.open(self.partial / target.name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for start in range(unit.start, unit.stop, CHUNK_BYTES):
                 view = self.buffer[: min(CHUNK_BYTES, unit.stop - start)].data
-                self.sources.read(target.copy_of, start, view)
+                self.sources.read(file, start, view)
                 write_at(fd, view, start)
+                stop = start + len(view)
+                first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop)
+                for begin, end in zip(begins[first:last].tolist(), ends[first:last].tolist()):
+                    low, high = max(begin, start), min(end, stop)
+                    tally.runs.append((file, low, high - low, zlib.crc32(view[low - start : high - start])))
         finally:
             os.close(fd)
 

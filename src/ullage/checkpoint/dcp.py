@@ -14,18 +14,32 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.archive import Call, Instance, Payload, Stream, Target, archive, dumps
+import numpy as np
+
+from ullage.checkpoint import metadata
+from ullage.checkpoint.archive import Call, Constant, Instance, Payload, Stream, Target, archive, dumps
+from ullage.checkpoint.details import Details, kept_by_group
+from ullage.checkpoint.folder import record_table
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, Topology
+from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.safetensors import cast_of
-from ullage.checkpoint.torchfile import Inert, Named, Size, TensorRef, read_pickle, read_torch_file
+from ullage.checkpoint.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
 from ullage.checkpoint.universal import number
+from ullage.checkpoint.unpickling import Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
+from ullage.layout import Int64
 
 MAX_FILE_BYTES = 4 << 30
-_METADATA = "torch.distributed.checkpoint.metadata"
+#: Bytes of the description of one item: a tensor, or a setting of the optimizer.
+_MAX_SETTING_BYTES = 16 << 20
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_ENTRIES = ("TensorStorageMetadata", "BytesStorageMetadata")
+#: What ``.metadata`` says beside items.
+CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 
 class _Writer:
@@ -42,12 +56,8 @@ class _Writer:
 
     def add(self, path: tuple[Any, ...], value: Any) -> Instance:
         """One item: a :class:`Stream`, a constant tensor, or any other value. Returns where it lies."""
-        made = archive("", value, base=self._at)
-        where = Instance(
-            "torch.distributed.checkpoint.filesystem",
-            "_StorageInfo",
-            {"relative_path": self._name(), "offset": self._at, "length": made.num_bytes},
-        )
+        made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
+        where = storage_of(self._name(), self._at, made.num_bytes)
         self._payloads += made.payloads
         self._texts += made.texts
         self._at += made.num_bytes
@@ -59,24 +69,9 @@ class _Writer:
     def book(self, path: tuple[Any, ...], value: Any, where: Instance) -> None:
         """Enters an item into the books."""
         flat = ".".join(map(str, path))
-        shape = getattr(value.tensor if isinstance(value, Stream) else value, "shape", None)
         self.paths[flat] = path
-        if shape is None:
-            self.entries[flat] = Instance(_METADATA, "BytesStorageMetadata", {})
-            index = {"fqn": flat, "offset": None, "index": None}
-        else:
-            zeros, size = Size([0] * len(shape)), Size(shape)
-            chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-            memory = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
-            layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
-            properties = (Named("torch", value.dtype), layout, False, memory, False)
-            self.entries[flat] = Instance(
-                _METADATA,
-                "TensorStorageMetadata",
-                {"properties": Instance(_METADATA, "TensorProperties", properties), "size": size, "chunks": [chunk]},
-            )
-            index = {"fqn": flat, "offset": zeros, "index": 0}
-        self.storage.append((Instance(_METADATA, "MetadataIndex", index), where))
+        self.entries[flat] = entry_of(value)
+        self.storage.append((index_of(flat, value), where))
 
     def _name(self) -> str:
         return f"__{len(self.targets)}_0.distcp"
@@ -87,89 +82,208 @@ class _Writer:
         self._at, self._payloads, self._texts = 0, [], []
 
     def metadata(self) -> Target:
-        content = {
-            "state_dict_metadata": self.entries,
-            "planner_data": self.paths,
-            "storage_data": dict(self.storage),
-            "storage_meta": None,
-            "version": "1.0.0",
-        }
+        content = {"state_dict_metadata": self.entries, "planner_data": self.paths, "storage_data": dict(self.storage)}
+        content |= CONSTANTS
         text = dumps(Instance(_METADATA, "Metadata", content))
         return Target(".metadata", len(text), texts=((0, text),))
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return getattr(value.tensor if isinstance(value, Stream) else value, "shape", None)
+
+
+def index_of(flat: str, value: Any) -> Instance:
+    """Under which key ``.metadata`` has the place of an item of one chunk."""
+    shape = _shape_of(value)
+    zeros = None if shape is None else Size([0] * len(shape))
+    said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
+    return Instance(_METADATA, "MetadataIndex", said)
+
+
+def storage_of(file: str, offset: int, length: int) -> Instance:
+    """A place as ``.metadata`` has it."""
+    return Instance(_FILES, "_StorageInfo", {"relative_path": file, "offset": offset, "length": length})
+
+
+def entry_of(value: Any) -> Instance:
+    """What ``.metadata`` says of an item, as torch writes it: a tensor in one chunk, or bytes."""
+    shape = _shape_of(value)
+    if shape is None:
+        return Instance(_METADATA, "BytesStorageMetadata", {})
+    zeros, size = Size([0] * len(shape)), Size(shape)
+    chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+    memory = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
+    layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
+    properties = Instance(_METADATA, "TensorProperties", (Named("torch", value.dtype), layout, False, memory, False))
+    return Instance(_METADATA, "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
 
 
 def plan(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
     """The files of the checkpoint, without the tensors' bytes."""
     writer = _Writer()
-    weights = {t.name: t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"}
     tied: dict[str, list[str]] = {}
     for alias, owner in inventory.aliases.items():
         tied.setdefault(owner, []).append(alias)
-    for name, tensor in weights.items():
-        stream = Stream(tensor, cast_of(tensor, dtype))
-        where = writer.add(("model", name), stream)
-        for alias in tied.get(name, ()):
-            writer.book(("model", alias), stream, where)
-    if optimizer:
-        _add_optimizer(writer, inventory)
+    for path, value in items(inventory, dtype=dtype, optimizer=optimizer):
+        where = writer.add(path, value)
+        for alias in tied.get(path[1], ()) if path[0] == "model" else ():
+            writer.book(("model", alias), value, where)
     writer.close()
     return [*writer.targets, writer.metadata()]
 
 
-def _add_optimizer(writer: _Writer, inventory: Inventory) -> None:
+def items(
+    inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """(path, value) of everything in the checkpoint; values as ``archive`` takes them. Tied names are left out.
+
+    Raises ``CheckpointError`` for a setting of the optimizer that cannot be written.
+    """
+    weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
+    found: list[tuple[tuple[Any, ...], Any]] = [
+        (("model", tensor.name), Stream(tensor, cast_of(tensor, dtype))) for tensor in weights
+    ]
+    return found + _optimizer_items(inventory) if optimizer else found
+
+
+def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
     trained = [t for t in inventory.tensors if t.kind == "parameter"]
-    for tensor in trained:
-        if tensor.key != "fp32":
-            writer.add(("optim", "state", tensor.name, tensor.key), Stream(tensor, tensor.dtype))
-    steps = getattr(inventory.details, "steps", {})
+    found: list[tuple[tuple[Any, ...], Any]] = [
+        (("optim", "state", t.name, t.key), Stream(t, t.dtype)) for t in trained if t.key != "fp32"
+    ]
+    details = inventory.details
+    if not isinstance(details, Details):
+        return found
     names: dict[int, list[str]] = {}
+    kept = kept_by_group(details)
     for tensor in trained:
         if tensor.key != "fp32":
             continue
         names.setdefault(tensor.group or 0, []).append(tensor.name)
-        value, saved = steps.get(tensor.group, (None, None))
+        value, saved = details.steps.get(tensor.group or 0, (None, None))
         if isinstance(value, (int, float)):
-            writer.add(("optim", "state", tensor.name, "step"), number(value, saved or "float32"))
-    for index, group in enumerate(getattr(inventory.details, "param_groups", [])):
+            found.append((("optim", "state", tensor.name, "step"), number(value, saved or "float32")))
+        for key, other in kept.get(tensor.group or 0, {}).items():
+            found.append((("optim", "state", tensor.name, key), other))
+    source = next((shard.source for shard in details.shards.values()), None)
+    for index, group in enumerate(details.param_groups):
         for setting, value in group.items():
-            if setting != "params" and not isinstance(value, TensorRef):
-                writer.add(("optim", "param_groups", index, setting), value)
-        writer.add(("optim", "param_groups", index, "params"), names.get(index, []))
+            if setting not in ("params", "param_names"):
+                found.append((("optim", "param_groups", index, setting), _setting(value, setting, source)))
+        found.append((("optim", "param_groups", index, "params"), names.get(index, [])))
+    return found
+
+
+def _setting(value: Any, name: str, source: TorchFile | None) -> Any:
+    """A hyperparameter as it was saved; one that is a tensor (a rate that a graph reads) with its value."""
+    if not isinstance(value, TensorRef):
+        return value
+    if source is None or not value.contiguous:
+        raise CheckpointError("a setting of the optimizer cannot be written", where=name, found="a tensor")
+    return Constant(value.dtype, tuple(value.shape), read_bytes(source, value))
 
 
 def read_dcp(folder: Path) -> Inventory:
     """The inventory of a DCP folder whose tensors are whole or cut along dim 0. Raises ``CheckpointError``."""
-    root = read_pickle(folder / ".metadata")
-    if not isinstance(root, Inert) or not isinstance(root.get("storage_data"), dict):
-        raise CheckpointError("not the metadata of a distributed checkpoint", where=str(folder / ".metadata"))
-    places: dict[str, list[tuple[tuple[int, ...], Inert]]] = {}
-    for index, info in root.get("storage_data").items():
-        places.setdefault(index.get("fqn"), []).append((tuple(index.get("offset") or ()), info))
+    _, entries, places = read_metadata(folder)
     files: dict[str, int] = {}
     tensors: list[Tensor] = []
     problems: list[Problem] = []
-    for flat, entry in root.get("state_dict_metadata").items():
+    records: dict[int, list[Int64]] = {}
+    for flat, entry in entries.items():
         name_key = _parameter(flat)
         if entry.name != "TensorStorageMetadata" or name_key is None:
             continue
-        shape = tuple(int(d) for d in entry.get("size"))
-        rows, dtype = [], "float32"
-        for offsets, info in places.get(flat, []):
-            relative = info.get("relative_path")
-            file = files.setdefault(relative, len(files))
-            source = read_torch_file(folder / relative, info.get("offset"), info.get("length"))
-            ref = source.root
-            if not isinstance(ref, TensorRef) or any(offsets[1:]) or ref.shape[1:] != shape[1:]:
-                problems.append(Problem("a chunk that is not whole rows", relative, parameter=flat))
+        shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", str(folder / ".metadata"))
+        rows, dtypes, merged = [], [], None
+        for place in places.get(flat, []):
+            try:
+                source = place.open(folder)
+                file = files.setdefault(place.file, len(files))
+                ref, first = _chunk(source, place, shape)
+                whole = whole_tensor(*name_key, ref, file, source, "parameter")
+            except CheckpointError as error:
+                if "refused" in error.what:
+                    raise
+                problems.append(Problem(error.what, place.file, parameter=flat, found=str(error.found)))
                 continue
-            dtype = ref.dtype
-            if ref.numel:
-                first = (offsets[0] if offsets else 0) * math.prod(shape[1:])
+            records.setdefault(file, []).append(record_table(source))
+            dtypes.append(ref.dtype)
+            if whole.merge.kind == "strided":
+                merged = whole
+            elif ref.numel:
                 rows.append((file, source.place(ref), first, ref.numel))
+        if merged is not None and len(dtypes) == 1:
+            tensors.append(merged)
+            continue
+        if merged is not None or len(set(dtypes)) > 1:
+            problems.append(Problem("chunks that do not fit together", parameter=flat))
+            continue
         fragments = Fragments.of(*(zip(*rows) if rows else ([], [], [], [])))
-        tensors.append(Tensor(*name_key, shape, dtype, "parameter", (Slice(0, shape, fragments),)))
+        part = Slice(0, shape, fragments)
+        tensors.append(Tensor(*name_key, shape, dtypes[0] if dtypes else "float32", "parameter", (part,)))
     listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in files)
-    return Inventory(folder, "dcp", Topology(), listed, tuple(tensors), problems=tuple(problems))
+    tables = {file: _by_offset(parts) for file, parts in records.items()}
+    return Inventory(folder, "dcp", Topology(), listed, tuple(tensors), problems=tuple(problems), records=tables)
+
+
+def _by_offset(parts: list[Int64]) -> Int64:
+    table = np.unique(np.concatenate(parts), axis=0)  # tied names share an archive
+    return table[np.argsort(table[:, 0], kind="stable")]
+
+
+def _chunk(source: TorchFile, place: Place, shape: tuple[int, ...]) -> tuple[TensorRef, int]:
+    """The tensor of a chunk, and the element of the whole at which it begins. Raises ``CheckpointError``."""
+    ref, offsets = source.root, place.offsets
+    if not isinstance(ref, TensorRef) or any(offsets[1:]) or ref.shape[1:] != shape[1:] or len(ref.shape) != len(shape):
+        found = list(ref.shape) if isinstance(ref, TensorRef) else None
+        raise CheckpointError("a chunk that is not whole rows", where=place.file, found=found)
+    return ref, (offsets[0] if offsets else 0) * math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one item, or one chunk of it, is: an archive of ``length`` bytes at ``offset`` of ``file``."""
+
+    file: str
+    offset: int
+    length: int
+    #: of a tensor's chunk: its first index along each dim
+    offsets: tuple[int, ...]
+    #: what ``.metadata`` says: of which item this is the place, and the place
+    said: tuple[Any, Any] = (None, None)
+
+    def open(self, folder: Path) -> TorchFile:
+        """What the archive describes. Raises ``CheckpointError``."""
+        return read_torch_file(folder / self.file, self.offset, self.length)
+
+
+def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list[Place]]]:
+    """``.metadata``, and its entries and places by flat name. Raises ``CheckpointError``."""
+    where = str(folder / ".metadata")
+    root = read_pickle(folder / ".metadata")
+    if not _is(root, _METADATA, "Metadata") or not isinstance(root.get("storage_data"), dict):
+        raise CheckpointError("not the metadata of a distributed checkpoint", where=where)
+    entries = metadata.mapping(root.get("state_dict_metadata"), "state_dict_metadata", where)
+    for flat, entry in entries.items():
+        if not isinstance(flat, str) or not any(_is(entry, _METADATA, kind) for kind in _ENTRIES):
+            raise metadata.malformed("state_dict_metadata", where, "descriptions by name", entry)
+    places: dict[str, list[Place]] = {}
+    for index, info in root.get("storage_data").items():
+        if not (_is(index, _METADATA, "MetadataIndex") and _is(info, _FILES, "_StorageInfo")):
+            raise metadata.malformed("storage_data", where, "places by name", info)
+        (name,) = metadata.names([index.get("fqn")], "storage_data", where)
+        (file,) = metadata.names([info.get("relative_path")], "relative_path", where)
+        if not file or Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
+            raise metadata.malformed("relative_path", where, "a file of the folder", file)
+        offset, length = (metadata.integer(info.get(k), k, where) for k in ("offset", "length"))
+        offsets = tuple(metadata.integers(index.get("offset"), "offset", where))
+        places.setdefault(name, []).append(Place(file, offset, length, offsets, (index, info)))
+    return root, entries, places
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    return isinstance(value, Inert) and (value.module, value.name) == (module, name)
 
 
 def _parameter(flat: str) -> tuple[str, str] | None:

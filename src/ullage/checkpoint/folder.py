@@ -70,5 +70,6 @@ def read_files(folder: Folder) -> None:
 
 def record_table(source: TorchFile) -> Int64:
     """Offset, bytes and CRC-32 of each record of a file, by offset; empty for a file saved without checksums."""
-    rows = [(r.offset, r.num_bytes, r.crc) for r in source.records.values() if r.num_bytes] if source.has_crcs else []
-    return np.array(sorted(rows), np.int64).reshape(-1, 3)
+    every = [*source.records.values(), *source.others.values()] if source.has_crcs else []
+    rows = sorted((r.offset, r.num_bytes, r.crc) for r in every if r.num_bytes)
+    return np.array(rows, np.int64).reshape(-1, 3)

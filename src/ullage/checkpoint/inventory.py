@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint.torchfile import ITEM_BYTES
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.layout import Int64, Pieces
 
 
@@ -100,14 +100,16 @@ class Merge:
 
     ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``boxes`` of the slices
     lie side by side; the whole is ``[outer, size, inner]`` elements, cut at ``size``. ``replicated``: all slices are
-    equal, the first is taken. ``average``: the mean of the slices.
+    equal, the first is taken. ``average``: the mean of the slices. ``strided``: one slice, a stretch of a storage, in
+    which the elements of the whole lie at ``strides``.
     """
 
-    kind: Literal["flat", "columns", "replicated", "average"] = "flat"
+    kind: Literal["flat", "columns", "replicated", "average", "strided"] = "flat"
     outer: int = 1
     size: int = 0
     inner: int = 1
     boxes: tuple[Box, ...] = ()
+    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +227,9 @@ class Inventory:
     is the optimizer's step by parameter group, as it was saved (a number; None where the optimizer keeps none).
     ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
     ``problems`` are those met while reading; :func:`check` adds those of the tiling. ``records`` gives, by file, the
-    archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``details`` holds what only the writers
-    of other formats need.
+    archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``twins`` are pairs of tensors that two
+    pipeline stages hold of one name, which must be equal. ``optimizer_problems`` stand in the way of a conversion with
+    the optimizer's state, and of no other. ``details`` holds what only the writers of other formats need.
     """
 
     folder: Path
@@ -240,6 +243,8 @@ class Inventory:
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     records: dict[int, Int64] = field(default_factory=dict, repr=False)
+    twins: tuple[tuple[Tensor, Tensor], ...] = field(default=(), repr=False)
+    optimizer_problems: tuple[Problem, ...] = ()
     details: Any = field(default=None, repr=False)
     #: no file exists: see ``ullage.checkpoint.on_paper``
     on_paper: bool = False

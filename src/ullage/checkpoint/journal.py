@@ -26,7 +26,7 @@ from ullage.errors import InputError
 FOLDER = ".journal"
 _SYNC_EVERY_BYTES = 8 << 30
 _SYNC_EVERY_SECONDS = 30.0
-_VERSION = 1
+_VERSION = 2
 
 
 def fingerprint(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
@@ -111,7 +111,10 @@ def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
     for path in sorted((partial / FOLDER).glob("*.jsonl")):
         pending: list[dict[str, Any]] = []
         boot, seen_mark = "", False
-        for text in path.read_text(encoding="utf-8").splitlines():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if not lines:  # just opened by another process
+            continue
+        for text in lines:
             try:
                 line = json.loads(text)
             except ValueError:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ullage.checkpoint.torchfile import reading
 from ullage.errors import CheckpointError
 
+#: Bytes of a pointer that are read: no folder has a longer name.
+_LONGEST_TAG = 4096
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 
 
@@ -25,15 +28,18 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         path = folder / pointer
         if not path.is_file():
             continue
-        tag = path.read_text().strip()
+        with reading(str(path)), open(path, "rb") as stream:
+            tag = stream.read(_LONGEST_TAG).decode("utf-8", "replace").strip()
         candidates = [tag]
         if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
             candidates += [f"global_step{tag}", f"iter_{int(tag):07d}"]
         for name in candidates:
-            if name and (folder / name).is_dir() and _format(folder / name):
+            with reading(str(path)):
+                there = bool(name) and (folder / name).is_dir()
+            if there and _format(folder / name):
                 return folder / name, _format(folder / name) or ""
         raise CheckpointError(
-            f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag or "nothing"
+            f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag[:200] or "nothing"
         )
     names = sorted(p.name for p in folder.iterdir())[:4]
     raise CheckpointError(
@@ -45,7 +51,8 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 
 
 def _format(folder: Path) -> str | None:
-    names = [p.name for p in folder.iterdir()]
+    with reading(str(folder)):
+        names = [p.name for p in folder.iterdir()]
     if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():

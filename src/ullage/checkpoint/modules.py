@@ -7,112 +7,133 @@ saves its layers in files of their own, under the names that its parameters have
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint import shards
-from ullage.checkpoint.folder import Folder
-from ullage.checkpoint.inventory import Fragments, Problem, Slice, Tensor
-from ullage.checkpoint.parallel import Patterns, join
-from ullage.checkpoint.torchfile import ITEM_BYTES, TensorRef, TorchFile, read_torch_file
+from ullage.checkpoint import metadata, shards
+from ullage.checkpoint.folder import Folder, record_table
+from ullage.checkpoint.inventory import Fragments, Merge, Problem, Slice, Tensor
+from ullage.checkpoint.joining import Stages, join_stages
+from ullage.checkpoint.parallel import Patterns
+from ullage.checkpoint.torchfile import TorchFile, read_torch_file
+from ullage.checkpoint.unpickling import Inert, TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Layout
+
+Kind = Literal["parameter", "frozen", "buffer"]
 
 
 def aliases(folder: Folder) -> dict[str, str]:
     """Tied names -> the name that is stored."""
-    found: dict[str, str] = {}
-    for model in folder.models.values():
-        shared = model.root.get("shared_params")
-        if isinstance(shared, dict):
-            found.update({str(a): str(b) for a, b in shared.items()})
-        elif isinstance(shared, (list, tuple)):
-            found.update({str(a): str(b) for a, b in shared})
-    return found
+    return {alias: owner for model in folder.models.values() for alias, owner in model.aliases.items()}
 
 
-def frozen_and_buffers(folder: Folder, world: int, tp: int, patterns: Patterns, trained: set[str]) -> list[Tensor]:
-    """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first."""
+def frozen_and_buffers(
+    folder: Folder, world: int, tp: int, patterns: Patterns, trained: set[str]
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first.
+
+    Also the pairs of frozen parameters that two pipeline stages hold.
+    """
     tied = aliases(folder)
-    parts: dict[tuple[str, str], dict[int, tuple[Slice, str]]] = {}
+    stage3 = any(s.stage == 3 for s in folder.shards.values())
+    frozen: Stages = {}
+    whole: dict[str, Tensor] = {}
     for (model_rank, dp_rank), model in sorted(folder.models.items()):
         if dp_rank:
             continue
-        stage3 = any(s.stage == 3 for s in folder.shards.values())
         found = _of_module(folder, model, trained, tied)
         if stage3:
-            found = {k: v for k, v in found.items() if k[1] == "buffer"} | _frozen3(folder, model_rank, world)
-        for key, value in found.items():
-            parts.setdefault(key, {}).setdefault(model_rank % tp, value)
-    for key, value in _of_layers(folder, trained).items():
-        parts.setdefault(key, {}).setdefault(0, value)
-    tensors = []
-    for (name, kind), by_rank in parts.items():
-        part, dtype = by_rank[min(by_rank)]
-        if kind == "buffer" or len(by_rank) < tp or tp == 1:
-            tensors.append(Tensor(name, kind, part.shape, dtype, kind, (part,)))  # pyright: ignore[reportArgumentType]
+            found = {k: v for k, v in found.items() if v.kind == "buffer"} | _frozen3(folder, model_rank, world)
+        for tensor in found.values():
+            _sort_in(folder, tensor, frozen, whole, model_rank, tp)
+    for tp_rank, tensor in _of_layers(folder, trained):
+        _sort_in(folder, tensor, frozen, whole, tp_rank, tp)
+    tensors, twins = join_stages(folder, frozen, patterns, tp, "frozen")
+    return [*tensors, *whole.values()], twins
+
+
+def _sort_in(
+    folder: Folder, tensor: Tensor, frozen: Stages, whole: dict[str, Tensor], model_rank: int, tp: int
+) -> None:
+    """Puts what a model rank holds among the slices to be joined, or among what is whole as it is."""
+    if tensor.kind == "buffer" or (tp == 1 and tensor.name not in whole and tensor.merge.kind == "strided"):
+        whole.setdefault(tensor.name, tensor)
+    elif tensor.merge.kind == "strided":
+        folder.problems.append(Problem("a slice of a frozen parameter is not contiguous", parameter=tensor.name))
+    else:
+        part = replace(tensor.slices[0], model_rank=model_rank)
+        parts = frozen.setdefault((tensor.name, "frozen"), {}).setdefault(model_rank // tp, {})
+        parts[model_rank % tp] = (part, tensor.dtype, None)
+
+
+def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFile, kind: Kind = "buffer") -> Tensor:
+    """A tensor that lies whole in one file. Raises ``CheckpointError`` when it reaches beyond its storage."""
+    place, shape = source.place(ref), tuple(ref.shape)
+    numel, merge = (ref.numel, Merge()) if ref.contiguous else (ref.span, Merge("strided", strides=ref.strides))
+    row = [] if not numel else [numel]
+    fragments = Fragments.of([file] * len(row), [place] * len(row), [0] * len(row), row)
+    part = Slice(0, shape if ref.contiguous else (numel,), fragments)
+    return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
+
+
+def _of_module(folder: Folder, model: shards.Model, trained: set[str], tied: dict[str, str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, value in (model.module or {}).items():
+        if not isinstance(value, TensorRef):
+            _say_no_tensor(folder, name, value, model.name)
             continue
+        if not isinstance(name, str) or name in trained or (name in tied and name not in model.buffer_names):
+            continue
+        kind = "buffer" if name in model.buffer_names else "frozen"
         try:
-            whole = join(name, [by_rank[t][0] for t in range(tp)], patterns, ITEM_BYTES[dtype])
-        except CheckpointError as error:
-            folder.problems.append(Problem(error.what, parameter=name, found=str(error.found)))
-            continue
-        tensors.append(
-            Tensor(name, "frozen", whole.shape, dtype, "frozen", whole.slices, whole.merge, None, whole.extra)
-        )
-    return tensors
-
-
-def one_fragment(name: str, key: str, ref: TensorRef, file: int, offset: int) -> Tensor:
-    """A tensor that lies whole in one file."""
-    place = [offset] if ref.numel else []
-    fragments = Fragments.of([file] * len(place), place, [0] * len(place), [ref.numel] * len(place))
-    return Tensor(name, key, tuple(ref.shape), ref.dtype, "buffer", (Slice(0, tuple(ref.shape), fragments),))
-
-
-def _slice(source: TorchFile, file: int, model_rank: int, ref: TensorRef, shape: tuple[int, ...]) -> Slice:
-    place = [] if not ref.numel else [source.place(ref)]
-    some = [1] * len(place)
-    fragments = Fragments.of([file for _ in some], place, [0 for _ in some], [ref.numel for _ in some])
-    return Slice(model_rank, tuple(shape), fragments)
-
-
-def _of_module(
-    folder: Folder, model: shards.Model, trained: set[str], tied: dict[str, str]
-) -> dict[tuple[str, str], tuple[Slice, str]]:
-    module = model.root.get("module")
-    if not isinstance(module, dict):
-        return {}
-    buffers = set(model.root.get("buffer_names") or ())
-    found = {}
-    for name, ref in module.items():
-        if not isinstance(ref, TensorRef) or name in trained or (name in tied and name not in buffers):
-            continue
-        kind = "buffer" if name in buffers else "frozen"
-        try:
-            part = _slice(model.source, model.file, model.model_rank, ref, ref.shape)
+            found[name] = whole_tensor(name, kind, value, model.file, model.source, kind)
         except CheckpointError as error:
             folder.problems.append(Problem(error.what, model.name, model.dp_rank, parameter=name, hint=error.hint))
-            continue
-        found[name, kind] = (part, ref.dtype)
     return found
 
 
-def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[tuple[str, str], tuple[Slice, str]]:
+def _say_no_tensor(folder: Folder, name: Any, value: Any, file: str) -> None:
+    """A value of the module that is no plain tensor: of another kind, which is a problem, or none at all."""
+    is_tensor = isinstance(value, Inert) and value.module.startswith("torch._") and value.name.startswith("_rebuild")
+    if is_tensor:
+        kind = value.name.removeprefix("_rebuild_")
+        folder.problems.append(Problem("a tensor of an unsupported kind", file, parameter=str(name), found=kind))
+    elif value is not None:
+        folder.notes.append(f"{name} is no tensor ({metadata.short(value)}); it is kept with the model states only")
+
+
+def say_what_is_missing(folder: Folder) -> None:
+    """A note where frozen parameters were left out when the checkpoint was saved."""
+    for model in folder.models.values():
+        stages = {s.stage for s in folder.shards.values()}
+        if (
+            model.dp_rank == 0
+            and model.frozen_shapes is None
+            and "frozen_param_shapes" in model.root
+            and max(stages) > 1
+        ):
+            folder.notes.append(
+                "frozen parameters were left out when this was saved (exclude_frozen_parameters); what is converted "
+                "is without them too"
+            )
+
+
+def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
     """Frozen parameters of stage 3, from the fragments in the model states of every rank."""
     lead = folder.models[model_rank, 0]
-    shapes = lead.root.get("frozen_param_shapes") or {}
-    found = {}
-    for name, shape in shapes.items():
-        shape = tuple(int(d) for d in shape)
+    found: dict[str, Tensor] = {}
+    for name, shape in (lead.frozen_shapes or {}).items():
         numel = int(np.prod(shape, dtype=np.int64))
         pieces = Layout([numel]).pieces(np.arange(world + 1) * -(-numel // world))
-        rows, dtype = [], "float32"
+        rows: list[tuple[int, int, int, int]] = []
+        dtypes: list[str] = []
         for rank, start, length in zip(pieces.shard.tolist(), pieces.item_start.tolist(), pieces.length.tolist()):
             model = folder.models.get((model_rank, rank))
-            ref = (model.root.get("frozen_param_fragments") or {}).get(name) if model else None
-            if not isinstance(ref, TensorRef) or model is None or ref.numel < length:
+            ref = model.frozen_fragments.get(name) if model else None
+            if model is None or ref is None or ref.numel < length or not ref.contiguous:
                 folder.problems.append(
                     Problem(
                         "a fragment of a frozen parameter is missing or too short",
@@ -122,39 +143,49 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[tuple[str, str
                     )
                 )
                 continue
-            dtype = ref.dtype
+            dtypes.append(ref.dtype)
             rows.append((model.file, model.source.place(ref), start, length))
+        if len(set(dtypes)) > 1:
+            kinds = ", ".join(sorted(set(dtypes)))
+            folder.problems.append(
+                Problem("fragments of a frozen parameter are of several dtypes", parameter=name, found=kinds)
+            )
+        own = lead.frozen_fragments.get(name)
+        dtype = dtypes[0] if dtypes else own.dtype if own else "float32"
         fragments = Fragments.of(*(zip(*rows) if rows else ([], [], [], [])))
-        found[name, "frozen"] = (Slice(model_rank, shape, fragments), dtype)
+        found[name] = Tensor(name, "frozen", shape, dtype, "frozen", (Slice(model_rank, shape, fragments),))
     return found
 
 
-def _of_layers(folder: Folder, trained: set[str]) -> dict[tuple[str, str], tuple[Slice, str]]:
-    """Frozen parameters and buffers of a pipeline module: what its layer files hold and no group trains."""
-    buffers: set[str] = set()
-    for model in folder.models.values():
-        buffers |= set(model.root.get("buffer_names") or ())
-    found: dict[tuple[str, str], tuple[Slice, str]] = {}
+def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
+    """Frozen parameters and buffers of a pipeline module: what its layer files hold and no group trains.
+
+    With each the tensor-parallel rank of its file.
+    """
+    buffers = {name for model in folder.models.values() for name in model.buffer_names}
+    found: list[tuple[int, Tensor]] = []
     for index, file in enumerate(folder.files):
         match = shards.LAYER.fullmatch(file.name)
-        if match is None or int(match[2]):
+        if match is None:
             continue
         try:
             source = read_torch_file(folder.path / file.name)
+            folder.records[index] = record_table(source)
+            root = metadata.mapping(source.root, "a layer", str(folder.path / file.name))
+            for local, value in root.items():
+                name = f"{int(match[1])}.{local}"
+                known = (
+                    name in trained
+                    or local in trained
+                    or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
+                )
+                if not isinstance(value, TensorRef):
+                    _say_no_tensor(folder, name, value, file.name)
+                elif not known:
+                    kind = "buffer" if name in buffers else "frozen"
+                    found.append((int(match[2]), whole_tensor(name, kind, value, index, source, kind)))
         except CheckpointError as error:
             if "refused" in error.what:
                 raise
             folder.problems.append(Problem(error.what, file.name, found=str(error.found), hint=error.hint))
-            continue
-        root: Any = source.root
-        for local, ref in root.items() if isinstance(root, dict) else ():
-            name = f"{int(match[1])}.{local}"
-            known = (
-                name in trained
-                or local in trained
-                or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
-            )
-            if isinstance(ref, TensorRef) and not known:
-                kind = "buffer" if name in buffers else "frozen"
-                found[name, kind] = (_slice(source, index, 0, ref, ref.shape), ref.dtype)
     return found

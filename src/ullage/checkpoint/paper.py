@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.details import Details
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, Topology
-from ullage.checkpoint.partitions import Shapes, cut, group3, group12
+from ullage.checkpoint.metadata import Shapes
+from ullage.checkpoint.partitions import cut, group3, group12
 from ullage.checkpoint.shards import Model, Placed, Shard
-from ullage.checkpoint.torchfile import ITEM_BYTES, TorchFile
-from ullage.checkpoint.zero import Details
+from ullage.checkpoint.torchfile import TorchFile
 
 _HEADER_BYTES = 4096
 
@@ -70,8 +72,8 @@ def _details(num_groups: int, stage: int, model_file: int) -> Details:
     root = {"optimizer_state_dict": {}}
     shard = Shard(
         0, "", 0, 0, stage, "", [], [{"fp32": Placed("float32", 0, 0)} for _ in many], [{} for _ in many],
-        many, [], [], [], None, None, list(range(num_groups)), root,
+        many, [], [], [], None, None, list(range(num_groups)), settings, [{} for _ in many], root,
     )  # fmt: skip
     model_root: dict[str, Any] = {"module": {}}
     model = Model(model_file, "", 0, 0, TorchFile("", 0, model_root, {}), model_root)
-    return Details({0: shard}, {0: model}, {}, dict.fromkeys(range(num_groups), (1.0, "float32")), settings)
+    return Details({0: shard}, {0: model}, dict.fromkeys(range(num_groups), (1.0, "float32")), settings)

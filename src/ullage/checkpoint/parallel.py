@@ -17,10 +17,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ullage.checkpoint import metadata
 from ullage.checkpoint.inventory import Box, Fragments, Merge, Slice
 from ullage.errors import CheckpointError
 
 _MAX_VERSION = 0.4
+_MAX_SUB_PARAMETERS = 1 << 16
+_INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True)
@@ -32,49 +35,90 @@ class SubParameters:
     partition_dim: int
 
 
+def _fused_parameters(info: dict[str, Any], where: str) -> list[SubParameters]:
+    entry = f"parameter_with_sub_params of {_INFO}"
+    found = []
+    for given in metadata.sequence(info.get("parameter_with_sub_params"), entry, where):
+        held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
+        shape = tuple(
+            tuple(metadata.integers(d, entry, where))
+            if isinstance(d, (list, tuple))
+            else metadata.integer(d, entry, where, least=-1)
+            for d in metadata.sequence(held.get("shape"), entry, where)
+        )
+        dim = metadata.integer(held.get("partition_dim"), entry, where)
+        if dim >= len(shape):
+            raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
+        found.append(SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim))
+    return found
+
+
+def _shard_widths(info: dict[str, Any], where: str) -> dict[Any, list[list[int]]]:
+    entry = f"sub_param_shard_widths of {_INFO}"
+    return {
+        pattern: [metadata.integers(row, entry, where) for row in metadata.sequence(rows, entry, where)]
+        for pattern, rows in metadata.mapping(info.get("sub_param_shard_widths"), entry, where).items()
+    }
+
+
 @dataclass
 class Patterns:
     """``universal_checkpoint_info``, looked up by name. Remembers which patterns were ever used."""
 
     info: dict[str, Any]
+    where: str = ""
     used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         version = self.info.get("universal_checkpoint_version", 0.2)
-        if not isinstance(version, (int, float)) or version > _MAX_VERSION:
+        if not isinstance(version, (int, float)) or not 0 <= version <= _MAX_VERSION:
             raise CheckpointError(
-                "universal_checkpoint_info is of an unknown version", expected=f"up to {_MAX_VERSION}", found=version
+                "universal_checkpoint_info is of an unknown version",
+                where=self.where or None,
+                expected=f"up to {_MAX_VERSION}",
+                found=metadata.short(version),
             )
         self.version = float(version)
         unsupported = self.info.get("autotp_unsupported_parameter_patterns")
         if unsupported:
-            raise CheckpointError("the writer says that it cannot describe how these were cut", where=str(unsupported))
+            raise CheckpointError(
+                "the writer says that it cannot describe how these were cut",
+                where=self.where or None,
+                found=str(unsupported)[:200],
+            )
+        self._lists = {
+            key: metadata.regexes(value, f"{key} of {_INFO}", self.where)
+            for key, value in self.info.items()
+            if isinstance(key, str) and key.endswith(("_patterns", "_cat_dim_0"))
+        }
+        self.vocab_size = 0
+        if self._lists.get("vocabulary_parameter_patterns"):
+            size = self.info.get("original_vocab_size")
+            self.vocab_size = metadata.integer(size, f"original_vocab_size of {_INFO}", self.where)
+        self._fused = _fused_parameters(self.info, self.where)
+        self.widths = _shard_widths(self.info, self.where)
 
     def match(self, which: str, name: str) -> str | None:
         """The pattern of list ``which`` that matches ``name``. Raises ``CheckpointError`` when more than one does."""
-        found = [p for p in self.info.get(f"{which}_patterns", self.info.get(which, [])) if re.match(p, name)]
+        listed = self._lists.get(f"{which}_patterns", self._lists.get(which, []))
+        found = [p for p in listed if re.match(p, name)]
         if len(found) > 1:
             raise CheckpointError(f"more than one pattern of {which} matches", where=name, found=found)
         self.used.update(found)
         return found[0] if found else None
 
     def sub_parameters(self, name: str) -> tuple[SubParameters, str] | None:
-        for entry in self.info.get("parameter_with_sub_params", []):
-            entry = getattr(entry, "state", None) or entry
-            for pattern in entry["patterns"]:
+        for fused in self._fused:
+            for pattern in fused.patterns:
                 if re.match(pattern, name):
                     self.used.add(pattern)
-                    shape = tuple(tuple(d) if isinstance(d, list) else d for d in entry["shape"])
-                    return SubParameters(list(entry["patterns"]), shape, entry["partition_dim"]), pattern
+                    return fused, pattern
         return None
 
     def unused(self) -> list[str]:
         # what pipeline stages repeat is looked up only where there are several
-        lists = [
-            v for k, v in self.info.items() if not k.startswith("pipeline") and k.endswith(("_patterns", "_cat_dim_0"))
-        ]
-        every = {p for found in lists if isinstance(found, (list, tuple)) for p in found if isinstance(p, str)}
-        return sorted(every - self.used)
+        lists = [patterns for key, patterns in self._lists.items() if not key.startswith("pipeline")]
+        return sorted({pattern for patterns in lists for pattern in patterns} - self.used)
 
 
 @dataclass(frozen=True)
@@ -102,6 +146,8 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         shape, merge = first, Merge("average") if tp > 1 else Merge()
     else:
         if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
+            if not all(s.shape for s in slices):
+                raise CheckpointError("a parameter of two halves without a dim", where=name)
             halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
             dim, shape, boxes = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
             extra |= {"cat_dim": 0, "param_n_sub_params": 2}
@@ -117,7 +163,9 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(boxes))
     if patterns.match("vocabulary_parameter", name):
-        shape = (min(shape[0], int(patterns.info["original_vocab_size"])), *shape[1:])
+        if not shape:
+            raise CheckpointError("a vocabulary without rows", where=name)
+        shape = (min(shape[0], patterns.vocab_size), *shape[1:])
         extra["vocab_tensor"] = True
     if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
         joined = _flattened(slices, merge, math.prod(shape), item_bytes)
@@ -160,17 +208,19 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     """(dim, shape of the whole, widths [sub][slice], what the universal file says) of a fused parameter."""
     dim, spec, tp = sub.partition_dim, sub.shape[sub.partition_dim], len(slices)
     numel = sum(math.prod(s.shape) for s in slices)
+    if any(len(s.shape) <= dim for s in slices):
+        raise CheckpointError("a fused parameter has fewer dims than its view", where=name, expected=f"more than {dim}")
     if isinstance(spec, tuple):
         sizes = spec
     elif patterns.version >= 0.4:
         sizes = (spec,)
     else:  # before 0.4 a number is how many equal sub-parameters there are
         total = sum(s.shape[dim] for s in slices)
-        if spec <= 0 or total % spec:
+        if not 0 < spec <= _MAX_SUB_PARAMETERS or total % spec:
             raise CheckpointError("sub-parameters do not divide their dim", where=name, expected=spec, found=total)
         sizes = (total // spec,) * spec
     if patterns.version >= 0.4:
-        widths = patterns.info.get("sub_param_shard_widths", {}).get(pattern)
+        widths = patterns.widths.get(pattern)
         if widths is None:
             raise CheckpointError("sub_param_shard_widths says nothing of a fused parameter", where=name)
     elif any(size % tp for size in sizes):

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.folder import Folder
 from ullage.checkpoint.inventory import Fragments, Group
+from ullage.checkpoint.metadata import Shapes
 from ullage.checkpoint.shards import Shard
-from ullage.checkpoint.torchfile import ITEM_BYTES
 from ullage.layout import Int64, Layout, Pieces
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def group12(
@@ -49,8 +48,8 @@ def group3(index: int, model_rank: int, named: Shapes, world: int) -> Group:
     return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
 
 
-def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard]) -> tuple[str, list[Fragments] | None]:
-    """The dtype of one state of a group and its fragments by parameter; None for a state that cannot be cut."""
+def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard]) -> tuple[str, list[Fragments]]:
+    """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
     lead = mine[min(mine)]
     dtype = lead.flats[group.index][key].dtype
     offset, numel = np.zeros(group.num_shards, np.int64), np.full(group.num_shards, -1, np.int64)
@@ -67,12 +66,6 @@ def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard])
             )
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
-    if key != "fp32" and lead.flats[group.index][key].numel not in (
-        group.shard_size,
-        lead.flats[group.index]["fp32"].numel,
-    ):
-        folder.notes.append(f"group {group.index}: state {key} is not cut like the weights; rank 0's is carried")
-        return dtype, None
     pieces = group.pieces
     short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
     _say_lengths(folder, group, key, mine, numel, short)

@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,10 @@ _EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF00
 _EXPONENTS |= {"float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 
 
+class Unreadable(CheckpointError):
+    """A source file that the system does not let us read. Not a damaged one: it may be readable later."""
+
+
 class Sources:
     """The files of a checkpoint, opened when needed; at most ``limit`` at once. Not for several threads."""
 
@@ -39,8 +44,10 @@ class Sources:
         if found is None:
             if len(self._open) >= self._limit:
                 os.close(self._open.popitem(last=False)[1])
-            path = self._inventory.folder / self._inventory.files[file].name
-            found = self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = self._open[file] = os.open(self._path(file), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise self._unreadable(file, error) from error
         else:
             self._open.move_to_end(file)
         return found
@@ -49,7 +56,10 @@ class Sources:
         """Fills ``into``. Raises ``CheckpointError`` when the file ends first."""
         done, fd = 0, self.fd(file)
         while done < len(into):
-            got = os.preadv(fd, [into[done:]], offset + done)
+            try:
+                got = os.preadv(fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(file, error) from error
             if got == 0:
                 name = self._inventory.files[file]
                 raise CheckpointError(
@@ -59,6 +69,16 @@ class Sources:
                     found=f"{offset + done}",
                 )
             done += got
+
+    def _path(self, file: int) -> Path:
+        return self._inventory.folder / self._inventory.files[file].name
+
+    def _unreadable(self, file: int, error: OSError) -> Unreadable:
+        return Unreadable(
+            f"cannot read: {error.strerror or error}",
+            where=f"{self._path(file)}, rank {self._inventory.files[file].dp_rank}",
+            hint="what is done is kept: run the same command again once the source can be read",
+        )
 
     def close(self) -> None:
         while self._open:
@@ -91,6 +111,8 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
         if tensor.merge.kind == "flat":
             chunk = buffer[: (high - low) * item]
             _gather(sources, tensor.slices[0], low, high, item, chunk, tally)
+        elif tensor.merge.kind == "strided":
+            chunk = _strided(sources, tensor, low, high, tally)
         else:
             chunk = _merged(sources, tensor, low, high, tally)
         tally.not_finite += count_not_finite(chunk, tensor.dtype)
@@ -108,6 +130,28 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         at = end
     if at != len(into):  # the inventory was proved whole; a caller that did not ask is told here
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
+
+
+def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
+    """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them."""
+    item, part = tensor.item_bytes, tensor.slices[0]
+    rest = np.arange(low, high)
+    places = np.zeros(high - low, np.int64)
+    for dim, stride in zip(reversed(tensor.shape), reversed(tensor.merge.strides)):
+        places += rest % dim * stride
+        rest //= dim
+    order = np.argsort(places, kind="stable")
+    places = places[order]
+    chunk = np.empty((high - low, item), np.uint8)
+    # Blocks lie on one grid for all chunks, so that what is read twice is summed alike, and counts once.
+    size = CHUNK_BYTES // item
+    for first in (np.unique(places // size) * size).tolist():
+        last = min(first + size, part.shape[0])
+        block = np.empty((last - first, item), np.uint8)
+        _gather(sources, part, first, last, item, block.reshape(-1), tally)
+        begin, end = np.searchsorted(places, [first, last])
+        chunk[order[begin:end]] = block[places[begin:end] - first]
+    return chunk.reshape(-1)
 
 
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:

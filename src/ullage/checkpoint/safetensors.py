@@ -9,22 +9,28 @@ Source: the format's description in the safetensors repository; ``transformers/m
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint import metadata
 from ullage.checkpoint.archive import Payload, Target
+from ullage.checkpoint.details import Details, kept_by_group
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, Topology
-from ullage.checkpoint.torchfile import ITEM_BYTES, TensorRef
+from ullage.checkpoint.torchfile import reading
 from ullage.errors import CheckpointError, InputError
 
 MAX_FILE_BYTES = 5 << 30
+_MAX_HEADER_BYTES = 100 << 20
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64", "complex64": "C64",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 #: Small files that make a folder of weights a model; copied when they lie in the source folder or beside it.
@@ -47,18 +53,40 @@ def cast_of(tensor: Tensor, dtype: str | None) -> str:
 def plan(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
     """The files of the folder, without the tensors' bytes."""
     weights = [(t.name, t, cast_of(t, dtype)) for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
-    tied = {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
-    targets = _files("model", weights, tied)
+    targets = _files("model", weights, tied_names(inventory))
     if optimizer:
         states = [
             (f"{t.key}:{t.name}", t, t.dtype) for t in inventory.tensors if t.kind == "parameter" and t.key != "fp32"
         ]
-        steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
-        targets += _files("optimizer/optimizer", states, {"steps": json.dumps(steps)})
+        targets += _files("optimizer/optimizer", states, numbers_of(inventory))
+    return targets + companions(inventory)
+
+
+def tied_names(inventory: Inventory) -> dict[str, str]:
+    """What the header of a file of weights says beside its tensors."""
+    return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
+
+
+def numbers_of(inventory: Inventory) -> dict[str, str]:
+    """What the header of a file of optimizer state says beside its tensors: by group, the step and other numbers."""
+    steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
+    said = {"steps": json.dumps(steps)}
+    kept = kept_by_group(inventory.details) if isinstance(inventory.details, Details) else {}
+    numbers = {
+        str(group): {key: value for key, value in held.items() if isinstance(value, (bool, int, float, str))}
+        for group, held in kept.items()
+    }
+    return said | ({"numbers": json.dumps(numbers)} if numbers else {})
+
+
+def companions(inventory: Inventory) -> list[Target]:
+    """Small files beside the weights, as they lie in the source folder or beside it."""
+    targets = []
     for name in _COMPANIONS:
         for folder in (inventory.folder, inventory.folder.parent):
             if (folder / name).is_file():
-                text = (folder / name).read_bytes()
+                with reading(str(folder / name)):
+                    text = (folder / name).read_bytes()
                 targets.append(Target(name, len(text), texts=((0, text),)))
                 break
     return targets
@@ -91,6 +119,10 @@ def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, s
     at = 0
     for label, tensor, dtype in shard:
         size = tensor.numel * ITEM_BYTES[dtype]
+        if dtype not in _NAMES:
+            raise CheckpointError(
+                "safetensors has no name for this dtype", where=label, found=dtype, hint="convert it with --to dcp"
+            )
         header[label] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -101,37 +133,71 @@ def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, s
 
 
 def read_safetensors(folder: Path) -> Inventory:
-    """The inventory of a folder of safetensors. Raises ``CheckpointError`` for a file that is none."""
+    """The inventory of a folder of safetensors. Raises ``CheckpointError`` for a folder that cannot be read."""
     files: list[File] = []
-    tensors: list[Tensor] = []
+    tensors: dict[tuple[str, str], Tensor] = {}
     problems: list[Problem] = []
-    for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("optimizer/*.safetensors"))]:
-        size = path.stat().st_size
+    for path in weight_files(folder):
         name = str(path.relative_to(folder))
         try:
-            start, header = _header(path, size)
-        except (ValueError, CheckpointError) as error:
-            problems.append(Problem("truncated, corrupted, or not safetensors", name, found=str(error)[:200]))
+            start, header, size = read_header(path)
+            made = [
+                _tensor(label, entry, len(files), name, start, size)
+                for label, entry in header.items()
+                if label != "__metadata__"
+            ]
+        except CheckpointError as error:
+            problems.append(Problem(error.what, name, parameter=error.where, found=str(error.found)[:200]))
             continue
-        for label, entry in header.items():
-            if label == "__metadata__":
-                continue
-            key, _, parameter = label.partition(":") if name.startswith("optimizer/") else ("fp32", "", label)
-            ref = TensorRef("", _DTYPES[entry["dtype"]], 0, tuple(entry["shape"]), True)
-            low, high = entry["data_offsets"]
-            if high - low != ref.num_bytes or start + high > size:
-                problems.append(Problem("a tensor lies outside its file", name, parameter=parameter))
-                continue
-            row = [] if not ref.numel else [ref.numel]
-            part = Fragments.of([len(files)] * len(row), [start + low] * len(row), [0] * len(row), row)
-            tensors.append(Tensor(parameter, key, ref.shape, ref.dtype, "parameter", (Slice(0, ref.shape, part),)))
+        # Loaders refuse a file of which any byte belongs to no tensor, or to two.
+        ranges = sorted((t.slices[0].fragments.offset[0], t.num_bytes) for t in made if t.numel)
+        ends = [start, *(int(at) + length for at, length in ranges)]
+        if [int(at) for at, _ in ranges] != ends[:-1] or ends[-1] != size:
+            problems.append(
+                Problem("the tensors do not fill their file", name, expected=f"{ends[-1]} bytes", found=f"{size}")
+            )
+        for tensor in made:
+            if (tensor.name, tensor.key) in tensors:
+                problems.append(Problem("two files hold one tensor", name, parameter=tensor.name))
+            tensors[tensor.name, tensor.key] = tensor
         files.append(File(name, size, "weights"))
-    return Inventory(folder, "safetensors", Topology(), tuple(files), tuple(tensors), problems=tuple(problems))
+    return Inventory(folder, "safetensors", Topology(), tuple(files), tuple(tensors.values()), problems=tuple(problems))
 
 
-def _header(path: Path, size: int) -> tuple[int, dict[str, Any]]:
-    with open(path, "rb") as stream:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights, then those of optimizer state."""
+    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("optimizer/*.safetensors"))]
+
+
+def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int) -> Tensor:
+    """A tensor as the header of its file says. Raises ``CheckpointError``."""
+    key, _, parameter = label.partition(":") if name.startswith("optimizer/") else ("fp32", "", label)
+    entry = metadata.mapping(entry, "a tensor's entry", label)
+    dtype = _DTYPES.get(entry.get("dtype") if isinstance(entry.get("dtype"), str) else "")
+    if dtype is None:
+        raise CheckpointError("a tensor of an unknown dtype", where=label, found=metadata.short(entry.get("dtype")))
+    shape = metadata.shape(entry.get("shape"), "the shape", label)
+    offsets = metadata.integers(entry.get("data_offsets"), "data_offsets", label)
+    numel = math.prod(shape)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != numel * ITEM_BYTES[dtype] or start + offsets[1] > size:
+        raise CheckpointError("a tensor lies outside its file", where=label, found=f"{offsets[:2]} in {size} bytes")
+    row = [] if not numel else [numel]
+    part = Fragments.of([file] * len(row), [start + offsets[0]] * len(row), [0] * len(row), row)
+    return Tensor(parameter, key, shape, dtype, "parameter", (Slice(0, shape, part),))
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
+    """(where the data begin, the header, bytes of the file). Raises ``CheckpointError``."""
+    with reading(str(path)), open(path, "rb") as stream:
+        size = path.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(size - 8, 100 << 20):
-            raise CheckpointError("not safetensors", where=str(path), found=f"a header of {length} bytes in {size}")
-        return 8 + length, json.loads(stream.read(length))
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            found = f"a header of {length} bytes in {size}"
+            raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found)
+        text = stream.read(length)
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            found = f"{type(error).__name__}: {str(error)[:100]}"
+            raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found) from None
+    return 8 + length, metadata.mapping(header, "the header", str(path)), size

@@ -15,42 +15,72 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import shards
+from ullage.checkpoint import metadata, shards
 from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive
+from ullage.checkpoint.details import Details
+from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.folder import record_table
-from ullage.checkpoint.inventory import File, Inventory, Problem, Slice, Tensor, Topology
-from ullage.checkpoint.modules import one_fragment
+from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, Topology
+from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.parallel import SubParameters
-from ullage.checkpoint.torchfile import TensorRef, as_number, read_torch_file
-from ullage.checkpoint.zero import Details
+from ullage.checkpoint.shards import Model
+from ullage.checkpoint.states import kept_whole
+from ullage.checkpoint.torchfile import TorchFile, as_number, read_torch_file
+from ullage.checkpoint.unpickling import TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+#: Bytes of the longest name of a file on the file systems in use.
+_LONGEST_NAME = 255
 
 
 def plan(inventory: Inventory) -> list[Target]:
     """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
-    if not isinstance(inventory.details, Details):
+    details = inventory.details
+    if inventory.format != "zero" or not isinstance(details, Details):
         raise CheckpointError(
             "only a ZeRO checkpoint can be made universal", where=str(inventory.folder), found=inventory.format
         )
+    if inventory.topology.stage == 0:
+        raise CheckpointError(
+            "only a ZeRO checkpoint can be made universal",
+            where=str(inventory.folder),
+            found="ZeRO stage 0, without parameter groups",
+            hint="convert it with --to safetensors or --to dcp",
+        )
     targets = [_state_file(tensor) for tensor in inventory.tensors]
     targets += _step_files(inventory)
-    targets.append(_optimizer_file(inventory, inventory.details))
-    targets += _model_files(inventory, inventory.details)
+    targets.append(_optimizer_file(details))
+    targets += _model_files(inventory, details)
     return targets
 
 
 def safe_name(name: str) -> str:
-    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that would leave the folder."""
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise CheckpointError("a name that cannot be a file's", where=repr(name))
+    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that cannot be one."""
+    where = repr(name if len(name) <= 80 else f"{name[:80]}...")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or "/" in name or "\0" in name or name in (".", ".."):
+        raise CheckpointError("a name that cannot be a file's", where=where)
+    if len(encoded) > _LONGEST_NAME:
+        found = f"{len(encoded)} bytes"
+        raise CheckpointError("a name too long to be a file's", where=where, expected=f"{_LONGEST_NAME}", found=found)
+    if name == "optimizer_state.pt":
+        raise CheckpointError(
+            "a parameter has the name of a file of the universal format", where=where, hint="rename the parameter"
+        )
     return name
 
 
@@ -66,11 +96,11 @@ def _state_file(tensor: Tensor) -> Target:
 
 
 def number(value: Any, dtype: str | None) -> Any:
-    """A step as it was saved: a tensor of no dims, or a Python number."""
-    codes = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
-    if dtype is None or dtype not in codes:
+    """A number as it was saved: a tensor of no dims, or a Python number."""
+    if dtype is None or dtype not in NUMBER_CODES:
         return value
-    return Constant(dtype, (), struct.pack("<" + codes[dtype], value if codes[dtype] in "fd" else int(value)))
+    code = NUMBER_CODES[dtype]
+    return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
 
 
 def _step_files(inventory: Inventory) -> list[Target]:
@@ -84,77 +114,43 @@ def _step_files(inventory: Inventory) -> list[Target]:
     return targets
 
 
-def _optimizer_file(inventory: Inventory, details: Details) -> Target:
+def _optimizer_file(details: Details) -> Target:
     """``optimizer_state.pt`` with what the loaders of all stages ask for."""
-    shard = details.shards[min(details.shards)]
+    rank = min(details.shards)
+    shard = details.shards[rank]
     saved = shard.root["optimizer_state_dict"]
     content = {key: value for key, value in saved.items() if key not in _SHARDED}
     groups = details.param_groups  # never empty: the loader walks them, and with none it would load nothing
     state: dict[int, Any] = {}
     for i, scalars in enumerate(shard.scalars):
-        dtype = shard.step_dtypes[i]
-        state[i] = {"step": None} | {k: number(v, dtype) if k == "step" else v for k, v in scalars.items()}
+        state[i] = {"step": None}
+        if "step" in scalars:
+            state[i]["step"] = number(scalars["step"], shard.step_dtypes[i])
+        if rank in details.uncut:
+            state[i] |= kept_whole(shard, i, details.uncut[rank])
     content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-    return archive(
-        "zero/optimizer_state.pt", content, lambda ref: _stored(inventory, shard.file, ref), stem="optimizer_state"
-    )
+    return _described("zero/optimizer_state.pt", content, shard.source, shard.file)
 
 
-def _stored(inventory: Inventory, file: int, ref: TensorRef) -> Stream:
-    """A tensor that a description holds, carried over from the file it is in."""
-    source = read_torch_file(inventory.folder / inventory.files[file].name)
-    return Stream(one_fragment("", "carried", ref, file, source.place(ref)), ref.dtype)
+def _described(name: str, content: dict[str, Any], source: TorchFile | None, file: int) -> Target:
+    """An archive of what ``source`` describes. Tensors in it are carried over from there."""
 
+    def stored(ref: TensorRef) -> Stream:
+        assert source is not None
+        return Stream(whole_tensor("", "carried", ref, file, source), ref.dtype)
 
-def read_universal(folder: Path) -> Inventory:
-    """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
-    files: list[File] = []
-    tensors: list[Tensor] = []
-    problems: list[Problem] = []
-    records: dict[int, Int64] = {}
-    steps: dict[str, Any] = {}
-    shapes, notes = _known_shapes(folder)
-    for path in sorted((folder / "zero").glob("*/*.pt")):
-        name, key = path.parent.name, path.stem
-        try:
-            source = read_torch_file(path)
-        except CheckpointError as error:
-            if "refused" in error.what:
-                raise
-            problems.append(Problem(error.what, str(path.relative_to(folder)), parameter=name, found=str(error.found)))
-            continue
-        if key == "step":
-            steps[name] = as_number(source.root, source)
-            continue
-        ref = source.root.get("param") if isinstance(source.root, dict) else source.root
-        if not isinstance(ref, TensorRef):
-            problems.append(Problem("a state file without a tensor", str(path.relative_to(folder)), parameter=name))
-            continue
-        shape = tuple(ref.shape) if isinstance(source.root, dict) else shapes.get(name, tuple(ref.shape))
-        whole = one_fragment(name, key, ref, len(files), source.place(ref))
-        kind = "parameter" if name in shapes or not shapes else "frozen"
-        part = Slice(0, shape, whole.slices[0].fragments)
-        tensors.append(Tensor(name, key if kind == "parameter" else kind, shape, ref.dtype, kind, (part,)))
-        records[len(files)] = record_table(source)
-        files.append(File(str(path.relative_to(folder)), source.num_bytes, "weights"))
-    return Inventory(
-        folder, "universal", Topology(), tuple(files), tuple(tensors), notes=tuple(notes), problems=tuple(problems),
-        records=records, details=steps,
-    )  # fmt: skip
-
-
-def _known_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Shapes of trained parameters, as the model states say; empty where there are none to read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    paths = sorted(folder.glob("*mp_rank_*_model_states.pt"))
-    whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]
-    for path in whole:
-        root = read_torch_file(path).root
-        for group in root.get("param_shapes") or [] if isinstance(root, dict) else []:
-            shapes.update({name: tuple(int(d) for d in shape) for name, shape in group.items()})
-    return shapes, [] if shapes else ["no model states: shapes are those of the state files"]
+    # Objects that the source holds once and names often are written as often; endless ones are not.
+    limit = (1 << 20) + 64 * (source.description_bytes if source else 0)
+    try:
+        return archive(name, content, stored, stem=Path(name).stem, limit=limit)
+    except CheckpointError as error:
+        if error.where is None and source is not None:
+            raise CheckpointError(
+                error.what, where=source.path, expected=error.expected, found=error.found, hint=error.hint
+            ) from None
+        raise
 
 
 def _model_files(inventory: Inventory, details: Details) -> list[Target]:
@@ -169,15 +165,117 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         if not stage3:
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         content = {k: v for k, v in model.root.items() if k != "frozen_param_fragments"}
-        content["module"] = held if isinstance(model.root.get("module"), dict) else model.root.get("module")
+        if model.module is not None:
+            others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
+            content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
-
-        def stored(ref: TensorRef, file: int = model.file, source: Any = model.source) -> Stream:
-            return Stream(one_fragment("", "carried", ref, file, source.place(ref)), ref.dtype)
-
         names = [whole, slim] if stage3 else [slim]
-        targets += [archive(name, content, stored, stem=name.removesuffix(".pt")) for name in names]
+        targets += [_described(name, content, model.source, model.file) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))
     return targets
+
+
+def read_universal(folder: Path) -> Inventory:
+    """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
+    found = _Reading(folder)
+    models = found.models()
+    groups = [shapes for model in models for shapes in model.param_shapes or []]
+    settings = found.settings()
+    one_to_one = len(models) == 1 and len(groups) == len(settings)
+    group_of = {name: i for i, named in enumerate(groups) for name in named} if one_to_one else {}
+    shapes = {name: shape for named in groups for name, shape in named.items()}
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        found.add(path, shapes, group_of)
+    steps: dict[int, tuple[Any, str | None]] = {}
+    for name, step in found.steps.items():
+        if name in group_of and steps.setdefault(group_of[name], step) != step:
+            found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
+    stand_in_the_way = []
+    if not one_to_one:
+        what = "which parameter belongs to which group of the optimizer is not in the files"
+        size = f"{len(groups)} groups of parameters, {len(settings)} of settings"
+        stand_in_the_way.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
+    notes = [] if shapes else ["no model states: shapes are those of the state files"]
+    return Inventory(
+        folder, "universal", Topology(), tuple(found.files), tuple(found.tensors),
+        steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
+        problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(stand_in_the_way),
+        details=Details({}, {}, steps, settings),
+    )  # fmt: skip
+
+
+class _Reading:
+    """A universal folder while it is read, file by file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[File] = []
+        self.tensors: list[Tensor] = []
+        self.problems: list[Problem] = []
+        self.records: dict[int, Int64] = {}
+        self.steps: dict[str, tuple[Any, str | None]] = {}
+
+    def _tried(self, path: Path, read: Callable[[], Any]) -> Any:
+        """What ``read`` gives; None and a problem where the file cannot be read."""
+        try:
+            return read()
+        except CheckpointError as error:
+            if "refused" in error.what:
+                raise
+            where = str(path.relative_to(self.folder))
+            found = None if error.found is None else str(error.found)
+            self.problems.append(Problem(error.what, where, found=found, hint=error.hint))
+            return None
+
+    def models(self) -> list[Model]:
+        """The model states: of the stages below 3 where there are some."""
+        paths = sorted(self.folder.glob("*mp_rank_*_model_states.pt"))
+        whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]
+        files = [File(p.name, p.stat().st_size, "model", 0, 0) for p in whole]
+        read = [self._tried(p, partial(shards.read_model, self.folder, 0, f)) for p, f in zip(whole, files)]
+        return [model for model, _ in filter(None, read)]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group."""
+        path = self.folder / "zero" / "optimizer_state.pt"
+        if not path.is_file():
+            return []
+
+        def read() -> list[dict[str, Any]]:
+            root = metadata.mapping(read_torch_file(path).root, "the content", str(path))
+            saved = metadata.sequence(root.get("param_groups"), "param_groups", str(path))
+            return [metadata.mapping(group, "param_groups", str(path)) for group in saved]
+
+        return self._tried(path, read) or []
+
+    def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
+        """One state file, or the step, of a parameter."""
+        name, key = path.parent.name, path.stem
+        source = self._tried(path, lambda: read_torch_file(path))
+        if source is None:
+            return
+        if key == "step":
+            value = self._tried(path, lambda: (as_number(source.root, source),))
+            if value is not None:
+                self.steps[name] = value[0], source.root.dtype if isinstance(source.root, TensorRef) else None
+            return
+        ref = source.root.get("param") if isinstance(source.root, dict) else source.root
+        where = str(path.relative_to(self.folder))
+        if not isinstance(ref, TensorRef):
+            self.problems.append(Problem("a state file without a tensor", where, parameter=name))
+            return
+        kind = "parameter" if name in shapes or not shapes else "frozen"
+        shape = tuple(ref.shape)
+        if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat
+            shape = shapes.get(name, shape)
+        made = self._tried(path, lambda: whole_tensor(name, key, ref, len(self.files), source, kind))
+        if made is None:
+            return
+        part = made.slices[0]
+        part = part if made.merge.kind == "strided" else replace(part, shape=shape)
+        key = key if kind == "parameter" else kind
+        self.tensors.append(replace(made, key=key, shape=shape, slices=(part,), group=group_of.get(name)))
+        self.records[len(self.files)] = record_table(source)
+        self.files.append(File(where, source.num_bytes, "weights"))

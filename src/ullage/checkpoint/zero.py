@@ -16,76 +16,72 @@ book all padding on the last rank, read the same, because the booking is not use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import modules, shards
+from ullage.checkpoint import metadata, modules, plain, shards
 from ullage.checkpoint.agreement import check_agreement, check_ranks, compare_mappings
+from ullage.checkpoint.details import Details
 from ullage.checkpoint.folder import Folder, read_files
-from ullage.checkpoint.inventory import Group, Inventory, Problem, Slice, Tensor, Topology
-from ullage.checkpoint.parallel import Patterns, join
+from ullage.checkpoint.inventory import Group, Inventory, Slice, Topology
+from ullage.checkpoint.joining import Stages, join_stages, parallel_sizes, require_plausible
+from ullage.checkpoint.parallel import Patterns
 from ullage.checkpoint.partitions import fragments_of, group3, group12
-from ullage.checkpoint.shards import Model, Shard
-from ullage.checkpoint.torchfile import ITEM_BYTES
+from ullage.checkpoint.shards import Shard
+from ullage.checkpoint.states import Uncut, examine
 from ullage.errors import CheckpointError
 
 
-@dataclass
-class Details:
-    """What the writers of other formats need beside the tensors: the files of rank 0, by model rank."""
-
-    shards: dict[int, Shard]
-    models: dict[int, Model]
-    info: dict[str, Any]
-    #: by parameter group: the step, and its dtype as it was saved (None for a Python number)
-    steps: dict[int, tuple[Any, str | None]]
-    param_groups: list[dict[str, Any]]
-
-
 def read_zero(path: Path) -> Inventory:
-    """The inventory of a ZeRO folder (the tag's). Raises ``CheckpointError`` when nothing can be made of it."""
+    """The inventory of a ZeRO folder (the tag's), or of stage 0. Raises ``CheckpointError`` when it is neither."""
     folder = Folder(path, shards.sort_files(path))
     read_files(folder)
+    if plain.is_plain(folder):
+        return plain.read_plain(folder)
     first = _first(folder)
     world = max(first.world, default=0)
     model_ranks = sorted({m for m, _ in folder.shards} | {m for m, _ in folder.models})
-    tp, pp = _parallel_sizes(folder, len(model_ranks))
+    tp, pp = parallel_sizes(folder, len(model_ranks))
+    require_plausible(folder, "ranks hold a shard", world, len({d for _, d in folder.shards}))
     check_ranks(folder, world, range(tp * pp))
     check_agreement(folder)
-    info = folder.models[min(folder.models)].root.get("universal_checkpoint_info")
-    info = info or first.root.get("optimizer_state_dict", {}).get("universal_checkpoint_info")
-    patterns = Patterns(dict(info or {}))
+    saved = first.root.get("optimizer_state_dict", {})
+    info = folder.models[min(folder.models)].info or saved.get("universal_checkpoint_info")
+    patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
     if tp > 1 and not info:
         folder.say("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
-    slices: dict[tuple[str, str], _Parts] = {}
+    found = _Found()
     for model_rank in model_ranks:
-        _read_model_rank(folder, model_rank, world, tp, patterns, slices)
-    tensors = _joined(folder, slices, patterns, tp)
-    tensors += modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in slices})
+        _read_model_rank(folder, model_rank, world, tp, found)
+    tensors, twins = join_stages(folder, found.slices, patterns, tp)
+    untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
+    modules.say_what_is_missing(folder)
     if patterns.info.get("affine_map"):
         folder.notes.append("affine_map is not read: slices join as the lists of patterns say, which are beside it")
     if unused := patterns.unused():
-        folder.notes.append(f"patterns that match no parameter: {unused}")
+        folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
     steps = _steps(folder)
     return Inventory(
         folder=path,
         format="zero",
         topology=Topology(first.stage, first.wrapper, world, tp, pp),
         files=tuple(folder.files),
-        tensors=tuple(tensors),
+        tensors=(*tensors, *untrained),
         groups=tuple(folder.groups),
         steps={group: value for group, (value, _) in steps.items()},
         aliases=modules.aliases(folder),
         notes=tuple(dict.fromkeys(folder.notes)),
         problems=tuple(folder.problems),
         records=folder.records,
+        twins=(*twins, *more),
+        optimizer_problems=tuple(p for uncut in found.uncut.values() for p in uncut.problems),
         details=Details(
             {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
             {m: s for (m, d), s in sorted(folder.models.items()) if d == 0},
-            dict(info or {}),
             steps,
             _param_groups(first),
+            found.uncut,
         ),
     )
 
@@ -100,7 +96,7 @@ def _first(folder: Folder) -> Shard:
             expected="*_optim_states.pt",
             found=found,
         )
-    if not folder.models:
+    if not any(dp_rank == 0 for _, dp_rank in folder.models):
         raise CheckpointError(
             "no readable model states: nothing says which parameters there are",
             where=str(folder.path),
@@ -110,29 +106,21 @@ def _first(folder: Folder) -> Shard:
     return folder.shards[min(folder.shards)]
 
 
-def _parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
-    dims = folder.models[min(folder.models)].root.get("checkpoint_parallel_dimensions")
-    if isinstance(dims, dict) and dims.get("tp_degree") and dims.get("pp_degree"):
-        return int(dims["tp_degree"]), int(dims["pp_degree"])
-    layers = [m for m in (shards.LAYER.fullmatch(f.name) for f in folder.files) if m]
-    tp = len({int(m[2]) for m in layers}) if layers else model_ranks
-    return max(1, tp), max(1, model_ranks // max(1, tp))
+@dataclass
+class _Found:
+    """What the model ranks hold: slices of trained parameters, and by rank the state that is no slice."""
+
+    slices: Stages = field(default_factory=dict)
+    uncut: dict[int, Uncut] = field(default_factory=dict)
 
 
-_Parts = dict[int, tuple[Slice, str, int]]  # by tensor-parallel rank: slice, dtype, parameter group
-
-
-def _read_model_rank(
-    folder: Folder, model_rank: int, world: int, tp: int, patterns: Patterns, slices: dict[tuple[str, str], _Parts]
-) -> None:
+def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
     """Adds the slices of one model rank, parameter by parameter and key by key."""
     model = folder.models.get((model_rank, 0))
     mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}
     if model is None or not mine:
         return
-    shapes = model.root.get("param_shapes")
-    shapes = [shapes] if isinstance(shapes, dict) else list(shapes or [])
-    lead = mine[min(mine)]
+    shapes = model.param_shapes or []
     for rank, shard in sorted(mine.items()):
         if len(shapes) != len(shard.flats):
             folder.say(
@@ -141,23 +129,19 @@ def _read_model_rank(
             del mine[rank]
     if not mine:
         return
-    for index, named in enumerate(shapes):
-        named = {name: tuple(int(d) for d in shape) for name, shape in named.items()}
-        group = _group(folder, index, model_rank, named, mine, world)
-        folder.groups.append(group)
-        for key in lead.flats[index]:
-            dtype, fragments = fragments_of(folder, group, key, mine)
-            if fragments is None:
+    lead = mine[min(mine)]
+    groups = [_group(folder, index, model_rank, named, mine, world) for index, named in enumerate(shapes)]
+    folder.groups += groups
+    uncut = found.uncut[model_rank] = examine(list(mine.values()), groups)
+    folder.notes += [*uncut.notes, *map(str, uncut.problems[:3])]
+    for group, named in zip(groups, shapes):
+        for key in lead.flats[group.index]:
+            if key in uncut.keys:
                 continue
-            for name, found in zip(named, fragments):
-                if model_rank // tp and patterns.match("pipeline_replicated_parameter", name):
-                    continue
-                parts = slices.setdefault((name, key), {})
-                if model_rank % tp in parts:
-                    if key == "fp32":
-                        folder.notes.append(f"{name} is in two pipeline stages; the first is taken")
-                    continue
-                parts[model_rank % tp] = (Slice(model_rank, named[name], found), dtype, lead.group_of[index])
+            dtype, fragments = fragments_of(folder, group, key, mine)
+            for name, pieces in zip(named, fragments):
+                parts = found.slices.setdefault((name, key), {}).setdefault(model_rank // tp, {})
+                parts[model_rank % tp] = (Slice(model_rank, named[name], pieces), dtype, lead.group_of[group.index])
     if lead.stage < 3:
         compare_mappings(folder, model_rank, mine)
 
@@ -171,49 +155,21 @@ def _group(
     alignments = lead.alignments[index] if index < len(lead.alignments) else []
     booked = tuple(s.paddings[index] for _, s in sorted(mine.items()) if index < len(s.paddings))
     alignments = alignments if len(alignments) == len(named) else []
-    seen = max((p.numel for p in mine[0].flats[index].values()), default=0) if 0 in mine else 0
-    group = group12(index, model_rank, named, world, alignments, seen, booked)
     least = group12(index, model_rank, named, world, alignments).shard_size
+    # A state of a full partition tells its size; the shortest does, since longer ones need not be partitions at all.
+    seen = min((p.numel for p in mine[0].flats[index].values() if p.numel >= least), default=0) if 0 in mine else 0
+    group = group12(index, model_rank, named, world, alignments, seen, booked)
     if group.shard_size > least:  # some version aligned to more than 2W; the mappings will be compared
         folder.notes.append(f"group {index}: partitions of {group.shard_size} elements, where {least} would do")
     return group
 
 
-def _joined(folder: Folder, slices: dict[tuple[str, str], _Parts], patterns: Patterns, tp: int) -> list[Tensor]:
-    tensors = []
-    for (name, key), parts in slices.items():
-        missing = sorted(set(range(tp)) - set(parts))
-        if missing:
-            folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {missing[0]}", parameter=name))
-            continue
-        found = [parts[t][0] for t in range(tp)]
-        dtype, group = parts[0][1], parts[0][2]
-        try:
-            whole = join(name, found, patterns, ITEM_BYTES[dtype])
-        except CheckpointError as error:
-            folder.problems.append(
-                Problem(
-                    error.what, parameter=error.where or name, expected=_text(error.expected), found=_text(error.found)
-                )
-            )
-            continue
-        tensors.append(
-            Tensor(name, key, whole.shape, dtype, "parameter", whole.slices, whole.merge, group, whole.extra)
-        )
-    return tensors
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
-
-
 def _param_groups(shard: Shard) -> list[dict[str, Any]]:
-    """Hyperparameters by group; for an elastic file, which holds none, one entry a group."""
-    saved = shard.root.get("optimizer_state_dict", {})
-    base = saved.get("optimizer_state_dict" if shard.stage == 3 else "base_optimizer_state")
-    groups = list(base.get("param_groups", [])) if isinstance(base, dict) else []
-    step = saved.get("base_optimizer_state_step")
-    return groups or [{"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))]
+    """Hyperparameters by group; for an elastic file, which holds none, one entry per group."""
+    step = shard.root.get("optimizer_state_dict", {}).get("base_optimizer_state_step")
+    return shard.settings or [
+        {"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))
+    ]
 
 
 def _steps(folder: Folder) -> dict[int, tuple[Any, str | None]]:

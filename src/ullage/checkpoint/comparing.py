@@ -1,0 +1,92 @@
+"""Compares tensors of two checkpoints, byte by byte, without holding either: the same elements, gathered from each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.inventory import Inventory, Problem, Tensor
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, rows_of, stream
+from ullage.errors import CheckpointError
+
+#: Two tensors that must be equal (the second perhaps of another dtype), and the file to name where they are not.
+Pair = tuple[Tensor, Tensor, str | None]
+
+_UNIT_BYTES = 32 << 20
+
+
+def compare_pairs(
+    ours: Inventory,
+    theirs: Inventory,
+    pairs: list[Pair],
+    workers: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Problem]:
+    """The pairs that differ. Where the second is of another dtype, the first is cast to it, as a conversion does."""
+    jobs = []
+    for number, (tensor, _, _) in enumerate(pairs):
+        row = rows_of(tensor)
+        step = max(1, _UNIT_BYTES // (row * tensor.item_bytes)) * row
+        jobs += [(number, low, min(low + step, tensor.numel)) for low in range(0, tensor.numel, step)]
+    total, done = sum(t.num_bytes for t, _, _ in pairs), 0
+    differ: dict[int, tuple[int, int]] = {}
+    errors: list[Problem] = []
+
+    def one(share: list[Any]) -> list[tuple[int, int, int, int]]:
+        nonlocal done
+        mine, yours = Sources(ours), Sources(theirs)
+        buffers = np.empty(CHUNK_BYTES, np.uint8), np.empty(2 * CHUNK_BYTES, np.uint8)
+        found = []
+        try:
+            for number, low, high in share:
+                tensor, other, _ = pairs[number]
+                first, count = _compare(mine, yours, tensor, other, low, high, buffers)
+                found.append((number, first, count, (high - low) * tensor.item_bytes))
+                if progress is not None:
+                    done += found[-1][3]
+                    progress(done, total)
+        except CheckpointError as error:
+            errors.append(Problem(error.what, parameter=error.where, found=str(error.found)))
+        finally:
+            mine.close()
+            yours.close()
+        return found
+
+    size = max(1, min(64, len(jobs) // (4 * workers) + 1))
+    with ThreadPoolExecutor(workers) as pool:
+        for found in pool.map(one, [jobs[i : i + size] for i in range(0, len(jobs), size)]):
+            for number, first, count, _ in found:
+                if count:
+                    before = differ.get(number, (first, 0))
+                    differ[number] = (min(before[0], first), before[1] + count)
+    problems = list(errors)
+    for number, (first, count) in sorted(differ.items()):
+        tensor, _, file = pairs[number]
+        what = f"differs in {count} of {tensor.numel} elements, first in {first}"
+        if not tensor.name:
+            problems.append(Problem(f"the file {what.replace('elements', 'bytes')}", file))
+        else:
+            problems.append(Problem(f"{tensor.key} {what}", file, parameter=tensor.name))
+    return problems
+
+
+def _compare(
+    mine: Sources, yours: Sources, tensor: Tensor, other: Tensor, low: int, high: int, buffers: tuple[Any, Any]
+) -> tuple[int, int]:
+    """(first element that differs, how many differ) in ``[low, high)``."""
+    first, count, at = high, 0, low
+    item = other.item_bytes
+    for chunk in stream(mine, tensor, low, high, buffers[0], Tally()):
+        length = len(chunk) // tensor.item_bytes
+        wanted = cast(chunk, tensor.dtype, other.dtype)
+        room = buffers[1] if len(wanted) <= len(buffers[1]) else np.empty(len(wanted), np.uint8)
+        found = next(iter(stream(yours, other, at, at + length, room[: len(wanted)], Tally())), room[:0])
+        if not np.array_equal(wanted, found):
+            unequal = (wanted.reshape(-1, item) != found.reshape(-1, item)).any(axis=1)
+            first = min(first, at + int(np.flatnonzero(unequal)[0]))
+            count += int(unequal.sum())
+        at += length
+    return first, count

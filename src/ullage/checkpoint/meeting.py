@@ -1,0 +1,119 @@
+"""Processes that share a conversion meet through files: no process group is there, only the file system.
+
+A launch begins when all of its processes have met: process 0 removes what an earlier launch left, each other process
+writes a word of its own, and process 0 repeats them all in one file. Who finds its word there knows that process 0 of
+this launch is alive, and has a name for the launch. So a failure is told under that name, and one that an earlier
+launch left, under whatever ports and numbers that torchrun gave it, is nobody's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ullage.checkpoint.journal import FOLDER
+from ullage.errors import DistributedError
+
+#: Seconds without any progress of any process after which a process gives up waiting.
+PATIENCE = 900.0
+_LAUNCH = "launch.json"
+
+
+@dataclass
+class Meeting:
+    """The processes of one launch, around the folder ``partial``."""
+
+    partial: Path
+    rank: int
+    world_size: int
+    #: names this launch, once all have met
+    name: str = ""
+    _word: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def _folder(self) -> Path:
+        return self.partial / FOLDER
+
+    def clear(self) -> None:
+        """Process 0 removes what earlier launches left of their meetings, before anybody meets."""
+        for pattern in (_LAUNCH, "failed-*", "here-*"):
+            for path in self._folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def begin(self) -> None:
+        """Returns in every process of the launch when all are there. Process 0 has called :meth:`clear`."""
+        if self.world_size == 1:
+            return
+        if self.rank == 0:
+            words: dict[int, str] = {}
+            self._wait(lambda: self._all_here(words), "the other processes to begin", failures=False)
+            self.name = self._word
+            self._write(_LAUNCH, json.dumps({"name": self.name, "words": sorted(words.values())}))
+            return
+        self._wait(self._answered, "process 0 to begin", failures=False)
+
+    def _all_here(self, words: dict[int, str]) -> bool:
+        for rank in set(range(1, self.world_size)) - set(words):
+            with suppress(OSError):
+                words[rank] = (self._folder / f"here-{rank}").read_text()
+        return len(words) == self.world_size - 1
+
+    def _answered(self) -> bool:
+        """Whether process 0 has repeated this process's word, which it may have removed: then it is written again."""
+        with suppress(OSError, ValueError):
+            said = json.loads((self._folder / _LAUNCH).read_text())
+            if self._word in said["words"]:
+                self.name = said["name"]
+                return True
+        with suppress(FileNotFoundError):  # the folder comes with process 0
+            if not (self._folder / f"here-{self.rank}").exists():
+                self._write(f"here-{self.rank}", self._word)
+        return False
+
+    def _write(self, name: str, text: str) -> None:
+        """Writes a file that others see whole or not at all."""
+        new = self._folder / f".{name}.{self._word}"
+        new.write_text(text)
+        os.replace(new, self._folder / name)
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others of the launch that this process has failed."""
+        if self.name:
+            with suppress(OSError):
+                self._write(f"failed-{self.rank}-{self.name}", str(error))
+
+    def wait(self, ready: Callable[[], bool], whom: str) -> None:
+        """Waits until ``ready()``. Raises ``DistributedError`` when another process fails, or nobody gets on."""
+        self._wait(ready, whom, failures=True)
+
+    def _wait(self, ready: Callable[[], bool], whom: str, *, failures: bool) -> None:
+        pause, last, seen = 0.01, time.monotonic(), -1
+        while not ready():
+            for path in self._folder.glob(f"failed-*-{self.name}") if failures else ():
+                rank = path.name.split("-")[1]
+                raise DistributedError("another process failed", where=f"process {rank}", found=path.read_text()[:300])
+            size = sum(p.stat().st_size for p in self._folder.glob("*.jsonl") if p.exists())
+            if size != seen:
+                seen, last = size, time.monotonic()
+            if time.monotonic() - last > PATIENCE:
+                raise DistributedError(
+                    f"waited {PATIENCE:.0f} s for {whom}",
+                    where=str(self.partial),
+                    hint="call convert on every process of torchrun, or with world_size=1 on one",
+                )
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+
+
+def remove_other(partial: Path) -> None:
+    """Removes a partial of another conversion at once, although other processes may be writing to it."""
+    aside = partial.with_name(f"{partial.name}.{uuid.uuid4().hex[:8]}.old")
+    os.rename(partial, aside)
+    shutil.rmtree(aside)

@@ -1,0 +1,147 @@
+"""Optimizer state that is not cut like the weights: when it may be carried, and when that would be a lie.
+
+A state tensor as long as the partition is cut with the weights. Any other is about something else: a code book that is
+the same everywhere, or (block-wise 8-bit optimizers) a scale per block of ONE rank's partition, which means nothing
+once the partition is gone. The files do not say which. What two ranks hold in common byte for byte belongs to neither
+partition, and is carried; what differs, or was saved by one rank only, cannot be carried to another layout, and the
+optimizer's state is refused. The weights are not concerned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.metadata import comparable
+from ullage.checkpoint.shards import Placed, Shard
+
+#: Numbers that an optimizer computes anew from the weights before it reads them, so that they may be left out.
+#: RMS: ``Adafactor.step`` of transformers.
+_RECOMPUTED = {"RMS"}
+_HINT = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
+
+
+@dataclass
+class Uncut:
+    """What the state of one model rank's optimizer holds beside partitions.
+
+    ``keys`` are tensors that are no partition, ``left_out`` numbers that need not be carried, ``problems`` why the
+    state cannot be converted.
+    """
+
+    keys: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def examine(shards: list[Shard], groups: list[Group]) -> Uncut:
+    """Compares over the shards of one model rank all that is not cut. ``groups``: that rank's flat buffers."""
+    ordered = sorted(shards, key=lambda s: s.dp_rank)
+    lead = ordered[0]
+    sizes = {group.index: group.shard_size for group in groups}
+    found = Uncut()
+    # A key whose length is not the partition's in some group is no partition in any: lengths may agree by chance.
+    found.keys = {
+        key
+        for index, flat in enumerate(lead.flats)
+        for key, placed in flat.items()
+        if key != "fp32" and placed.numel not in (sizes.get(index), flat["fp32"].numel)
+    }
+    for shard in ordered[1:]:
+        for index, (mine, theirs) in enumerate(zip(lead.flats, shard.flats)):
+            for key in sorted(set(theirs) - set(mine))[:1]:
+                found.problems.append(
+                    Problem(f"optimizer state {key} is not on all ranks", lead.name, lead.dp_rank, index, hint=_HINT)
+                )
+    for index, flat in enumerate(lead.flats):
+        for key in sorted(found.keys & set(flat)):
+            problem = _compare(ordered, index, key)
+            if problem is not None:
+                found.problems.append(problem)
+            else:
+                found.notes.append(
+                    f"group {index}: state {key} is no partition and equal on all ranks; it is kept whole"
+                )
+    found.problems += _compare_numbers(ordered)
+    for key in sorted(_RECOMPUTED):
+        if any(_differ(ordered, index, key) for index in range(len(lead.scalars))):
+            found.left_out.add(key)
+            found.notes.append(f"state {key} differs between ranks; the optimizer computes it anew, so it is left out")
+    return found
+
+
+def _compare(shards: list[Shard], index: int, key: str) -> Problem | None:
+    """The problem of one state of one group, if it may not be carried."""
+    lead, *others = shards
+    mine = lead.flats[index][key]
+    expected = f"a state of {lead.flats[index]['fp32'].numel} elements, like the weights, or the same on all ranks"
+
+    def problem(shard: Shard, placed: Placed | None, how: str) -> Problem:
+        size = "nothing" if placed is None else f"{placed.numel} elements"
+        return Problem(
+            f"optimizer state {key} belongs to one rank's partition, so it cannot be carried to another layout",
+            shard.name, shard.dp_rank, index, expected=expected, found=f"{size}, {how}", hint=_HINT,
+        )  # fmt: skip
+
+    if mine.digest is None:
+        return problem(lead, mine, "too many to be the same on all ranks")
+    for shard in others:
+        theirs = shard.flats[index].get(key) if index < len(shard.flats) else None
+        if theirs is None or theirs.digest != mine.digest:
+            return problem(shard, theirs, "others than on rank 0")
+    return None if others else problem(lead, mine, "on one rank, where nothing tells what they belong to")
+
+
+def _compare_numbers(shards: list[Shard]) -> list[Problem]:
+    """Numbers and settings of the optimizer that differ between ranks, other than the step, which is checked apart.
+
+    One rank that differs is enough to say.
+    """
+    lead, *others = shards
+    for shard in others:
+        found = [
+            problem
+            for index, (mine, theirs) in enumerate(zip(lead.scalars, shard.scalars))
+            for problem in _differing("optimizer state ", shard, index, mine, theirs, _RECOMPUTED | {"step"})
+        ]
+        found += [
+            problem
+            for index, (mine, theirs) in enumerate(zip(lead.settings, shard.settings))
+            for problem in _differing("the optimizer's ", shard, index, mine, theirs, {"params"})
+        ]
+        sizes = {"number of groups": len(lead.settings)}, {"number of groups": len(shard.settings)}
+        found += _differing("the ", shard, 0, *sizes, set())
+        if found:
+            return found
+    return []
+
+
+def _differing(
+    what: str, shard: Shard, index: int, mine: dict[str, Any], theirs: dict[str, Any], but: set[str]
+) -> list[Problem]:
+    """One problem per key, other than ``but``, that ``shard`` has otherwise than rank 0."""
+    return [
+        Problem(
+            f"{what}{key} differs between ranks, so it cannot be carried to another layout",
+            shard.name,
+            shard.dp_rank,
+            index,
+            expected=f"{comparable(mine.get(key))}, as on rank 0",
+            found=f"{comparable(theirs.get(key))}",
+            hint=_HINT,
+        )
+        for key in sorted({k for k in {*mine, *theirs} if isinstance(k, str)} - but)
+        if comparable(mine.get(key)) != comparable(theirs.get(key))
+    ]
+
+
+def _differ(shards: list[Shard], index: int, key: str) -> bool:
+    return len({repr(comparable(s.scalars[index].get(key))) for s in shards if index < len(s.scalars)}) > 1
+
+
+def kept_whole(shard: Shard, index: int, uncut: Uncut) -> dict[str, Any]:
+    """What of a group's state is neither cut nor the step: numbers, and references to tensors."""
+    found = {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
+    return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}
