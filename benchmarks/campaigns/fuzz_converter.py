@@ -108,7 +108,7 @@ def view(folder: Path, format: str, name: str) -> Any:
                 with safe_open(folder / name, "pt") as file:
                     held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                     return _plain([held, file.metadata()])
-            return json.loads((folder / name).read_bytes())
+            return ["json", json.loads((folder / name).read_bytes())]
         except BaseException as error:
             return f"failure: {type(error).__name__}"
 
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, [_plain(v) for v in value]]
     if isinstance(value, _Plain):
-        return [type(value).__name__, _plain(value.args), _plain(vars(value))]
+        return [type(value).__name__, _plain(vars(value))]
     return repr(value)
 
 
@@ -178,7 +178,7 @@ def damaged_targets(source: Path, work: Path, count: int, seed: int, format: str
     paths = sorted(p for p in target.rglob("*") if p.is_file() and p.name != "ullage.json")
     names = [str(p.relative_to(target)) for p in paths]
     before = {name: view(target, format, name) for name in names}
-    unread = [name for name, held in before.items() if isinstance(held, str) or not held[1]]
+    unread = [name for name, held in before.items() if isinstance(held, str)]
     if unread:
         raise RuntimeError(f"the undamaged {format} cannot be read: {unread}")
     outcomes: Counter[str] = Counter()

@@ -85,6 +85,10 @@ class Call:
     args: tuple[Any, ...]
 
 
+class Unwritable(CheckpointError):
+    """An object that was read as a stand-in and cannot be written back as it was."""
+
+
 #: How deep a description may nest: what contains itself is deeper than anything.
 _MAX_DEPTH = 200
 
@@ -161,21 +165,21 @@ class _Pickler:
         if kind is bytes:
             self._call("_codecs", "encode", (value.decode("latin1"), "latin1"))
         elif kind is bytearray:
-            self._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1"))
+            self._call("builtins", "bytearray", (value.decode("latin1"), "latin1"))
         elif kind is Size:
             self._call("torch", "Size", (tuple(value),))
         elif kind in (set, frozenset):
-            self._call("__builtin__", kind.__name__, (sorted(value, key=self._order),))
+            self._call("builtins", kind.__name__, (sorted(value, key=self._order),))
         elif kind is complex:
-            self._call("__builtin__", "complex", (value.real, value.imag))
+            self._call("builtins", "complex", (value.real, value.imag))
         elif kind is slice:
-            self._call("__builtin__", "slice", (value.start, value.stop, value.step))
+            self._call("builtins", "slice", (value.start, value.stop, value.step))
         elif kind is object:
-            self._call("copy_reg", "_reconstructor", (object, object, None))
+            self._call("copyreg", "_reconstructor", (object, object, None))
         elif callable(value) and value in TYPES:
-            self._name("__builtin__", TYPES[value])
+            self._name("builtins", TYPES[value])
         else:
-            raise CheckpointError("cannot write an object of this type", found=kind.__name__)
+            raise Unwritable("cannot write an object of this type", found=kind.__name__.strip("_"))
 
     def _order(self, value: Any) -> tuple[str, Any]:
         """An order of the members of a set that does not depend on this process."""
@@ -220,7 +224,7 @@ class _Pickler:
         if not outer:
             self._write(f"c{module}\n{name}\n".encode())
             return
-        self._write(b"c__builtin__\ngetattr\n(")  # a class within a class
+        self._write(b"cbuiltins\ngetattr\n(")  # a class within a class
         self._name(module, outer)
         self._save(inner)
         self._write(b"tR")
@@ -246,7 +250,7 @@ class _Pickler:
         requires_grad = is_parameter = False
         if isinstance(value, TensorRef):
             if self._stored is None:
-                raise CheckpointError("cannot write a tensor among plain values")
+                raise Unwritable("cannot write a tensor among plain values")
             requires_grad, is_parameter = value.requires_grad, value.is_parameter
             value = self._stored(value)
         shape = value.shape if isinstance(value, Constant) else value.tensor.shape
@@ -282,6 +286,19 @@ class _Pickler:
 def dumps(value: Any) -> bytes:
     """The pickle of a value without tensors."""
     return _Pickler(None).dump(value)
+
+
+def is_writable(value: Any, limit: int) -> bool:
+    """Whether ``value`` can be written. Raises ``CheckpointError`` for one without end."""
+    try:
+        _Pickler(lambda ref: Stream(_somewhere(ref), ref.dtype), limit).dump(value)
+    except Unwritable:
+        return False
+    return True
+
+
+def _somewhere(ref: TensorRef) -> Tensor:
+    return Tensor("", "", tuple(ref.shape), ref.dtype, "buffer", ())
 
 
 def archive(

@@ -143,6 +143,10 @@ def convert(
     targets = plan(inventory, format, dtype=dtype, optimizer=optimizer)
     require_names(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
+    if format == "universal":
+        from ullage.checkpoint.universal import notes
+
+        report.notes += notes(inventory)
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()

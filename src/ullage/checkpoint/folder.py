@@ -49,15 +49,19 @@ def read_files(folder: Folder) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(one, range(len(folder.files))))
+    strangers: dict[str, None] = {}
     for index, result in enumerate(results):
         file = folder.files[index]
         if result is None:
             continue
         if isinstance(result, CheckpointError):
-            found = str(result.found) if result.found is not None else None
-            folder.problems.append(Problem(result.what, file.name, file.dp_rank, found=found, hint=result.hint))
+            expected, found = (None if fact is None else str(fact) for fact in (result.expected, result.found))
+            folder.problems.append(
+                Problem(result.what, file.name, file.dp_rank, expected=expected, found=found, hint=result.hint)
+            )
             continue
         parsed, source = result
+        strangers |= dict.fromkeys(source.strangers)
         table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, Shard) else folder.models
         key = (parsed.model_rank, parsed.dp_rank)
         if key in table:
@@ -66,6 +70,13 @@ def read_files(folder: Folder) -> None:
             continue
         table[key] = parsed
         folder.records[index] = record_table(source)
+
+
+    if strangers:
+        listed = ", ".join(list(strangers)[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+        folder.notes.append(
+            f"names of other packages, not looked into: {listed}; a loader of the model states imports them"
+        )
 
 
 def record_table(source: TorchFile) -> Int64:

@@ -18,14 +18,15 @@ from __future__ import annotations
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint import metadata, shards
-from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive
+from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive, is_writable
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.folder import record_table
@@ -141,10 +142,41 @@ def _described(name: str, content: dict[str, Any], source: TorchFile | None, fil
         assert source is not None
         return Stream(whole_tensor("", "carried", ref, file, source), ref.dtype)
 
-    # Objects that the source holds once and names often are written as often; endless ones are not.
-    limit = (1 << 20) + 64 * (source.description_bytes if source else 0)
+    with _in_file(source):
+        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source))
+
+
+def _kept(model: Model) -> tuple[dict[Any, Any], list[str]]:
+    """What of the model states is written anew, and the names of what cannot be, of classes that torch makes."""
+    limit = _limit(model.source)
+    content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
+    left_out = [k for k, v in content.items() if not is_writable(v, limit)]
+    kept = {k: v for k, v in model.root.items() if k != "frozen_param_fragments" and k not in left_out}
+    return kept, [str(k) for k in left_out]
+
+
+def notes(inventory: Inventory) -> list[str]:
+    """What a universal checkpoint is without."""
+    found = []
+    for model in inventory.details.models.values():
+        with _in_file(model.source):
+            _, left_out = _kept(model)
+        if left_out:
+            stages = "any stage" if inventory.topology.stage == 3 else "stage 3"
+            found.append(f"{', '.join(left_out[:5])} of {model.name} cannot be written anew; left out for engines of {stages}")
+    return found
+
+
+def _limit(source: TorchFile | None) -> int:
+    """Bytes of a description that is written anew: what the source holds once and names often is written as often."""
+    return (1 << 20) + 64 * (source.description_bytes if source else 0)
+
+
+@contextmanager
+def _in_file(source: TorchFile | None) -> Iterator[None]:
+    """Within it, an error that names no file names ``source``."""
     try:
-        return archive(name, content, stored, stem=Path(name).stem, limit=limit)
+        yield
     except CheckpointError as error:
         if error.where is None and source is not None:
             raise CheckpointError(
@@ -164,7 +196,8 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         )
         if not stage3:
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
-        content = {k: v for k, v in model.root.items() if k != "frozen_param_fragments"}
+        with _in_file(model.source):
+            content, _ = _kept(model)
         if model.module is not None:
             others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
             content["module"] = OrderedDict({**held, **others})

@@ -25,6 +25,7 @@ import io
 import pickle
 import re
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,6 +178,8 @@ def _rebuild_tensor(storage: Any, start: Any, size: Any, stride: Any, *rest: Any
         dtype = rest[2].name
     elif len(rest) >= 3 and isinstance(rest[2], (Named, Inert, type)):
         raise pickle.UnpicklingError(f"a tensor of an unknown dtype: {getattr(rest[2], 'name', rest[2])}")
+    if dtype not in ITEM_BYTES:
+        raise pickle.UnpicklingError(f"a tensor of an unknown dtype: {dtype}")
     ref = TensorRef(storage.key, dtype, start, Size(size), tuple(stride), bool(rest and rest[0] is True))
     if ref.num_bytes >= MAX_BYTES or ref.start + ref.span >= MAX_BYTES:
         raise pickle.UnpicklingError(f"a tensor of shape {list(size)[:8]}")
@@ -248,18 +251,17 @@ _REAL: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("_codecs", "encode"): _encode,
     ("copyreg", "_reconstructor"): _reconstructor,
-    ("copy_reg", "_reconstructor"): _reconstructor,
     ("copyreg", "__newobj__"): _new_object,
-    ("copy_reg", "__newobj__"): _new_object,
+    ("builtins", "bytes"): _bytes(bytes),
+    ("builtins", "bytearray"): _bytes(bytearray),
+    ("builtins", "str"): _text,
+    ("builtins", "getattr"): _attribute,
 }
 for _type in (set, frozenset, dict, list, tuple, int, float, complex, bool, object, slice):
-    _REAL["builtins", _type.__name__] = _REAL["__builtin__", _type.__name__] = _type
-for _builtins in ("builtins", "__builtin__"):
-    _REAL[_builtins, "bytes"], _REAL[_builtins, "bytearray"] = _bytes(bytes), _bytes(bytearray)
-    _REAL[_builtins, "str"], _REAL[_builtins, "getattr"] = _text, _attribute
+    _REAL["builtins", _type.__name__] = _type
 
-#: Real types that a file may also hold as values (``defaultdict(int)``), by what stands for them here.
-TYPES = {made: key[1] for key, made in _REAL.items() if key[0] == "__builtin__" and key[1] != "getattr"}
+#: Real types that a file may also hold as values (``defaultdict(int)``): what stands for them here -> their names.
+TYPES = {made: name for (module, name), made in _REAL.items() if module == "builtins" and name != "getattr"}
 
 #: Modules of the standard library whose classes are data; their functions, and other modules, are refused.
 _DATA_MODULES = {
@@ -267,7 +269,7 @@ _DATA_MODULES = {
     "pathlib._local", "random", "types", "uuid", "zoneinfo",
 }  # fmt: skip
 _DATA_NAMES = {
-    ("builtins", "range"), ("__builtin__", "range"), ("__builtin__", "xrange"), ("builtins", "Ellipsis"),
+    ("builtins", "range"), ("builtins", "Ellipsis"),
     ("builtins", "NotImplemented"), ("functools", "partial"), ("re", "_compile"), ("time", "struct_time"),
     ("collections", "deque"), ("array", "array"), ("array", "_array_reconstructor"), ("datetime", "date"),
     ("datetime", "time"), ("datetime", "datetime"), ("datetime", "timedelta"), ("datetime", "timezone"),
@@ -300,10 +302,11 @@ def _is_refused(module: str, name: str) -> bool:
     is_class = name.lstrip("_")[:1].isupper() and (module, name) not in _NOT_DATA
     if (module, name) in _DATA_NAMES or (module, name) in _KNOWN_NAMES:
         return False
-    if package in ("builtins", "__builtin__"):
+    if package == "builtins":
         return not name.endswith(("Error", "Exception", "Warning"))
     if package in _KNOWN_PACKAGES:
-        return not is_class and not (module == "torch._utils" and name.startswith("_rebuild_"))
+        rebuilds = module == "torch._utils" and name.startswith("_rebuild_")
+        return not (is_class or rebuilds or (package == "numpy" and name.startswith("__pyx_unpickle_")))
     return package in sys.stdlib_module_names and not (module in _DATA_MODULES and is_class)
 
 
@@ -357,7 +360,9 @@ class Unpickler(pickle.Unpickler):
         self.strangers: dict[str, None] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        module, name = module_name, global_name
+        # Old pickles name what has moved since Python 2.
+        module, name = NAME_MAPPING.get((module_name, global_name), (module_name, global_name))
+        module = IMPORT_MAPPING.get(module, module)
         found = _REAL.get((module, name))
         if found is not None:
             return found
@@ -375,9 +380,10 @@ class Unpickler(pickle.Unpickler):
         return _stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Named):
+        if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an unknown kind of storage")
-        return _Storage(str(pid[2]), STORAGES[pid[1].name])
+        kind = getattr(pid[1], "name", "")
+        return _Storage(str(pid[2]), STORAGES.get(kind, f"that of {kind}"))
 
 
 @dataclass(frozen=True)
