@@ -41,7 +41,9 @@ logger = logging.get_logger(__name__)
 class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
     """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
 
-    Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors.
+    Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors. A class
+    with a ``compute_loss`` of its own sets ``packing_loss`` to be packed. What the trainer under the mixin does by
+    itself is left to it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
