@@ -50,6 +50,7 @@ def values(name: str, key: str, shape: tuple[int, ...], seed: int = 0) -> np.nda
 class Recipe:
     """What to write. ``groups``: one ``{name: shape}`` a parameter group; dotted names make nested modules."""
 
+    #: 0 is DeepSpeed without ZeRO: one file, from the first rank
     stage: int = 1
     dp: int = 2
     groups: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
@@ -64,6 +65,10 @@ class Recipe:
     #: one a group; 0.0 where missing
     weight_decay: list[float] = field(default_factory=list)
     round_robin: bool = False
+    #: give the optimizer the names of its parameters (stage 0 saves them)
+    named: bool = False
+    #: leave frozen parameters out of the files
+    exclude_frozen: bool = False
     #: align each parameter to 16 bytes in the flat buffer (``zero_optimization.parameter_alignment``)
     alignment: bool = False
     elastic: bool = False
@@ -328,10 +333,14 @@ def _build(recipe: Recipe, model_rank: int):
         module.register_buffer(leaf, torch.from_numpy(values(name, "buffer", tuple(shape), recipe.seed)))
     decays = [*recipe.weight_decay, *[0.0] * len(recipe.groups_of(model_rank))]
     groups = [
-        {"params": [parameters[name] for name in group], "weight_decay": decay}
+        {
+            "params": [(name, parameters[name]) if recipe.named else parameters[name] for name in group],
+            "weight_decay": decay,
+        }
         for group, decay in zip(recipe.groups_of(model_rank), decays)
     ]
-    groups[0]["params"] += [parameters[name] for name in recipe.frozen]
+    if recipe.stage:
+        groups[0]["params"] += [parameters[name] for name in recipe.frozen]
     return root, groups
 
 
@@ -409,14 +418,19 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
         model=model, optimizer=_optimizer(recipe, groups), config=_config(recipe), mpu=mpu
     )
     zero = engine.optimizer
-    _fill(Truth(Path(folder), recipe), recipe, zero, model_rank, dp_rank)
+    if recipe.stage:
+        _fill(Truth(Path(folder), recipe), recipe, zero, model_rank, dp_rank)
+    else:
+        _fill_plain(Truth(Path(folder), recipe), engine)
     engine.global_steps = STEP
     client_state = {"iteration": STEP}
     if recipe.info is not None:
         client_state["universal_checkpoint_info"] = recipe.info
     del torch
     engine._checkpoint_tag_validation = lambda tag: None  # compares over ranks that do not exist
-    engine.save_checkpoint(folder, tag=recipe.tag, client_state=client_state)
+    engine.save_checkpoint(
+        folder, tag=recipe.tag, client_state=client_state, exclude_frozen_parameters=recipe.exclude_frozen
+    )
 
 
 def _fill(truth: Truth, recipe: Recipe, zero: Any, model_rank: int, dp_rank: int) -> None:
@@ -457,6 +471,27 @@ def _fill(truth: Truth, recipe: Recipe, zero: Any, model_rank: int, dp_rank: int
         for group in zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups:
             for param in group:
                 param.data.copy_(torch.from_numpy(truth.tensor(names[param], "fp32", model_rank)))
+
+
+def _fill_plain(truth: Truth, engine: Any) -> None:
+    """Stage 0: the same, in the parameters and in the state of the optimizer that DeepSpeed uses, plain or its own."""
+    import torch
+
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for group in inner.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    inner.step()
+    for p in engine.module.parameters():
+        if p.requires_grad:
+            p.data.copy_(torch.from_numpy(truth.tensor(names[id(p)])))
+    for p, state in inner.state.items():
+        for key, value in state.items():
+            if key == "step":
+                value.fill_(float(STEP))
+            elif id(p) in names:
+                value.copy_(torch.from_numpy(truth.tensor(names[id(p)], key)))
 
 
 def _partitions(zero: Any, recipe: Recipe, dp_rank: int):

@@ -13,6 +13,7 @@ from tests import real_zero
 from tests.parity.test_zero_conversion import assert_is_the_truth
 from tests.real_zero import Recipe
 from ullage import checkpoint
+from ullage.errors import DistributedError
 
 #: files beyond the size of small ones (1 MiB), so that each is a unit of its own, with small files beside them
 GROUPS = [{f"{n}.weight": (300 + i, 1100) for i, n in enumerate("abcdef")}, {f"n{i}": (50 + i,) for i in range(20)}]
@@ -122,3 +123,76 @@ def test_after_a_restart_of_the_machine_only_what_was_synced_is_believed(written
     report = checkpoint.convert(written.folder, tmp_path / "out")
     assert report.bytes_resumed == 0
     assert_is_the_truth(tmp_path / "out", written)
+
+
+#: what torchrun without ``--standalone`` gives to every launch alike
+SAME_LAUNCH = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "29500"}
+
+
+def launch(source, target, *, limited=()):
+    """Two processes of one launch under the same values of torchrun; those in ``limited`` may write 64 kB per file."""
+    code = (
+        "import os, resource, signal, sys; from ullage import checkpoint\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "if os.environ['RANK'] in sys.argv[3].split(','):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+        "try: checkpoint.convert(sys.argv[1], sys.argv[2], workers=1)\n"
+        "except Exception as error: print(type(error).__name__, error); sys.exit(3)"
+    )
+    ranks = []
+    for rank in (1, 0):
+        environment = os.environ | SAME_LAUNCH | {"RANK": str(rank), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", code, str(source), str(target), ",".join(map(str, limited))]
+        ranks.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    return {rank: (p.communicate(timeout=120)[0], p.returncode) for rank, p in zip((1, 0), ranks)}
+
+
+def test_a_launch_is_not_stopped_by_the_failure_of_an_earlier_one(written, tmp_path):
+    """Its file was named for values that torchrun gives to every launch: the second launch read it and gave up."""
+    first = launch(written.folder, tmp_path / "out", limited=[1])
+    assert {status for _, status in first.values()} == {3}
+    assert first[1][0].startswith("InputError cannot write: File too large")
+    assert first[0][0].startswith("DistributedError another process failed (process 1)")
+    assert list((tmp_path / "out.partial" / ".journal").glob("failed-1-*"))
+    second = launch(written.folder, tmp_path / "out")
+    assert second == {0: ("", 0), 1: ("", 0)}
+    assert_is_the_truth(tmp_path / "out", written)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest_universal", "out"]
+
+
+def test_processes_begin_when_all_have_met_and_know_their_launch(tmp_path):
+    """What an earlier launch left, words and failures, counts for nothing; process 0 may come last."""
+    import threading
+
+    from ullage.checkpoint.meeting import Meeting
+
+    folder = tmp_path / "out.partial" / ".journal"
+    folder.mkdir(parents=True)
+    for name in ("failed-1-old", "here-1", "here-2", "launch.json"):
+        (folder / name).write_text('{"name": "old", "words": ["old"]}')
+    meetings = [Meeting(tmp_path / "out.partial", rank, 3) for rank in range(3)]
+    others = [threading.Thread(target=m.begin) for m in meetings[1:]]
+    for thread in others:
+        thread.start()
+    assert [m.name for m in meetings] == ["", "", ""]
+    meetings[0].clear()
+    meetings[0].begin()
+    for thread in others:
+        thread.join(20)
+    (name,) = {m.name for m in meetings}
+    assert name not in ("", "old")
+    meetings[2].fail(ValueError("mine"))
+    with pytest.raises(DistributedError, match=r"another process failed \(process 2\): found mine"):
+        meetings[0].wait(lambda: False, "nobody")
+
+
+def test_a_partial_of_another_conversion_is_replaced_while_others_begin(written, tmp_path):
+    stale = tmp_path / "out.partial" / ".journal"
+    stale.mkdir(parents=True)
+    (stale / "0.jsonl").write_text('{"mark": "another"}\n')
+    (tmp_path / "out.partial" / "leftover").write_text("")
+    assert launch(written.folder, tmp_path / "out") == {0: ("", 0), 1: ("", 0)}
+    assert not (tmp_path / "out" / "leftover").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest_universal", "out"]

@@ -231,6 +231,51 @@ def test_a_disk_that_fills_up_keeps_the_partial_and_says_what_to_do(run, tmp_pat
     assert checkpoint.verify(run, tmp_path / "out") == []
 
 
+def limited(run, target, limit, before=""):
+    """``convert`` in a process that the system grants only so much; what it raised, as text."""
+    import subprocess
+
+    code = (
+        "import os, resource, signal, sys; from ullage import checkpoint\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "inventory = checkpoint.read(sys.argv[1])\n"
+        f"{before}\n"
+        f"resource.setrlimit(resource.{limit}, (limit, limit))\n"
+        "try: checkpoint.convert(inventory, sys.argv[2], workers=1)\n"
+        "except ValueError as error: print(error); sys.exit(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run), str(target)], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_source_that_cannot_be_read_is_not_called_a_target_that_cannot_be_written(run, tmp_path):
+    """The system grants as many open files as there are and three more: one for the journal, two for sources."""
+    said = limited(run, tmp_path / "out", "RLIMIT_NOFILE", "limit = max(map(int, os.listdir('/proc/self/fd'))) + 3")
+    assert "\n" not in said
+    assert said.startswith(f"cannot read: Too many open files ({run}/")
+    assert "run the same command again once the source can be read" in said
+    assert (tmp_path / "out.partial").is_dir()  # nothing was wrong with what is done
+    checkpoint.convert(run, tmp_path / "out")
+    assert checkpoint.verify(run, tmp_path / "out") == []
+
+
+def test_a_disk_that_is_full_from_the_first_byte_is_one_line(run, tmp_path):
+    """Not even the journal can be written."""
+    said = limited(run, tmp_path / "out", "RLIMIT_FSIZE", "limit = 0")
+    assert "\n" not in said
+    assert said.startswith("cannot write: File too large (")
+    assert "once there is room" in said
+
+
+def test_a_source_that_is_gone_is_one_line(run, tmp_path):
+    inventory = checkpoint.read(run)
+    shutil.rmtree(run)
+    with pytest.raises(CheckpointError, match=r"a file changed .*found no file"):
+        checkpoint.convert(inventory, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_nan_and_inf_are_reported_not_refused(run, tmp_path):
     def spoil(content):
         flat = content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]

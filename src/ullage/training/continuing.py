@@ -115,7 +115,7 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
             return None
         raise
     written = Layout(inventory.topology.stage or 0, inventory.topology.dp)
-    if written == here:
+    if here.stage and written == here:
         return None
     format = "universal" if here.stage else "safetensors"
     source = folder / inventory.folder.name
