@@ -71,7 +71,6 @@ def read_files(folder: Folder) -> None:
         table[key] = parsed
         folder.records[index] = record_table(source)
 
-
     if strangers:
         listed = ", ".join(list(strangers)[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
         folder.notes.append(

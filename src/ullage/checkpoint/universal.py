@@ -163,7 +163,8 @@ def notes(inventory: Inventory) -> list[str]:
             _, left_out = _kept(model)
         if left_out:
             stages = "any stage" if inventory.topology.stage == 3 else "stage 3"
-            found.append(f"{', '.join(left_out[:5])} of {model.name} cannot be written anew; left out for engines of {stages}")
+            names = ", ".join(left_out[:5])
+            found.append(f"{names} of {model.name} cannot be written anew; left out for engines of {stages}")
     return found
 
 

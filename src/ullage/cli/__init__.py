@@ -1,7 +1,7 @@
 """The command line: one file a verb, loaded only when its verb is called.
 
-Exit status 0 done, 1 a problem with the data (said in one line), 2 wrong usage, 130 interrupted. A verb is a module
-``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command.
+Exit status 0 done, 1 a problem with the data (said in one line), 2 wrong usage, 130 interrupted, 143 terminated. A
+verb is a module ``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ullage.cli.leaving import can_leave, leave_at_once
 from ullage.errors import UllageError
 
 #: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
@@ -63,7 +64,22 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Runs the command line and exits with its status."""
+    """Runs the command line and exits with its status, once the process groups that it formed have ended."""
+    try:
+        _run()
+    except SystemExit as leaving:
+        status = _status(leaving.code)
+        if can_leave(status):
+            raise
+        leave_at_once(status)
+    except BaseException as error:
+        if can_leave(1):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        leave_at_once(1)
+
+
+def _run() -> None:
     try:
         app()
     except UllageError as error:
@@ -71,3 +87,11 @@ def main() -> None:
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _status(code: Any) -> int:
+    """The exit status that Python makes of what ``SystemExit`` holds; a message is printed."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1

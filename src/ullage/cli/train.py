@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from ullage.cli.leaving import leave_at_once
 from ullage.cli.train_process import make_ready, one_line_errors
 from ullage.errors import InputError, TrainingError, UllageError
 
@@ -203,9 +205,10 @@ def _trainer(
 def _train(
     trainer: Any, meter: Meter, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
 ) -> bool:
-    """Trains; whether to the end. On Ctrl-C says how to continue, and exits with 130."""
-    from ullage.cli.train_progress import Interruption, Stop
+    """Trains; whether to the end. After a signal says how to continue, and exits with 130 or 143."""
+    from ullage.cli.train_progress import Stop
     from ullage.training.saving import checkpoints_in
+    from ullage.training.stopping import StopOnSignal, takes_sigterm
 
     converts = checkpoint is not None and not command.parallel.asked
     conversion = trainer.conversion_for(checkpoint) if converts else None
@@ -213,23 +216,30 @@ def _train(
         say(str(conversion))
     stop = Stop(command.run.stop_at_step)
     trainer.add_callback(stop)
+    # transformers' own way of saving at SIGTERM stands alone.
+    signals = [signal.SIGINT] if takes_sigterm(trainer.args) else [signal.SIGTERM, signal.SIGINT]
+    signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
     try:
-        with Interruption(gently=trainer.args.world_size == 1) as interruption:
-            trainer.add_callback(interruption)
+        with signalled:
             trainer.train(
                 resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
                 allow_changed_checkpoint=command.run.allow_changed_checkpoint,
             )
-        interrupted = interruption.asked
-    except KeyboardInterrupt:
-        interrupted = True
+    except RuntimeError as error:
+        if not signalled.number or isinstance(error, TrainingError):
+            raise
+        # Asked to stop, and a rank that was to agree is gone.
+        why = str(error).partition("\n")[0]
+        typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
+        sys.exit(signalled.exit_status)
     finally:
         meter.close()
     folder = trainer.args.output_dir
-    if interrupted:
-        where = f"interrupted at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    if signalled.number:
+        how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
+        where = f"{how} at step {trainer.state.global_step} of {trainer.state.max_steps}"
         say(f"{where}; {_how_to_continue(folder, argv)}")
-        sys.exit(130)
+        sys.exit(signalled.exit_status)
     if stop.reached:
         say.stopped(_how_to_continue(folder, argv), checkpoints_in(folder)[-1])
     return not stop.reached
@@ -255,9 +265,16 @@ def _command(argv: list[str]) -> str:
         follows = argument in left_out
         if not (is_value or follows or argument.startswith(tuple(f"{name}=" for name in left_out))):
             kept.append(argument)
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    launcher = ["torchrun", "--nproc_per_node", processes, "-m"] if processes != "1" else []
-    return shlex.join([*launcher, "ullage", "train", *kept])
+    return shlex.join([*_launcher(), "ullage", "train", *kept])
+
+
+def _launcher() -> list[str]:
+    """How torchrun started as many processes; where they meet on several hosts is for the caller to say."""
+    here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if everywhere == 1:
+        return []
+    hosts = ["--standalone"] if here == everywhere else ["--nnodes", os.environ.get("GROUP_WORLD_SIZE", "N")]
+    return ["torchrun", *hosts, "--nproc_per_node", str(here), "-m"]
 
 
 def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import DefaultFlowCallback, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -22,6 +24,7 @@ from ullage.cli.train_layout import WEIGHTS
 from ullage.engines import fsdp
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
+from ullage.exchange.wire import device_of
 from ullage.planning import Statistics, TransformerCost
 from ullage.training.arguments import form_process_group
 from ullage.training.costing import cost_of
@@ -45,6 +48,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "load_best_model_at_end": (False,),
     "group_by_length": (False,),
     "push_to_hub": (False,),
+    "enable_jit_checkpoint": (False,),
     "gradient_accumulation_steps": (1,),
     "dataloader_drop_last": (False,),
     "empty_step": ("warn",),
@@ -80,6 +84,9 @@ class Watched:
 
 class ParallelTrainer:
     """Trains over the engine; what ``ullage train`` asks of a Trainer, by Trainer's names."""
+
+    #: As in ``RaggedTrainerMixin``.
+    _stop_wish = _stop_agreed = 0
 
     def __init__(
         self, command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, meter: Any
@@ -123,10 +130,18 @@ class ParallelTrainer:
         self._since_log: list[fsdp.StepResult] = []
         self._watched = Watched()
         self._left_out = LeftOut(self.args.packing_oversize)
+        self._host_group = None
+        world = dist.group.WORLD if self.args.world_size > 1 else None
+        if world is not None and device_of(world).type != "cpu":
+            self._host_group = dist.new_group(backend="gloo")
 
     def add_callback(self, callback: Any) -> None:
         """As Trainer's."""
         self._handler.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """As Trainer's."""
+        self._handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: str | None = None, *, allow_changed_checkpoint: bool = False) -> None:
         """Trains to the end, or until a callback says stop. Collective."""
@@ -183,11 +198,30 @@ class ParallelTrainer:
         statistics = step.plan.statistics()
         self._watched.add(step, statistics, self._cost)
         self._left_out.add(statistics)
+        wish = self._tell_wish()
         limit = self.args.max_grad_norm or None
         result = fsdp.train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
+        self._stop_agreed = wish()
         self._since_log.append(result)
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
+
+    def _tell_wish(self) -> Callable[[], int]:
+        """The signal that asks any rank to stop, 0 for none; the step hides the reduction. Does not wait for a device.
+
+        The reductions of the step itself lie on the device, and none is over all ranks.
+        """
+        if self.args.world_size == 1:
+            return lambda: self._stop_wish
+        wish = torch.tensor(self._stop_wish)
+        work = dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+
+        def agreed() -> int:
+            assert work is not None
+            work.wait()
+            return int(wish)
+
+        return agreed
 
     def _act(self) -> None:
         """Logs, evaluates and saves, where the callbacks asked for it."""

@@ -18,8 +18,7 @@ def make_ready(argv: list[str]) -> None:
     """One voice, ours: libraries speak when ``--log_level`` asks them to. No hub is asked. Runs before torch loads."""
     _form_group_of_one(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # DeepSpeed looks for ninja on the path, where it is only in an activated environment.
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    os.environ["PATH"] = path_of_environment(os.environ.get("PATH", os.defpath))
     # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not any(argument.startswith("--push") for argument in argv):
@@ -35,6 +34,18 @@ def make_ready(argv: list[str]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()  # of shards that are read and written
+
+
+def path_of_environment(path: str) -> str:
+    """``path`` with this Python's programs: DeepSpeed compiles with the ``ninja`` that it finds there.
+
+    Those of a virtual environment come first, as if it were activated: an older ninja of the system's cannot read the
+    log of a newer one, and what two of them build in turn is compiled anew each time. Those of a Python that is shared
+    with other programs come last.
+    """
+    own = str(Path(sys.executable).parent)
+    others = [folder for folder in path.split(os.pathsep) if folder != own]
+    return os.pathsep.join([own, *others] if sys.prefix != sys.base_prefix else [*others, own])
 
 
 @contextlib.contextmanager

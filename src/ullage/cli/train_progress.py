@@ -1,4 +1,4 @@
-"""What a person sees of a training run while it goes on: one bar, and Ctrl-C that stops it cleanly.
+"""What a person sees of a training run while it goes on: one bar, and where it ends early.
 
 Tokens are counted where a batch enters the training step, from its host lengths: *real* tokens, and beside them what
 the same batch would have held if padded to its longest sequence. The difference is the ullage that was avoided.
@@ -6,10 +6,8 @@ the same batch would have held if padded to its longest sequence. The difference
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from transformers import TrainerCallback
 
 from ullage.batch import RaggedBatch
 from ullage.training.packing import PackedBatch
+from ullage.training.stopping import EarlyEnd
 
 
 class Meter(TrainerCallback):
@@ -121,40 +120,12 @@ class Meter(TrainerCallback):
         self.close()
 
 
-class Stop(TrainerCallback):
+class Stop(EarlyEnd):
     """Ends training after optimizer step ``step``, with a checkpoint. ``reached``: whether it did, before the end."""
 
     def __init__(self, step: int | None) -> None:
-        self._step, self.reached = step, False
+        self._step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step is not None and self._step <= state.global_step < state.max_steps:
-            control.should_save = control.should_training_stop = self.reached = True
-
-
-class Interruption(TrainerCallback):
-    """Within ``with``, the first Ctrl-C ends training after the running step, with a checkpoint; the second at once.
-
-    With several processes, which would have to agree on a step, the first one ends at once too.
-    """
-
-    asked = False
-
-    def __init__(self, gently: bool) -> None:
-        self._gently = gently
-
-    def __enter__(self) -> Interruption:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self._gently:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.asked:
-            control.should_save = control.should_training_stop = True
+            self.end(control)

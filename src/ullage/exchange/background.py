@@ -8,11 +8,17 @@ closed: ranks that took the same number of steps have then made the same number,
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
+
+from ullage.exchange.ending import before_the_end
 
 T = TypeVar("T")
+
+_running: WeakSet[Background[Any]] = WeakSet()
 
 
 class Background(Generic[T]):
@@ -27,6 +33,7 @@ class Background(Generic[T]):
         self._changed = threading.Condition()
         self._made, self._allowed, self._closing = 0, ahead, False
         self._thread = threading.Thread(target=self._run, name="ullage exchange", daemon=True)
+        _running.add(self)
         self._thread.start()
 
     def take(self) -> T | None:
@@ -42,12 +49,17 @@ class Background(Generic[T]):
                 self._changed.notify_all()
             return result
 
-    def close(self) -> None:
-        """Wait until the thread has made what it may, drop that, and end it."""
+    @property
+    def runs(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until the thread has made what it may, drop that, and end it. ``timeout``: seconds to wait at most."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout)
         self._results.clear()
 
     def _run(self) -> None:
@@ -67,3 +79,11 @@ class Background(Generic[T]):
                 self._made += 1
                 self._results.append((result, error))
                 self._changed.notify_all()
+
+
+@before_the_end
+def _close_all(until: float) -> bool:
+    """A thread that nobody closed may be in the middle of a step while the interpreter ends."""
+    for background in list(_running):
+        background.close(timeout=max(until - time.monotonic(), 0.0))
+    return not any(background.runs for background in list(_running))

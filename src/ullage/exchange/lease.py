@@ -2,7 +2,8 @@
 
 A group must never be used by two threads, and to close one while a slower rank still reads from it loses that rank's
 data. So groups are not closed but kept: an iterator that ended well gives its groups back, and the next iterator over
-the same ranks gets them. Whether it does is decided together, so that all ranks use the same ones.
+the same ranks gets them. Whether it does is decided together, so that all ranks use the same ones. At the end of the
+process they are dropped: a group that is kept here would outlive ``destroy_process_group``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ullage.exchange.ending import before_the_end, end_groups_at_exit
 from ullage.exchange.topology import Topology
 
 Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
@@ -42,6 +44,7 @@ def lease(topology: Topology, timeout: timedelta | None) -> Lease:
     key = (tuple(tuple(axis.ranks) for axis in topology.axes), timeout)
     if topology.world_size == 1:
         return Lease(topology, 0, key, None)
+    end_groups_at_exit()
     world = dist.group.WORLD
     _idle[:] = [held for held in _idle if held.world is world]
     mine = next((held for held in _idle if held.key == key), None)
@@ -53,3 +56,9 @@ def lease(topology: Topology, timeout: timedelta | None) -> Lease:
         return Lease(topology.with_groups({a.name: a.group for a in mine.topology.axes}), mine.number, key, world)
     _last += 1
     return Lease(topology.on_gloo(timeout), _last, key, world)
+
+
+@before_the_end
+def _drop_idle(until: float) -> bool:
+    _idle.clear()
+    return True

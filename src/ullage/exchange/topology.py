@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ullage.errors import InputError
+from ullage.exchange.ending import end_groups_at_exit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -282,6 +283,8 @@ class Topology:
 
     def _require_world(self) -> None:
         world = dist.get_world_size() if _initialized() else 1
+        if world > 1:
+            end_groups_at_exit()
         if self.world_size != world:
             raise InputError(
                 "the sizes of the axes do not multiply to the world",

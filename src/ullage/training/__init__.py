@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ullage.training.arguments import TrainingArguments
     from ullage.training.collators import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator
     from ullage.training.mixin import RaggedTrainerMixin
+    from ullage.training.stopping import StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer, Trainer
 
 _HOME = {
@@ -21,6 +22,7 @@ _HOME = {
     "RaggedTrainerMixin": "mixin",
     "Seq2SeqCollator": "collators",
     "Seq2SeqTrainer": "trainer",
+    "StopOnSignal": "stopping",
     "Trainer": "trainer",
     "TrainingArguments": "arguments",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "RaggedTrainerMixin",
     "Seq2SeqCollator",
     "Seq2SeqTrainer",
+    "StopOnSignal",
     "Trainer",
     "TrainingArguments",
 ]

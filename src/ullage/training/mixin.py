@@ -24,6 +24,7 @@ from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError, TrainingError
+from ullage.exchange.ending import end_groups_at_exit
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.continuing import ContinuingMixin
@@ -50,6 +51,7 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is not None:
             form_process_group(arguments)
+        end_groups_at_exit()
         super().__init__(*args, **kwargs)
         require_sharding(self.args)
         found = find_labels(type(unwrap_peft_model(self.model)))

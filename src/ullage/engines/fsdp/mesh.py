@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ullage.errors import DistributedError, InputError
 from ullage.exchange import Topology
+from ullage.exchange.ending import end_groups_at_exit
 
 AXES = ("dp", "cp", "tp")
 
@@ -40,6 +41,7 @@ def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topolog
         )
     if world == 1:
         return Topology.single()
+    end_groups_at_exit()
     return Topology.from_device_mesh(init_device_mesh(device_type(), (dp, cp, tp), mesh_dim_names=AXES))
 
 
