@@ -161,10 +161,10 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line_by_one_rank(two):
 def test_a_damaged_checkpoint_is_said_in_one_line_by_one_rank(two):
     folder, arguments, _ = two
     shutil.copytree(folder / "two", folder / "damaged")
-    (folder / "damaged" / "checkpoint-6" / "rng_state_1.pth").unlink()
+    (folder / "damaged" / "checkpoint-8" / "rng_state_1.pth").unlink()
     arguments = [*arguments, "--per_device_train_batch_size", 4, "--output_dir", "damaged"]
-    done = ullage_train(2, folder, *arguments, "--resume_from_checkpoint", "damaged/checkpoint-6")
+    done = ullage_train(2, folder, *arguments, "--resume_from_checkpoint", "damaged/checkpoint-8")
     assert done.returncode != 0
     [line] = [line for line in done.stderr.splitlines() if line.startswith("ullage: ")]
-    assert line.startswith("ullage: this checkpoint is damaged (damaged/checkpoint-6/rng_state_1.pth): expected ")
-    assert line.endswith("found no such file. Take damaged/checkpoint-3, the newest whole one before it")
+    assert line.startswith("ullage: this checkpoint is damaged (damaged/checkpoint-8/rng_state_1.pth): expected ")
+    assert line.endswith("found no such file. Take damaged/checkpoint-6, the newest whole one before it")
