@@ -1,7 +1,6 @@
 """SIGTERM and Ctrl-C on one of two ranks of ``ullage train``: all of them save, end with 143 or 130, and go on."""
 
 import json
-import time
 
 import pytest
 
@@ -61,9 +60,7 @@ def test_a_second_signal_ends_at_once_also_outside_of_python(server, tmp_path):
 
 
 def test_sigterm_after_the_other_rank_was_killed_ends_at_once(server, tmp_path):
-    before = time.monotonic()
     left = server.script("signal_script.py", "killed", *arguments(tmp_path, "run", *TRAINER))
-    assert left.statuses == [143, -9]
+    assert left.statuses == [143, -9]  # by itself: the server would have killed it, long before a collective's time-out
     assert "ullage (rank 0): stopped at once, without others: " in left.logs[0]
     assert "Traceback" not in left.logs[0]
-    assert time.monotonic() - before < 60  # no time-out of a collective, which is half an hour
