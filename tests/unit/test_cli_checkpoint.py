@@ -152,3 +152,28 @@ def test_wrong_usage_is_status_two(truth: Truth, tmp_path: Path) -> None:
     ):
         assert ullage(*arguments).returncode == 2, arguments
     assert list(tmp_path.iterdir()) == []
+
+
+def test_8_bit_state_is_said_by_inspect_and_refused_by_convert_in_one_line(tmp_path: Path) -> None:
+    from tests.regression.test_bad_checkpoints import edit
+    from tests.regression.test_carried_state import to_8bit
+
+    written = write(tmp_path / "run", Recipe(stage=2, dp=2, groups=[{"w": (40, 40)}]))
+    for rank, path in enumerate(sorted(written.tag_folder.glob("*optim_states.pt"))):
+        edit(path, lambda c, r=rank: to_8bit(c["optimizer_state_dict"]["base_optimizer_state"]["state"][0], r))
+    said = ullage("inspect", written.folder)
+    assert said.returncode == 0, said.stdout
+    assert "the weights only can be converted: optimizer state absmax1 belongs to one rank's partition" in said.stdout
+    done = ullage("convert", written.folder, tmp_path / "u")
+    assert done.returncode == 1
+    assert "absmax1" in one_line(done.stderr)
+    assert ullage("convert", written.folder, tmp_path / "st", "--to", "safetensors", "--weights-only").returncode == 0
+    assert ullage("verify", written.folder, tmp_path / "st").returncode == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "st"]
+
+
+def test_a_page_that_cannot_be_written_is_one_line(truth: Truth, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = ullage("inspect", truth.folder, "--html", tmp_path / "file" / "page.html")
+    assert done.returncode == 1
+    assert "the page cannot be written: " in one_line(done.stderr)

@@ -51,7 +51,6 @@ def read_plain(folder: Folder) -> Inventory:
         details = Details({}, {0: lead}, {}, [])
     if not lead.root.get("optimizer"):
         problems = []
-    folder.notes += [str(problem) for problem in problems]
     return Inventory(
         folder=folder.path,
         format="zero",

@@ -133,7 +133,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     groups = [_group(folder, index, model_rank, named, mine, world) for index, named in enumerate(shapes)]
     folder.groups += groups
     uncut = found.uncut[model_rank] = examine(list(mine.values()), groups)
-    folder.notes += [*uncut.notes, *map(str, uncut.problems[:3])]
+    folder.notes += uncut.notes
     for group, named in zip(groups, shapes):
         for key in lead.flats[group.index]:
             if key in uncut.keys:

@@ -26,14 +26,19 @@ def inspect(
     Exit status 1 if it is not whole.
     """
     from ullage.checkpoint import check, read
+    from ullage.errors import InputError
 
     inventory = read(checkpoint)
     problems = check(inventory)
     if html is not None:
         from ullage.report.checkpoint import checkpoint_page
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(checkpoint_page(inventory, problems), encoding="utf-8")
+        page = checkpoint_page(inventory, problems)
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the page cannot be written: {error.strerror or error}", where=str(html)) from error
     if as_json:
         typer.echo(json.dumps(as_data(inventory, problems)))
     else:
@@ -88,6 +93,7 @@ def as_data(inventory: Any, problems: Any) -> dict[str, Any]:
         ],
         "notes": list(inventory.notes),
         "problems": [str(problem) for problem in problems],
+        "optimizer_problems": [str(problem) for problem in inventory.optimizer_problems],
     }
 
 
@@ -119,6 +125,8 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         console.print(_tensors_table(inventory, limit))
     for note in inventory.notes:
         console.print(f"note: {escape(note)}", style="dim", soft_wrap=True)
+    for problem in inventory.optimizer_problems[:limit]:
+        console.print(f"the weights only can be converted: {escape(str(problem))}", style="yellow", soft_wrap=True)
     if not problems:
         console.print("whole: every element of every tensor lies in exactly one fragment", style="green")
         return

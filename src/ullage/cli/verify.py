@@ -1,4 +1,4 @@
-"""``ullage verify``: whether two checkpoints hold the same tensors, byte by byte."""
+"""``ullage verify``: whether a loader of a converted checkpoint gets what its source holds, byte by byte."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
 ) -> None:
-    """Compare every byte of every tensor of a converted checkpoint with its source; casts are repeated, then compared.
+    """Compare a converted checkpoint with its source: every byte of every tensor, and every file that a loader reads.
 
-    Exit status 1 if anything differs.
+    Casts are repeated, then compared. Exit status 1 if anything differs.
     """
     from ullage.checkpoint import read, verify
     from ullage.cli.convert import progress_bar
