@@ -52,12 +52,12 @@ class StopOnSignal(EarlyEnd):
     """Within ``with``, the first SIGTERM or Ctrl-C on any rank ends training on all, after the running step.
 
     A checkpoint is saved there. A second signal, a second or more after the first, ends this process at once. The
-    handlers that were there before are put back at the end of the block.
+    handlers that were there before are put back at the end of the block::
 
-    >>> with StopOnSignal(trainer) as stop:                                     # doctest: +SKIP
-    ...     trainer.train()
-    >>> if stop.number:                                                         # doctest: +SKIP
-    ...     sys.exit(stop.exit_status)
+        with StopOnSignal(trainer) as stop:
+            trainer.train()
+        if stop.number:
+            sys.exit(stop.exit_status)
 
     ``trainer``: one of ours. ``signals``: those to take. ``at_once``: called with the number of the second signal, in
     a thread; without it the process ends as it would without a handler. Use it in the main thread, on every rank
