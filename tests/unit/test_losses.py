@@ -408,3 +408,18 @@ def test_a_loss_function_gets_labels_under_their_tokens_and_shifts_them_itself(f
     for packing in ({}, {"packing_capacity": 20}):
         runs = trained(tmp_path, make(RecurrentForCausalLM), loss=function, max_steps=2, **packing)
         assert close(expected, runs)
+
+
+def strict_sum_of(outputs, labels, num_items_in_batch):
+    return (
+        cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        / num_items_in_batch
+    )
+
+
+def test_a_loss_function_is_given_the_number_of_labels_in_evaluation_too(tmp_path):
+    model = make(RecurrentForCausalLM)
+    expected = trainer(tmp_path, model).evaluate(SAMPLES)["eval_loss"]
+    assert trainer(tmp_path, model, loss=strict_sum_of).evaluate(SAMPLES)["eval_loss"] == pytest.approx(
+        expected, rel=1e-6
+    )

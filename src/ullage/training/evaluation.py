@@ -238,13 +238,26 @@ class EvaluationMixin(PackingMixin):
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if has_labels or (not self.label_names and self.can_return_loss):
-                loss, outputs = self.compute_loss(model, copy.copy(keywords), return_outputs=True)
+                loss, outputs = self.compute_loss(
+                    model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
+                )
                 loss = loss.detach().mean()
             else:
                 outputs = model(**keywords)
         if prediction_loss_only:
             return loss, None, None
         return loss, _predictions(outputs, ignore_keys, loss is not None), labels
+
+    def _divisor_of(self, inputs: Any) -> Tensor | None:
+        """What a loss function of one's own divides by in evaluation: the labels of this batch, on this rank alone.
+
+        transformers multiplies what it gives by the processes, where labels are counted over all of them.
+        """
+        elements = self._label_elements(inputs) if self.compute_loss_func is not None else None
+        if elements is None:
+            return None
+        shared = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return counting.count_labels(elements).clamp(min=1) * shared
 
     def _reduce_or_raise(self, record: Record, problem: Exception | None) -> Tensor:
         """Σ loss · n, Σ n and samples over all ranks, by one reduction; raises on every rank if one has a problem."""
