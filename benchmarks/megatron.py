@@ -89,13 +89,14 @@ def dp_balanced(slots: np.ndarray, dp: int, capacity: int, multiple: int) -> lis
 def measure(scheduler: str, workload: str, dp: int, cp: int, multiple: int, count: int, seed: int) -> Row:
     config, capacity = WORKLOADS[workload]
     lengths = mock_lengths(config, count * dp, seed)
-    align = 2 * cp if cp > 1 else 1
+    pad_to_multiple_of = 2 * cp if cp > 1 else 1
     options = {
-        "ranks": dp, "capacity": capacity * cp, "align": align, "microbatch_multiple": multiple, "cost": COST
+        "ranks": dp, "capacity": capacity * cp, "pad_to_multiple_of": pad_to_multiple_of,
+        "microbatch_multiple": multiple, "cost": COST
     }  # fmt: skip
     begin = time.thread_time()
     if scheduler == "dp_balanced":
-        packs = dp_balanced(-(-lengths // align) * align, dp, capacity * cp, multiple)
+        packs = dp_balanced(-(-lengths // pad_to_multiple_of) * pad_to_multiple_of, dp, capacity * cp, multiple)
         spent = time.thread_time() - begin
         plan = ullage.plan(lengths, strategy="preassigned", assignment=packs, **options)
     else:

@@ -95,7 +95,7 @@ def measure(planner: str, workload: str, n: int, ranks: int, seed: int, repeats:
     found = plan.statistics()
     return Row(
         planner, workload, n, ranks, seed, found.critical_path, found.critical_path_bound, found.rank_imbalance,
-        found.rank_imbalance_bound, found.num_microbatches, found.lower_bound, len(plan.check()), best * 1000,
+        found.rank_imbalance_bound, found.num_microbatches, found.lower_bound, len(plan.problems()), best * 1000,
     )  # fmt: skip
 
 
@@ -201,15 +201,15 @@ def show_rebalanced(console: Console, seeds: int) -> list[dict[str, float | str]
 
 
 def show_bins(console: Console, n: int) -> list[dict[str, float]]:
-    """Bins of ``pack_dataset`` above the L2 bound, and its time."""
-    table = Table(title=f"pack_dataset, {n:,} sequences")
+    """Bins of ``pack_lengths`` above the L2 bound, and its time."""
+    table = Table(title="pack_lengths, {n:,} sequences")
     for column in ("workload", "bins", "L2 bound", "above", "ms"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     found = []
     for workload, make in WORKLOADS.items():
         lengths, capacity = make(n, 0), CAPACITIES[workload]
         begin = time.thread_time()
-        bins = ullage.pack_dataset(lengths, capacity).num_bins
+        bins = ullage.pack_lengths(lengths, capacity).num_bins
         spent, bound = (time.thread_time() - begin) * 1000, bin_bound(lengths, capacity)
         table.add_row(workload, f"{bins:,}", f"{bound:,}", f"{bins - bound}", f"{spent:.1f}")
         found.append({"workload": workload, "n": n, "bins": bins, "bound": bound, "milliseconds": spent})

@@ -35,7 +35,7 @@ print("labels     ", flattened["labels"].tolist())
 
 # The layout behind it is an idea of its own: segments with their padding in one buffer, cut by shards. Three segments
 # padded to multiples of 4, on two shards of 8: which part of which segment lies where?
-layout = ullage.Layout([3, 1, 5], multiple_of=4)
+layout = ullage.Layout([3, 1, 5], pad_to_multiple_of=4)
 pieces = layout.pieces(np.array([0, 8, 16]))
 for item, shard, start, length in zip(pieces.item, pieces.shard, pieces.shard_start, pieces.length, strict=True):
     print(f"segment {item}: {length} elements on shard {shard} from {start}")

@@ -29,7 +29,7 @@ for name, one in (("ullage's plan", plan), ("order of arrival", arrival)):
 print(f"microbatch 0 of rank 3 holds {len(plan.members(0, 3))} sequences, {lengths[plan.members(0, 3)].sum()} tokens")
 
 # Nobody has to take our word for it, or our machine: a plan checks itself, and travels as JSON.
-assert plan.check() == []
+assert plan.problems() == []
 assert ullage.Plan.from_json(plan.to_json()) == plan
 
 # A sequence longer than a rank can hold is shared by several, where context parallelism is left to the plan.

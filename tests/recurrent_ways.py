@@ -42,7 +42,7 @@ def _flattened_with_host_lengths(samples: Samples) -> Way:
 
 
 def _flattened_slots(samples: Samples) -> Way:
-    batch = ullage.RaggedBatch.from_samples(samples, multiple_of=4)
+    batch = ullage.RaggedBatch.from_samples(samples, pad_to_multiple_of=4)
     index = torch.tensor(batch.layout.token_index())
     lengths = torch.tensor(batch.layout.lengths)
     return {**_flat_keywords(batch), "input_lengths": lengths}, lambda logits: logits[0, index]
@@ -50,7 +50,7 @@ def _flattened_slots(samples: Samples) -> Way:
 
 def _flattened_slots_told_by_positions(samples: Samples) -> Way:
     """Nothing beside the keywords that every padding-free model takes; what lies in the padding is poisoned."""
-    batch = ullage.RaggedBatch.from_samples(samples, multiple_of=4)
+    batch = ullage.RaggedBatch.from_samples(samples, pad_to_multiple_of=4)
     index = torch.tensor(batch.layout.token_index())
     padding = torch.ones(batch.layout.size, dtype=torch.bool).index_fill(0, index, False)
     keywords = _flat_keywords(batch)

@@ -155,7 +155,7 @@ def damaged_sources(source: Path, work: Path, count: int, seed: int, format: str
         original = (source / name).read_bytes()
         what, data = mutate(original, chance)
         (damaged / name).write_bytes(data)
-        outcome = _tried(lambda: checkpoint.convert(damaged, work / "out" / "made", format, optimizer=True))
+        outcome = _tried(lambda: checkpoint.convert(damaged, work / "out" / "made", format=format, optimizer=True))
         if outcome == "accepted":
             changed = _differing(whole, work / "out" / "made", format)
             outcome = f"accepted with changed content: {changed}" if changed else "accepted, same content"

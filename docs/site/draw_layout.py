@@ -40,7 +40,7 @@ def row_name(row: str, text: str) -> str:
 
 
 def drawing() -> str:
-    layout = Layout([5, 3, 7, 6], multiple_of=4)
+    layout = Layout([5, 3, 7, 6], pad_to_multiple_of=4)
     cuts = np.arange(0, layout.size + 1, 7)
     pieces = layout.pieces(cuts)
     ullage = f"{layout.ullage:.0%}"

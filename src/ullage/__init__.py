@@ -10,12 +10,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ullage import attention, checkpoint, datasets, engines, exchange, models, planning, training
+    from ullage import (
+        attention,
+        batch,
+        checkpoint,
+        columns,
+        datasets,
+        engines,
+        errors,
+        exchange,
+        layout,
+        models,
+        movement,
+        planning,
+        report,
+        training,
+    )
     from ullage.batch import RaggedBatch
     from ullage.errors import CheckpointError, DistributedError, InputError, TrainingError, UllageError, UsageError
     from ullage.layout import Layout, Pieces
     from ullage.movement import to_device
-    from ullage.planning import Plan, RecurrentCost, TransformerCost, pack_dataset, plan
+    from ullage.planning import Plan, RecurrentCost, TransformerCost, pack_lengths, plan
 
 __version__ = "0.1.0"
 
@@ -32,11 +47,14 @@ _HOME = {
     "TransformerCost": "planning",
     "UllageError": "errors",
     "UsageError": "errors",
-    "pack_dataset": "planning",
+    "pack_lengths": "planning",
     "plan": "planning",
     "to_device": "movement",
 }
-_ROOMS = ("attention", "checkpoint", "datasets", "engines", "exchange", "models", "planning", "training")
+_ROOMS = (
+    "attention", "batch", "checkpoint", "columns", "datasets", "engines", "errors", "exchange", "layout", "models",
+    "movement", "planning", "report", "training",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -67,14 +85,20 @@ __all__ = [
     "UllageError",
     "UsageError",
     "attention",
+    "batch",
     "checkpoint",
+    "columns",
     "datasets",
     "engines",
+    "errors",
     "exchange",
+    "layout",
     "models",
-    "pack_dataset",
+    "movement",
+    "pack_lengths",
     "plan",
     "planning",
+    "report",
     "to_device",
     "training",
 ]

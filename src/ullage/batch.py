@@ -68,13 +68,13 @@ class RaggedBatch:
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[Mapping[str, Any]], multiple_of: int = 1, per_sequence: Iterable[str] = ()
+        cls, samples: Sequence[Mapping[str, Any]], pad_to_multiple_of: int = 1, per_sequence: Iterable[str] = ()
     ) -> RaggedBatch:
         """A batch of samples, each a mapping of name to value.
 
         Arrays, tensors and lists are token-aligned and share one length a sample; numbers, 0-D arrays and whatever
         ``per_sequence`` names are one value a sequence. Lists of integers become int64, lists of floats float32;
-        arrays keep their dtype. ``multiple_of`` rounds each slot up. Does not touch the samples. Raises
+        arrays keep their dtype. ``pad_to_multiple_of`` rounds each slot up. Does not touch the samples. Raises
         ``InputError`` that names sample and field for a length that disagrees, a missing field, a value that is no
         number, and an empty sequence.
         """
@@ -93,7 +93,7 @@ class RaggedBatch:
         aligned = [name for name in names if name not in whole]
         if not aligned:
             raise InputError("no field is token-aligned", expected="at least one array or list", found=names)
-        layout = Layout(common_lengths({name: columns[name] for name in aligned}), multiple_of)
+        layout = Layout(common_lengths({name: columns[name] for name in aligned}), pad_to_multiple_of)
         values = {
             name: stack(columns[name], name) if name in whole else lay_out(columns[name], name, layout)
             for name in names
@@ -114,7 +114,7 @@ class RaggedBatch:
             raise InputError("attention_mask must be [N, L]", found=f"shape {list(attention_mask.shape)}")
         mask = attention_mask != 0
         host = mask.cpu().numpy()
-        _check_rows(host)
+        _require_rows(host)
         layout = Layout(host.sum(1))
         index = torch.from_numpy(np.flatnonzero(host)).to(attention_mask.device)
         declared = set(per_sequence)
@@ -193,14 +193,23 @@ class RaggedBatch:
         return next((tensor.device for tensor in self._values.values()), torch.device("cpu"))
 
     @property
-    def max_length(self) -> int:
+    def max_seqlen(self) -> int:
         """The longest sequence in tokens, a host integer."""
-        return self.layout.max_length
+        return self.layout.max_seqlen
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Cumulated lengths, int32 [N + 1], on the batch's device."""
-        return torch.from_numpy(self.layout.cu_seqlens()).to(self.device)
+        """Cumulated lengths, int32 [N + 1], on the batch's device; :attr:`cu_seqlens_padded` indexes the batch."""
+        return torch.from_numpy(self.layout.cu_seqlens).to(self.device)
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Cumulated slots, int32 [N + 1], on the batch's device.
+
+        These index the batch: sequence *i* begins at element ``cu_seqlens_padded[i]`` of a token-aligned field.
+        Without padding they equal :attr:`cu_seqlens`.
+        """
+        return torch.from_numpy(self.layout.cu_seqlens_padded).to(self.device)
 
     @property
     def position_ids(self) -> Tensor:
@@ -235,7 +244,7 @@ class RaggedBatch:
         if side not in ("right", "left"):
             raise InputError("padding has no such side", expected="'right' or 'left'", found=repr(side))
         layout = self.layout
-        rows, width = layout.num_items, layout.max_length
+        rows, width = layout.num_items, layout.max_seqlen
         begin = np.arange(rows) * width + (width - layout.lengths if side == "left" else 0)
         target = np.repeat(begin - (np.cumsum(layout.lengths) - layout.lengths), layout.lengths)
         index = torch.from_numpy(target + np.arange(layout.num_tokens)).to(self.device)
@@ -277,9 +286,9 @@ class RaggedBatch:
         """The field as a jagged nested tensor [N, j, ...]."""
         self._require_token_aligned(name)
         layout, values = self.layout, self._values[name]
-        offsets = torch.from_numpy(layout.cu_seqlens(padded=True).astype(np.int64)).to(values.device)
+        offsets = torch.from_numpy(layout.cu_seqlens_padded.astype(np.int64)).to(values.device)
         lengths = None if layout.num_tokens == layout.size else torch.tensor(layout.lengths, device=values.device)
-        return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths, max_seqlen=layout.max_length)
+        return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths, max_seqlen=layout.max_seqlen)
 
     def to_flattened(self) -> dict[str, Any]:
         """Keywords for a padding-free model: one row that holds all sequences.
@@ -303,7 +312,7 @@ class RaggedBatch:
             if layout.num_tokens < layout.size:
                 positions[layout.padding_mask()] = 0
             row["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
-        cu_seqlens = torch.from_numpy(layout.cu_seqlens(padded=True)).to(self.device)
+        cu_seqlens = torch.from_numpy(layout.cu_seqlens_padded).to(self.device)
         longest = int(layout.slots.max(initial=0))
         return {
             **row,
@@ -374,7 +383,7 @@ class RaggedBatch:
             raise InputError("no such token-aligned field", expected=f"one of {aligned}", found=repr(name))
 
 
-def _check_rows(mask: np.ndarray) -> None:
+def _require_rows(mask: np.ndarray) -> None:
     """Every row of the mask is one run of ones."""
     edges = np.diff(mask.astype(np.int8), axis=1, prepend=0, append=0)
     runs = (edges == 1).sum(1)

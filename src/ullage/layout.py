@@ -62,11 +62,11 @@ class TimeMajor:
 class Layout:
     """Where items of unequal length lie in one flat buffer.
 
-    ``lengths``: integers >= 0, one an item. ``multiple_of``: each item's slot is its length rounded up to this.
+    ``lengths``: integers >= 0, one an item. ``pad_to_multiple_of``: each item's slot is its length rounded up to this.
     All arrays are int64 and read-only. Touches no device. Raises ``InputError`` (a ``ValueError``) for lengths
     that are negative or not integers.
 
-    >>> layout = Layout([3, 5], multiple_of=4)
+    >>> layout = Layout([3, 5], pad_to_multiple_of=4)
     >>> layout.slots, layout.starts, layout.size
     (array([4, 8]), array([0, 4]), 12)
     >>> pieces = layout.pieces([0, 6, 12])
@@ -78,10 +78,10 @@ class Layout:
     slots: Int64
     starts: Int64 = field(repr=False)
 
-    def __init__(self, lengths: Integers, multiple_of: int = 1) -> None:
+    def __init__(self, lengths: Integers, pad_to_multiple_of: int = 1) -> None:
         lengths = as_lengths(lengths)
-        multiple_of = _as_int(multiple_of, "multiple_of", least=1)
-        self._fill(lengths, -(-lengths // multiple_of) * multiple_of)
+        pad_to_multiple_of = _as_int(pad_to_multiple_of, "pad_to_multiple_of", least=1)
+        self._fill(lengths, -(-lengths // pad_to_multiple_of) * pad_to_multiple_of)
 
     @classmethod
     def from_slots(cls, lengths: Integers, slots: Integers) -> Layout:
@@ -124,7 +124,7 @@ class Layout:
         return int(self.slots.sum())
 
     @cached_property
-    def max_length(self) -> int:
+    def max_seqlen(self) -> int:
         """The longest item in elements, 0 if there is none."""
         return int(self.lengths.max(initial=0))
 
@@ -144,22 +144,21 @@ class Layout:
     def __hash__(self) -> int:
         return hash((self.lengths.tobytes(), self.slots.tobytes()))
 
-    def cu_seqlens(self, padded: bool = False) -> npt.NDArray[np.int32]:
-        """Cumulated lengths (``padded=False``) or slots (``padded=True``), int32 [n + 1], from 0.
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """Cumulated lengths, int32 [num_items + 1], from 0; they index a buffer without padding.
 
         Raises ``InputError`` at 2**31 elements and beyond, which int32 cannot count.
         """
-        total = self.size if padded else self.num_tokens
-        if total >= _INT32_LIMIT:
-            raise InputError(
-                "cu_seqlens cannot count this many elements in int32",
-                expected=f"fewer than {_INT32_LIMIT}",
-                found=total,
-                hint="put fewer sequences into one batch",
-            )
-        cumulated = np.zeros(self.num_items + 1, np.int32)
-        np.cumsum(self.slots if padded else self.lengths, out=cumulated[1:])
-        return cumulated
+        return _cumulated(self.lengths, self.num_tokens)
+
+    @property
+    def cu_seqlens_padded(self) -> npt.NDArray[np.int32]:
+        """Cumulated slots, int32 [num_items + 1], from 0: item *i* begins at element ``cu_seqlens_padded[i]``.
+
+        Raises ``InputError`` at 2**31 elements and beyond, which int32 cannot count.
+        """
+        return _cumulated(self.slots, self.size)
 
     def pieces(self, cuts: Integers) -> Pieces:
         """Which part of which item lies in which shard.
@@ -221,11 +220,24 @@ class Layout:
                 raise InputError("order must list every item once, by falling length", found=order.tolist())
         inverse = np.empty_like(order)
         inverse[order] = np.arange(self.num_items)
-        ending = np.bincount(self.lengths, minlength=self.max_length + 1)
-        batch_sizes = (self.num_items - np.cumsum(ending))[: self.max_length].astype(np.int64)
+        ending = np.bincount(self.lengths, minlength=self.max_seqlen + 1)
+        batch_sizes = (self.num_items - np.cumsum(ending))[: self.max_seqlen].astype(np.int64)
         row = _ranges(np.zeros_like(batch_sizes), batch_sizes)
         time = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
         return TimeMajor(self.starts[order][row] + time, batch_sizes, order, inverse)
+
+
+def _cumulated(sizes: Int64, total: int) -> npt.NDArray[np.int32]:
+    if total >= _INT32_LIMIT:
+        raise InputError(
+            "cu_seqlens cannot count this many elements in int32",
+            expected=f"fewer than {_INT32_LIMIT}",
+            found=total,
+            hint="put fewer sequences into one batch",
+        )
+    cumulated = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=cumulated[1:])
+    return cumulated
 
 
 def _ranges(starts: Int64, lengths: Int64) -> Int64:

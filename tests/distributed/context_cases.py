@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.parity.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
 from ullage import Layout, RaggedBatch
-from ullage.attention import check_context_parallel, context_parallel, packed_attention, shard_batch
+from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
 from ullage.attention.gathered import computed_pairs, gathered
 from ullage.attention.slices import cut
 from ullage.exchange import Topology
@@ -75,7 +75,7 @@ def models_in_worlds(rank, world, names):
     worst = {}
     for name in names:
         model = build(name, **{**MODELS, **MORE_MODELS}[name])
-        check_context_parallel(model)
+        require_context_parallel(model)
         for number, lengths in enumerate(ROWS[: 3 if name == "llama" else 1]):
             batch = RaggedBatch.from_samples(samples_of(lengths))
             expected = reference(model, batch)
@@ -89,7 +89,7 @@ def models_in_worlds(rank, world, names):
 def checkpointed(rank, world):
     """Layers that are recomputed in the backward pass, after the context has been left."""
     model = build("llama")
-    batch = RaggedBatch.from_samples(samples_of(ROWS[0]), multiple_of=2 * world)  # and slots with padding
+    batch = RaggedBatch.from_samples(samples_of(ROWS[0]), pad_to_multiple_of=2 * world)  # and slots with padding
     expected = reference(model, batch)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -255,8 +255,8 @@ def faults(rank, world):
         "own error": raised(own_error),
         "quiet": raised(quiet),
         "recurrent": raised(forward, shard_batch(batch, group), recurrent),
-        "check sdpa": raised(check_context_parallel, build("llama", "sdpa")),
-        "check recurrent": raised(check_context_parallel, recurrent),
+        "check sdpa": raised(require_context_parallel, build("llama", "sdpa")),
+        "check recurrent": raised(require_context_parallel, recurrent),
         "after all": raised(forward, shard_batch(batch, group)),
     }
     return lines, differences(model, batch, group, expected, "auto", "zigzag")

@@ -112,8 +112,14 @@ def exchange_in_worlds(rank, world):
             gathered = gather_lengths(lengths_of(mine), topology)
             assert gathered.lengths.tolist() == lengths_of(everything).tolist()
             assert gathered.counts.tolist() == np.bincount(owner, minlength=size).tolist()
-            for align, multiple in ((1, 1), (8, 3)):
-                plan = ullage.plan(gathered.lengths, ranks=size, capacity=64, align=align, microbatch_multiple=multiple)
+            for pad_to_multiple_of, multiple in ((1, 1), (8, 3)):
+                plan = ullage.plan(
+                    gathered.lengths,
+                    ranks=size,
+                    capacity=64,
+                    pad_to_multiple_of=pad_to_multiple_of,
+                    microbatch_multiple=multiple,
+                )
                 got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
                 if count:
                     want = materialize(plan, everything, topology.dp.rank, per_sequence=["logits"])
@@ -139,7 +145,7 @@ def exchange_shared_bins(rank, world):
     mine = everything[rank::world]
     gathered = gather_lengths(lengths_of(mine), topology)
     ordered = [s for r in range(world) for s in everything[r::world]]
-    base = ullage.plan(gathered.lengths, ranks=world // 2, capacity=256, align=4)
+    base = ullage.plan(gathered.lengths, ranks=world // 2, capacity=256, pad_to_multiple_of=4)
     offsets = np.zeros(base.num_microbatches * world + 1, np.int64)
     counts = np.zeros((base.num_microbatches, world), np.int64)
     counts[:, ::2] = np.diff(base.offsets).reshape(-1, world // 2)
@@ -153,9 +159,9 @@ def exchange_shared_bins(rank, world):
         costs=base.costs,
         ranks=world,
         capacity=128,
-        align=4,
+        pad_to_multiple_of=4,
     )
-    assert plan.check() == []
+    assert plan.problems() == []
     got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
     for a, b in zip(got, materialize(plan, ordered, rank, per_sequence=["logits"]), strict=True):
         same(a, b)
@@ -226,7 +232,7 @@ def share_cases(rank, world):
     """Microbatches, empty ones too, from any source, with chosen fields or none."""
     for source in range(world):
         everything = dataset(12, seed=source)
-        plan = ullage.plan(lengths_of(everything), ranks=2, capacity=64, align=8, microbatch_multiple=4)
+        plan = ullage.plan(lengths_of(everything), ranks=2, capacity=64, pad_to_multiple_of=8, microbatch_multiple=4)
         want = materialize(plan, everything, 0, per_sequence=["logits"])
         mine = want if rank == source else None
         for a, b in zip(share(mine, dist.group.WORLD, source), want, strict=True):

@@ -181,7 +181,7 @@ def mock():
         n=12,
         seed=5,
         vocab_size=900,
-        multiple_of=16,
+        pad_to_multiple_of=16,
     )
 
 

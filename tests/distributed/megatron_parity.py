@@ -34,7 +34,7 @@ LENGTHS = {"type": "lognormal", "mode": "distribution", "min_seq_len": 1, "max_s
 
 def batches():
     config = {**LENGTHS, "mean_seq_len": 12, "lognormal_sigma": 0.9}
-    data = MockSamples(config, n=STEPS * BATCH, seed=3, vocab_size=64, multiple_of=8)
+    data = MockSamples(config, n=STEPS * BATCH, seed=3, vocab_size=64, pad_to_multiple_of=8)
     return [[data[i] for i in range(k * BATCH, (k + 1) * BATCH)] for k in range(STEPS)]
 
 

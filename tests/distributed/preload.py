@@ -9,4 +9,4 @@ import ullage.attention
 import ullage.exchange
 
 torch.set_num_threads(1)
-ullage.plan(range(1, 40), ranks=3, capacity=64, align=4)
+ullage.plan(range(1, 40), ranks=3, capacity=64, pad_to_multiple_of=4)

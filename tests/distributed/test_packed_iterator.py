@@ -12,7 +12,7 @@ from tests.distributed.processes import run, values
 @pytest.mark.parametrize("owners", ["every", "first"])
 def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world, owners):
     count, size = 41, 11
-    seen = values(run(cases.iterate, world, count, size, {"owners": owners, "align": 4}))
+    seen = values(run(cases.iterate, world, count, size, {"owners": owners, "pad_to_multiple_of": 4}))
     want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
     for steps in seen:
         assert all(part == want for part in steps.values()), steps

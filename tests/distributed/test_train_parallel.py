@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.launch import environment
 from ullage.cli.train import _run
-from ullage.cli.train_layout import check_layout_of
+from ullage.cli.train_layout import require_layout_of
 from ullage.errors import CheckpointError, InputError
 from ullage.training.saving import checkpoints_in
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_said(folder, alone):
         (plain / name).write_text("{}")
     hint = f"Continue it without them, or begin another run from its weights: --model {plain} --output_dir"
     with pytest.raises(CheckpointError, match=hint):
-        check_layout_of(plain, asked=True)
+        require_layout_of(plain, asked=True)
     given = ("--resume_from_checkpoint", str(alone / "checkpoint-3"))
     with pytest.raises(CheckpointError, match="written with --dp, --cp or --tp"):
         here(*arguments(folder, "plain", *given))

@@ -127,10 +127,12 @@ def model_of(name, **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation="ullage", dtype=torch.float32)
 
 
-def batch_of(seed=3, multiple_of=1):
+def batch_of(seed=3, pad_to_multiple_of=1):
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in LENGTHS if n]
-    return RaggedBatch.from_samples([{"input_ids": row, "labels": row} for row in rows], multiple_of=multiple_of)
+    return RaggedBatch.from_samples(
+        [{"input_ids": row, "labels": row} for row in rows], pad_to_multiple_of=pad_to_multiple_of
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

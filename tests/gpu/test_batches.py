@@ -14,7 +14,7 @@ from ullage import RaggedBatch, to_device
 LENGTHS = (5, 1, 8, 4, 4, 13)
 
 
-def make(multiple_of=1):
+def make(pad_to_multiple_of=1):
     generator = torch.Generator().manual_seed(0)
     samples = [
         {
@@ -25,7 +25,7 @@ def make(multiple_of=1):
         }
         for i, n in enumerate(LENGTHS)
     ]
-    return RaggedBatch.from_samples(samples, multiple_of=multiple_of)
+    return RaggedBatch.from_samples(samples, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def assert_tree(found: Any, expected: Any, device: torch.device) -> None:
@@ -58,10 +58,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("multiple_of", [1, 4])
+@pytest.mark.parametrize("pad_to_multiple_of", [1, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_batch_is_the_cpus(device, form, multiple_of):
-    batch = make(multiple_of)
+def test_every_form_of_a_batch_is_the_cpus(device, form, pad_to_multiple_of):
+    batch = make(pad_to_multiple_of)
     assert_tree(FORMS[form](batch.to(device)), FORMS[form](batch), device)
 
 

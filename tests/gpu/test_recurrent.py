@@ -51,7 +51,7 @@ def forms(batch):
 @pytest.mark.parametrize("lengths", [LENGTHS, (7, 7, 7)], ids=["ragged", "equal"])
 def test_a_language_model_is_the_cpus(device, cell, dtype, lengths):
     model = model_of(RecurrentForCausalLM, cell)
-    batch = RaggedBatch.from_samples(samples(lengths), multiple_of=4)
+    batch = RaggedBatch.from_samples(samples(lengths), pad_to_multiple_of=4)
     for form in ("flattened", "padded"):
         keywords = forms(batch)[form] if form == "padded" else batch.to_flattened()
         expected = outcome(model.float().cpu(), keywords)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ullage import InputError, RaggedBatch
-from ullage.attention import check_model, packed_attention, supports_packing
+from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
 from ullage.attention.segments import arrange
 from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, serves_flex, varlen_attention
 
@@ -130,7 +130,7 @@ def assert_same(found, expected, tolerance=1e-5):
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_one_by_one(name):
     model = build(name, **MODELS[name])
-    assert supports_packing(model) is None
+    assert supports_packing(model)
     samples = samples_of(LENGTHS)
     assert_same(packed(model, samples), one_by_one(model, samples))
 
@@ -139,7 +139,7 @@ def test_packed_equals_one_by_one(name):
 @pytest.mark.parametrize("name", MORE_MODELS)
 def test_packed_equals_one_by_one_in_more_models(name):
     model = build(name, **MORE_MODELS[name])
-    assert supports_packing(model) is None
+    assert supports_packing(model)
     samples = samples_of(LENGTHS)
     assert_same(packed(model, samples), one_by_one(model, samples))
 
@@ -212,7 +212,7 @@ def test_a_sequence_that_is_not_a_number_stays_alone():
 
 def test_slots_with_padding_and_the_placeholder_run():
     model = build("llama")
-    batch = RaggedBatch.from_samples(samples_of((3, 6)), multiple_of=8)
+    batch = RaggedBatch.from_samples(samples_of((3, 6)), pad_to_multiple_of=8)
     logits = model(**batch.to_flattened()).logits[0]
     alone = model(input_ids=batch["input_ids"][None, 8:14]).logits[0]
     assert (logits[8:14] - alone).abs().max() < 1e-5
@@ -295,9 +295,10 @@ REFUSED = {
 def test_a_model_that_cannot_be_packed_is_refused_before_and_in_forward(name):
     told, sizes, said = REFUSED[name]
     model = build(name, auto=AutoModel, **sizes)
-    assert told in (supports_packing(model) or "")
+    assert not supports_packing(model)
+    assert told in (packing_problem(model) or "")
     with pytest.raises(InputError, match=f"packed sequences see each other: .*{told}"):
-        check_model(model)
+        require_packing(model)
     batch = RaggedBatch.from_samples([{"input_ids": sample["input_ids"]} for sample in samples_of((9, 30))])
     keywords = batch.to_flattened()
     with pytest.raises(InputError, match=said):
@@ -330,7 +331,7 @@ def test_a_model_whose_tokens_meet_elsewhere_is_refused(name, sizes, reason):
     config = AutoConfig.for_model(name, **{**own, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ullage")
     with pytest.raises(InputError, match=reason) as caught:
-        check_model(model)
+        require_packing(model)
     assert type(model).__name__ in str(caught.value)
 
 
@@ -338,7 +339,7 @@ def test_position_bias_is_refused():
     config = AutoConfig.for_model("t5", vocab_size=97, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=64)
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="ullage").eval()
     with pytest.raises(InputError, match="encoder-decoder"):
-        check_model(model)
+        require_packing(model)
     ids = samples_of((9,))[0]["input_ids"][None]
     with pytest.raises(InputError, match="position_bias"):
         model(input_ids=ids, labels=ids)
@@ -347,7 +348,7 @@ def test_position_bias_is_refused():
 def test_another_implementation_is_refused():
     model = build("llama", implementation="sdpa")
     with pytest.raises(InputError, match=r"attn_implementation='sdpa', which does not read cu_seq_lens.*Load it with"):
-        check_model(model)
+        require_packing(model)
 
 
 def test_a_mask_or_a_cache_beside_the_lengths_is_refused():

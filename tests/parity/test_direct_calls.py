@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from benchmarks.campaigns.direct_calls import FAMILIES, UNSEEN, build, calls, direct_calls, leaks
 from tests.parity import test_attention as attention
 from ullage import InputError, RaggedBatch
-from ullage.attention import check_model, supports_packing
+from ullage.attention import require_packing, supports_packing
 from ullage.attention.masks import packed_mask
 
 #: What leaked, one family per mechanism, and families that are exact.
@@ -45,7 +45,7 @@ def test_a_direct_packed_call_is_exact_or_raises_and_a_padded_one_is_as_ever(fam
     assert leaks(found) == []
     for name in PADDED:
         assert found[name]["verdict"] == "exact" or "does not honour the keyword" in found[name]["error"], found[name]
-    packs = supports_packing(build(family, "ullage")) is None
+    packs = supports_packing(build(family, "ullage"))
     assert found["lengths"]["verdict"] == ("exact" if packs else "raises"), found["lengths"]
 
 
@@ -123,7 +123,7 @@ def test_the_model_around_a_layer_is_looked_at_once(monkeypatch):
         model(**keywords)
     assert len(asked) == 1
     checked = attention.build("llama")
-    check_model(checked)
+    require_packing(checked)
     checked(**keywords)
     assert len(asked) == 1
 
@@ -157,7 +157,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 def test_rotary_frequencies_of_a_rows_longest_sequence_are_exact_or_refused(rope, exact, mixed):
     sizes = {"max_position_embeddings": 16 if rope is DYNAMIC else 64, "rope_parameters": rope}
     model = attention.build("llama", **sizes)
-    check_model(model)
+    require_packing(model)
     for lengths in exact:
         keywords = flattened(lengths)
         assert torch.allclose(model(**keywords).logits[0], alone(model, keywords), atol=1e-5), lengths

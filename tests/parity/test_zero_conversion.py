@@ -65,7 +65,7 @@ QUICK += ("stage 2 dp 3 round robin", "stage 3 dp 3 sub-groups")
 def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
     truth = real_zero.write(tmp_path / "run", RECIPES[name])
     inventory = checkpoint.read(truth.folder)
-    assert checkpoint.check(inventory) == []
+    assert inventory.problems() == []
     assert inventory.folder == truth.tag_folder
     assert (inventory.topology.stage, inventory.topology.dp) == (truth.recipe.stage, truth.recipe.dp)
     target = tmp_path / "new" / "universal"
@@ -90,7 +90,7 @@ def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
 def test_frozen_parameters_buffers_and_ties_are_carried(stage, dtype, tmp_path):
     truth = real_zero.write(tmp_path / "run", Recipe(stage=stage, dp=4, dtype=dtype, groups=MODEL, **EXTRAS))
     inventory = checkpoint.read(truth.tag_folder)
-    assert checkpoint.check(inventory) == []
+    assert inventory.problems() == []
     assert inventory.aliases == {"lm_head.weight": "embed.weight"}
     checkpoint.convert(inventory, tmp_path / "universal")
     assert_is_the_truth(tmp_path / "universal", truth)
@@ -129,8 +129,8 @@ def test_safetensors_opens_in_the_real_library_and_casts_as_torch_does(tmp_path)
     from safetensors.torch import load_file
 
     truth = real_zero.write(tmp_path / "run", Recipe(stage=2, dp=3, dtype="bf16", groups=MODEL, **EXTRAS))
-    checkpoint.convert(truth.folder, tmp_path / "st", "safetensors", optimizer=True)
-    checkpoint.convert(truth.folder, tmp_path / "st16", "safetensors", dtype="bfloat16")
+    checkpoint.convert(truth.folder, tmp_path / "st", format="safetensors", optimizer=True)
+    checkpoint.convert(truth.folder, tmp_path / "st16", format="safetensors", dtype="bfloat16")
     whole, half = load_file(tmp_path / "st" / "model.safetensors"), load_file(tmp_path / "st16" / "model.safetensors")
     states = load_file(tmp_path / "st" / "optimizer" / "optimizer.safetensors")
     assert set(whole) == {*truth.shapes(), *EXTRAS["frozen"], *EXTRAS["buffers"]}
@@ -161,7 +161,7 @@ def test_one_flipped_bit_in_the_target_is_found(tmp_path):
 def test_a_universal_checkpoint_becomes_safetensors(tmp_path):
     truth = real_zero.write(tmp_path / "run", Recipe(stage=3, dp=2, groups=MODEL))
     checkpoint.convert(truth.folder, tmp_path / "universal")
-    checkpoint.convert(tmp_path / "universal", tmp_path / "st", "safetensors")
+    checkpoint.convert(tmp_path / "universal", tmp_path / "st", format="safetensors")
     assert checkpoint.verify(truth.folder, tmp_path / "st") == []
 
 
@@ -173,7 +173,7 @@ def test_dcp_loads_into_fsdp2(tmp_path):
     groups = [{"a.weight": (6, 4), "b.weight": (3, 6)}, {"a.bias": (6,), "b.bias": (3,)}]
     recipe = Recipe(stage=1, dp=3, groups=groups, weight_decay=[0.1, 0.0])
     truth = real_zero.write(tmp_path / "run", recipe)
-    checkpoint.convert(truth.folder, tmp_path / "dcp", "dcp")
+    checkpoint.convert(truth.folder, tmp_path / "dcp", format="dcp")
     assert checkpoint.verify(truth.folder, tmp_path / "dcp") == []
     wanted = {f"{n}/{k}": truth.tensor(n, k) for n in truth.shapes() for k in truth.keys}
     np.savez(tmp_path / "truth.npz", **wanted)

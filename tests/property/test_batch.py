@@ -16,7 +16,7 @@ lengths = drawn(4, 5, 8, low=1, high=9, min_size=1, max_size=8)  # of which some
 slots = st.sampled_from([1, 2, 3, 4, 5])
 
 
-def make(lengths, multiple_of=1):
+def make(lengths, pad_to_multiple_of=1):
     generator = np.random.default_rng(sum(lengths))
     samples = [
         {
@@ -28,7 +28,7 @@ def make(lengths, multiple_of=1):
         }
         for i, n in enumerate(lengths)
     ]
-    return samples, RaggedBatch.from_samples(samples, multiple_of=multiple_of)
+    return samples, RaggedBatch.from_samples(samples, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def assert_equal(left, right):
@@ -40,8 +40,8 @@ def assert_equal(left, right):
 
 
 @given(lengths, slots)
-def test_samples_come_back(lengths, multiple_of):
-    samples, batch = make(lengths, multiple_of)
+def test_samples_come_back(lengths, pad_to_multiple_of):
+    samples, batch = make(lengths, pad_to_multiple_of)
     assert batch.per_sequence == ("reward", "id")
     assert batch.numel() == sum(lengths)
     for sample, back in zip(samples, batch.samples(), strict=True):
@@ -58,8 +58,8 @@ def test_samples_come_back(lengths, multiple_of):
 
 
 @given(lengths, slots, st.sampled_from(["right", "left"]))
-def test_padded_and_back(lengths, multiple_of, side):
-    _, batch = make(lengths, multiple_of)
+def test_padded_and_back(lengths, pad_to_multiple_of, side):
+    _, batch = make(lengths, pad_to_multiple_of)
     padded = batch.to_padded(side=side)
     mask = padded.pop("attention_mask")
     assert mask.sum(1).tolist() == lengths
@@ -71,8 +71,8 @@ def test_padded_and_back(lengths, multiple_of, side):
 
 
 @given(lengths, slots)
-def test_packed_sequence_and_back_is_what_torch_packs(lengths, multiple_of):
-    _, batch = make(lengths, multiple_of)
+def test_packed_sequence_and_back_is_what_torch_packs(lengths, pad_to_multiple_of):
+    _, batch = make(lengths, pad_to_multiple_of)
     packed = batch.to_packed_sequence("features")
     theirs = pack_sequence([s["features"] for s in batch.samples()], enforce_sorted=False)
     assert packed.batch_sizes.tolist() == theirs.batch_sizes.tolist()
@@ -84,15 +84,15 @@ def test_packed_sequence_and_back_is_what_torch_packs(lengths, multiple_of):
 
 
 @given(lengths, slots)
-def test_nested_has_the_same_rows(lengths, multiple_of):
-    _, batch = make(lengths, multiple_of)
+def test_nested_has_the_same_rows(lengths, pad_to_multiple_of):
+    _, batch = make(lengths, pad_to_multiple_of)
     for row, sample in zip(batch.to_nested("features").unbind(), batch.samples(), strict=True):
         assert torch.equal(row, sample["features"])
 
 
 @given(lengths, slots)
-def test_shift_labels_never_cross_a_boundary(lengths, multiple_of):
-    _, batch = make(lengths, multiple_of)
+def test_shift_labels_never_cross_a_boundary(lengths, pad_to_multiple_of):
+    _, batch = make(lengths, pad_to_multiple_of)
     shifted = batch.with_shift_labels()
     for sample in shifted.samples():
         assert sample["shift_labels"].tolist() == [*sample["labels"][1:].tolist(), -100]
@@ -117,10 +117,10 @@ def test_flattened_has_exactly_the_keywords_of_the_field(lengths):
 
 
 @given(lengths, slots)
-def test_flattened_positions_tell_tokens_from_padding(lengths, multiple_of):
-    _, batch = make(lengths, multiple_of)
+def test_flattened_positions_tell_tokens_from_padding(lengths, pad_to_multiple_of):
+    _, batch = make(lengths, pad_to_multiple_of)
     row = batch.to_flattened()
-    longest = max(-(-n // multiple_of) * multiple_of for n in lengths)
+    longest = max(-(-n // pad_to_multiple_of) * pad_to_multiple_of for n in lengths)
     assert row["max_length_q"] == row["max_length_k"] == longest, "a kernel reads as many rows as the longest slot has"
     told = [t if t < n else 0 for n, slot in zip(lengths, batch.layout.slots) for t in range(slot)]
     assert row["position_ids"][0].tolist() == told
@@ -140,19 +140,19 @@ def _lengths(cu_seq_lens, position_ids, input_lengths=None):
 
 
 @given(lengths, slots)
-def test_a_batch_is_a_pytree_node(lengths, multiple_of):
-    _, batch = make(lengths, multiple_of)
+def test_a_batch_is_a_pytree_node(lengths, pad_to_multiple_of):
+    _, batch = make(lengths, pad_to_multiple_of)
     moved = pytree.tree_map(lambda tensor: tensor + 0, batch)
     assert isinstance(moved, RaggedBatch)
     assert_equal(moved, batch)
 
 
 @given(lengths, slots, st.sampled_from([torch.uint8, torch.bool, torch.int16]))
-def test_no_padding_of_labels_counts_whatever_their_dtype(lengths, multiple_of, dtype):
+def test_no_padding_of_labels_counts_whatever_their_dtype(lengths, pad_to_multiple_of, dtype):
     """-100 would be 156 in uint8 and True in bool: a label that a loss counts."""
     rows = [torch.arange(n).to(dtype) for n in lengths]
     samples = [{"input_ids": torch.ones(n), "labels": row} for n, row in zip(lengths, rows)]
-    batch = RaggedBatch.from_samples(samples, multiple_of=multiple_of)
+    batch = RaggedBatch.from_samples(samples, pad_to_multiple_of=pad_to_multiple_of)
     assert [sample["labels"].tolist() for sample in batch.samples()] == [row.tolist() for row in rows]
     padded = batch.to_padded()
     assert ((padded["labels"] == -100) == (padded["attention_mask"] == 0)).all()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.property.drawing import lengths as drawn
-from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, Topology, check, on_paper
+from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, Topology, on_paper
 from ullage.checkpoint.archive import Constant, archive
 from ullage.checkpoint.crc import combine
 from ullage.checkpoint.inventory import Box, Merge
@@ -120,14 +120,14 @@ def _beside(boxes, size):
 def test_slices_of_model_ranks_that_do_not_lie_side_by_side_are_found(widths, data):
     """A hole, an overlap, a missing end: the branch that refuses. Empty slices are none of these."""
     boxes = [[i % 2, 0, at, width] for i, (width, at) in enumerate(zip(widths, np.cumsum([0, *widths]).tolist()))]
-    assert check(_beside(boxes, sum(widths))) == []
+    assert _beside(boxes, sum(widths)).problems() == []
     which = data.draw(st.sampled_from([i for i, width in enumerate(widths) if width]))
     change = data.draw(st.sampled_from(["drop", "move", "widen", "narrow"]))
     if change == "drop":
         del boxes[which]
     else:
         boxes[which][2 if change == "move" else 3] += -1 if change == "narrow" else 1
-    (problem,) = check(_beside(boxes, sum(widths)))
+    (problem,) = _beside(boxes, sum(widths)).problems()
     assert (problem.what, problem.parameter) == ("the slices of the model ranks do not make the whole", "w")
 
 
@@ -136,7 +136,7 @@ def test_any_hole_or_overlap_is_found(lengths, data):
     starts = np.cumsum([0, *lengths[:-1]])
     numel = sum(lengths)
     whole = _inventory(starts, lengths, numel)
-    assert check(whole) == []
+    assert whole.problems() == []
     which = data.draw(st.integers(0, len(lengths) - 1))
     change = data.draw(st.sampled_from(["drop", "double", "shift", "shorten", "lengthen"]))
     starts, lengths = starts.tolist(), list(lengths)
@@ -149,7 +149,7 @@ def test_any_hole_or_overlap_is_found(lengths, data):
         starts[which] += 1
     else:
         lengths[which] += 1 if change == "lengthen" else -1
-    (problem, *_) = check(_inventory(starts, lengths, numel))
+    (problem, *_) = _inventory(starts, lengths, numel).problems()
     assert problem.parameter == "w"
     assert "no file holds" in problem.what or "two fragments claim" in problem.what
 
@@ -169,7 +169,7 @@ def _inventory(starts, lengths, numel):
 )
 def test_on_paper_every_tensor_is_whole_and_padding_is_the_rest(numels, dp, stage):
     inventory = on_paper([{f"p{i}": (n,) for i, n in enumerate(numels)}], stage=stage, dp=dp)
-    assert check(inventory) == []
+    assert inventory.problems() == []
     (group,) = inventory.groups
     assert group.padding == group.size - sum(numels) == group.padding_of().sum() >= 0
     assert (group.padding_of() >= 0).all()

@@ -19,12 +19,17 @@ from ullage.exchange.source import Stream, deal, regular_counts
     st.integers(1, 3),
     st.sampled_from(["error", "drop", "truncate"]),
 )
-def test_what_a_rank_receives_is_what_the_others_send_it(rows, align, multiple, oversize):
+def test_what_a_rank_receives_is_what_the_others_send_it(rows, pad_to_multiple_of, multiple, oversize):
     gathered = Lengths([length for row in rows for length in row], [len(row) for row in rows])
     ranks = len(rows)
     capacity = 52 if oversize == "error" else 32
     plan = ullage.plan(
-        gathered.lengths, ranks=ranks, capacity=capacity, align=align, microbatch_multiple=multiple, oversize=oversize
+        gathered.lengths,
+        ranks=ranks,
+        capacity=capacity,
+        pad_to_multiple_of=pad_to_multiple_of,
+        microbatch_multiple=multiple,
+        oversize=oversize,
     )
     routes = [route(plan, gathered, rank) for rank in range(ranks)]
     if oversize == "drop":
@@ -78,7 +83,7 @@ def test_slices_put_together_are_the_microbatch(lengths, cp, order, random):
         {"input_ids": torch.arange(n) + 100 * i, "labels": torch.arange(n) + 1, "h": torch.rand(n, 2), "id": i}
         for i, n in enumerate(lengths)
     ]
-    batch = ullage.RaggedBatch.from_samples(samples, multiple_of=2 * cp)
+    batch = ullage.RaggedBatch.from_samples(samples, pad_to_multiple_of=2 * cp)
     shards = [shard(batch, cp, rank, order) for rank in range(cp)]
     index = np.concatenate([part.index for part in shards])
     assert np.array_equal(np.sort(index), np.arange(batch.layout.size))
@@ -109,7 +114,7 @@ def test_slices_put_together_are_the_microbatch(lengths, cp, order, random):
 )
 def test_a_slot_that_2_cp_does_not_divide_is_refused_and_never_cut_short(lengths, cp, multiple):
     """A slot of cp elements divides by cp and not into 2·cp chunks."""
-    layout = ullage.Layout(lengths, multiple_of=multiple * cp)
+    layout = ullage.Layout(lengths, pad_to_multiple_of=multiple * cp)
     odd = np.flatnonzero(layout.slots % (2 * cp))
     if len(odd):
         expected = f"equal chunks .sequence {odd[0]} of the microbatch.: expected a multiple of 2·cp = {2 * cp}, found {layout.slots[odd[0]]}"

@@ -51,8 +51,8 @@ def test_cuts_that_leave_out_an_end_give_the_pieces_within(case, skip, drop):
 
 
 @given(lengths, st.integers(1, 8))
-def test_time_major_visits_every_token_once_in_order_of_time(items, multiple_of):
-    layout = Layout(items, multiple_of=multiple_of)
+def test_time_major_visits_every_token_once_in_order_of_time(items, pad_to_multiple_of):
+    layout = Layout(items, pad_to_multiple_of=pad_to_multiple_of)
     turned = layout.time_major()
     assert sorted(turned.index.tolist()) == layout.token_index().tolist()
     times = layout.positions()[turned.index]

@@ -52,11 +52,17 @@ def test_a_histogram_counts_each_sequence_once_and_stays_in_its_box(lengths, pow
     st.sampled_from([1, 2, "auto"]),
     st.sampled_from([1, 8]),
 )
-def test_bars_of_any_plan_are_whole(lengths, ranks, sync, context, align):
+def test_bars_of_any_plan_are_whole(lengths, ranks, sync, context, pad_to_multiple_of):
     if context == 2 and ranks == 1:
         context = 1
     plan = ullage.plan(
-        lengths, ranks=ranks, capacity=128, sync=sync, context_parallel=context, align=align, oversize="truncate"
+        lengths,
+        ranks=ranks,
+        capacity=128,
+        sync=sync,
+        context_parallel=context,
+        pad_to_multiple_of=pad_to_multiple_of,
+        oversize="truncate",
     )
     page = plan_page(plan)
     bars = re.findall(r'<svg class="bar[^>]*>(.*?)</svg>', page, re.DOTALL)

@@ -46,7 +46,7 @@ def instance(seed: int) -> tuple[np.ndarray, dict]:
         "strategy": str(generator.choice(["balanced", "balanced", "balanced", "next_fit"])),
         "sync": str(generator.choice(["microbatch", "step"])),
         "microbatch_multiple": int(generator.choice([1, 1, 2, 3])),
-        "align": int(generator.choice([1, 1, 2, 4])),
+        "pad_to_multiple_of": int(generator.choice([1, 1, 2, 4])),
         "oversize": str(generator.choice(["truncate", "drop"])),
     }
     lengths = _lengths(generator, str(generator.choice(_SHAPES)), int(generator.integers(0, 120)), capacity)
@@ -60,14 +60,19 @@ def instance(seed: int) -> tuple[np.ndarray, dict]:
     if generator.random() < 0.15 and "max_sequences" not in options:
         lengths = np.minimum(lengths, capacity // 3)
         groups = generator.integers(-6, max(1, len(lengths) // 2), len(lengths))
-        fits = np.bincount(groups + 6, weights=-(-lengths // options["align"]) * options["align"]) <= capacity
+        fits = (
+            np.bincount(
+                groups + 6, weights=-(-lengths // options["pad_to_multiple_of"]) * options["pad_to_multiple_of"]
+            )
+            <= capacity
+        )
         options["keep_together"] = np.where(fits[groups + 6], groups, -1)
     return lengths, options
 
 
 def check_instance(lengths: np.ndarray, options: dict) -> ullage.Plan:
     plan = ullage.plan(lengths, **options)
-    assert plan.check() == []
+    assert plan.problems() == []
     found = plan.statistics()
     assert found.tokens_in == int(lengths.sum()) == found.num_tokens + found.truncated_tokens + found.dropped_tokens
     assert found.num_microbatches >= found.lower_bound
@@ -76,7 +81,7 @@ def check_instance(lengths: np.ndarray, options: dict) -> ullage.Plan:
     assert found.critical_path >= found.rank_imbalance * (1 - 1e-9)
     assert ullage.Plan.from_json(plan.to_json()) == plan
     if "context_parallel" not in options:
-        longest = options["capacity"] // options["align"] * options["align"]
+        longest = options["capacity"] // options["pad_to_multiple_of"] * options["pad_to_multiple_of"]
         if options["oversize"] == "drop":
             assert np.array_equal(plan.bins >= 0, lengths <= longest), "one exactly as long as the capacity is kept"
         assert np.array_equal(plan.lengths[plan.order], np.minimum(lengths, longest)[plan.order])
@@ -125,7 +130,7 @@ def test_another_process_makes_the_same_plans() -> None:
 @settings(max_examples=100, deadline=None)
 @given(drawn(150, high=300, max_size=200), st.sampled_from([300, 301, 450, 599, 600, 900]))
 def test_pack_dataset_fills_bins_that_hold_everything_once(lengths: list[int], capacity: int) -> None:
-    ids, cu_ids = ullage.pack_dataset(lengths, capacity)
+    ids, cu_ids = ullage.pack_lengths(lengths, capacity)
     assert sorted(ids.tolist()) == list(range(len(lengths)))
     held = [sum(lengths[i] for i in ids[a:b]) for a, b in itertools.pairwise(cu_ids)]
     assert max(held, default=0) <= capacity

@@ -103,7 +103,7 @@ def test_the_critical_path_is_near_its_bound_on_any_load(n: int, ranks: int, mos
             lengths = make(n, seed)
             plan = ullage.plan(lengths, ranks=ranks, capacity=capacity)
             found = plan.statistics()
-            assert plan.check() == []
+            assert plan.problems() == []
             assert found.num_microbatches <= found.lower_bound + 1
             ratios.append(found.critical_path / found.critical_path_bound)
             rows.append((name, seed, ratios[-1]))
@@ -132,7 +132,7 @@ def test_sharing_giants_lowers_the_floor_that_they_set(
     for seed in range(100, 103):
         plan = ullage.plan(make(n, seed), ranks=ranks, capacity=capacity, context_parallel="auto")  # type: ignore[operator]
         found = plan.statistics()
-        assert plan.check() == []
+        assert plan.problems() == []
         assert found.critical_path <= most, seed
         assert found.mixed_critical_path <= found.critical_path
 

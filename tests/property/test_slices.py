@@ -27,7 +27,7 @@ def test_every_element_is_in_one_slice_and_slices_differ_by_two_at_most(lengths,
 
 @given(LENGTHS, st.integers(1, 5))
 def test_where_everything_divides_the_slices_are_those_of_the_exchange(lengths, size):
-    layout = Layout(lengths, multiple_of=2 * size)
+    layout = Layout(lengths, pad_to_multiple_of=2 * size)
     for order in ("zigzag", "contiguous"):
         for rank, index in enumerate(cut(layout, size, 0, order).indices):
             assert np.array_equal(index, shard_index(layout, size, rank, order))

@@ -303,5 +303,5 @@ def test_files_saved_without_checksums_are_read(run, tmp_path):
 def test_all_problems_are_listed_at_once(run):
     shard(run, 1).unlink()
     edit(shard(run, 2), lambda c: c["optimizer_state_dict"].update(partition_count=[4]))
-    whats = {p.what for p in checkpoint.check(checkpoint.read(run))}
+    whats = {p.what for p in checkpoint.read(run).problems()}
     assert {"a shard is missing", "shards disagree on the world size"} <= whats

@@ -49,7 +49,7 @@ def to_8bit(state, rank):
 def test_block_wise_8_bit_state_is_refused_by_name_and_the_weights_are_not(run, written, tmp_path):
     change_state(run, to_8bit)
     inventory = checkpoint.read(run)
-    assert checkpoint.check(inventory) == []  # the weights are whole
+    assert inventory.problems() == []  # the weights are whole
     assert "absmax1 belongs to one rank's partition" in str(inventory.optimizer_problems[0])
     before = contents(tmp_path)
     for options in ({"format": "universal"}, {"format": "safetensors", "optimizer": True}, {"format": "dcp"}):
@@ -61,12 +61,12 @@ def test_block_wise_8_bit_state_is_refused_by_name_and_the_weights_are_not(run, 
         assert "found 4 elements, others than on rank 0" in said
         assert "--weights-only" in said
         assert contents(tmp_path) == before
-    checkpoint.convert(inventory, tmp_path / "st", "safetensors")
+    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
     weights = load_file(tmp_path / "st" / "model.safetensors")
     for name in written.shapes():
         assert torch.equal(weights[name], torch.from_numpy(written.tensor(name)))
     assert checkpoint.verify(inventory, tmp_path / "st") == []
-    checkpoint.convert(inventory, tmp_path / "dcp", "dcp", optimizer=False)
+    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp", optimizer=False)
     assert checkpoint.verify(inventory, tmp_path / "dcp") == []
 
 
@@ -91,7 +91,7 @@ def test_state_that_is_equal_on_all_ranks_is_carried_and_verified(run, tmp_path)
     (problem,) = checkpoint.verify(run, tmp_path / "out")
     assert "optimizer_state.pt" in str(problem)
     with pytest.raises(CheckpointError, match=r"dcp has no place for optimizer state book"):
-        checkpoint.convert(run, tmp_path / "dcp", "dcp")
+        checkpoint.convert(run, tmp_path / "dcp", format="dcp")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_hyperparameters_that_differ_between_ranks_are_refused(run, tmp_path):
 def test_numbers_of_the_state_are_carried_to_every_format(run, tmp_path):
     change_state(run, lambda state, rank: state.update(momentum_cache=0.75))
     for format in ("universal", "safetensors", "dcp"):
-        checkpoint.convert(run, tmp_path / format, format, optimizer=True)
+        checkpoint.convert(run, tmp_path / format, format=format, optimizer=True)
         assert checkpoint.verify(run, tmp_path / format) == []
     held = torch.load(tmp_path / "universal" / "zero" / "optimizer_state.pt", weights_only=False)
     assert held["optimizer_state_dict"]["state"][0]["momentum_cache"] == 0.75
@@ -159,8 +159,8 @@ def test_numbers_of_the_state_are_carried_to_every_format(run, tmp_path):
 def test_a_universal_checkpoint_keeps_its_steps_and_settings_as_dcp(run, tmp_path):
     """They were left out without a word."""
     checkpoint.convert(run, tmp_path / "universal")
-    checkpoint.convert(tmp_path / "universal", tmp_path / "dcp", "dcp")
-    checkpoint.convert(run, tmp_path / "direct", "dcp")
+    checkpoint.convert(tmp_path / "universal", tmp_path / "dcp", format="dcp")
+    checkpoint.convert(run, tmp_path / "direct", format="dcp")
     assert checkpoint.verify(run, tmp_path / "dcp") == []
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -131,7 +131,7 @@ def test_a_schedule_of_torchs_own_is_converted(run, tmp_path):
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
     edit(model(run), lambda content: content.update(lr_scheduler=schedule.state_dict()))
     for format in ("universal", "safetensors", "dcp"):
-        checkpoint.convert(run, tmp_path / format, format)
+        checkpoint.convert(run, tmp_path / format, format=format)
     slim = tmp_path / "universal" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     assert torch.load(slim, weights_only=False)["lr_scheduler"] == schedule.state_dict()
 
@@ -148,7 +148,7 @@ def test_a_module_and_generators_in_the_client_state_do_not_matter_for_weights(r
     edit(model(run), lambda content: content.update(state))
     notes = {}
     for format in ("universal", "safetensors", "dcp"):
-        notes[format] = checkpoint.convert(run, tmp_path / format, format).notes
+        notes[format] = checkpoint.convert(run, tmp_path / format, format=format).notes
         assert checkpoint.verify(run, tmp_path / format) == []
     said = "quantized of mp_rank_00_model_states.pt cannot be written anew; left out for engines of stage 3"
     assert said in notes["universal"]
@@ -172,7 +172,7 @@ def test_no_module_of_a_file_is_imported(run, tmp_path, monkeypatch):
     edit(model(run), lambda content: content.update(thing=module.Thing()))
     monkeypatch.delitem(sys.modules, "booby_trap")
     monkeypatch.syspath_prepend(tmp_path / "path")
-    report = checkpoint.convert(run, tmp_path / "out", "safetensors")
+    report = checkpoint.convert(run, tmp_path / "out", format="safetensors")
     assert "booby_trap" not in sys.modules
     assert any("booby_trap.Thing" in note for note in report.notes)
 
@@ -259,7 +259,7 @@ def test_a_description_without_end_is_refused(run, tmp_path):
         doubled = [doubled, doubled]
     edit(model(run), lambda content: content.update(doubled=doubled))
     refused(run, tmp_path, r"a description repeats itself without end .*mp_rank_00_model_states.pt")
-    checkpoint.convert(run, tmp_path / "st", "safetensors")
+    checkpoint.convert(run, tmp_path / "st", format="safetensors")
     shutil.rmtree(tmp_path / "st")
     endless = []
     endless.append(endless)
@@ -349,7 +349,7 @@ def test_malformed_shards_are_one_line(run, tmp_path, which):
 def test_many_missing_shards_are_counted_and_not_listed_one_by_one(run):
     for rank in range(2):
         edit(shard(run, rank), lambda content: content["optimizer_state_dict"].update(partition_count=[1000]))
-    problems = checkpoint.check(checkpoint.read(run))
+    problems = checkpoint.read(run).problems()
     missing = [p for p in problems if "missing" in p.what]
     assert len(missing) == 21
     assert str(missing[-1]) == "more shards are missing: expected 1000 shards, found 998 of 1000"
@@ -382,14 +382,14 @@ def test_a_pointer_that_names_nothing(tmp_path, text):
 def test_malformed_safetensors_are_problems(tmp_path, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    (problem,) = checkpoint.check(checkpoint.read(tmp_path))
+    (problem,) = checkpoint.read(tmp_path).problems()
     assert problem.file == "model.safetensors"
     assert "\n" not in str(problem)
     assert len(str(problem)) < 500
 
 
 def test_malformed_metadata_of_dcp_is_one_line(run, tmp_path):
-    checkpoint.convert(run, tmp_path / "dcp", "dcp")
+    checkpoint.convert(run, tmp_path / "dcp", format="dcp")
     path = tmp_path / "dcp" / ".metadata"
     held = pickle.loads(path.read_bytes())
     place = next(iter(held.storage_data.values()))
@@ -419,7 +419,7 @@ def test_names_that_cannot_be_files_are_refused_before_anything_is_written(run, 
     edit(model(run), lambda content: content["module"].update({name: torch.ones(3)}))
     refused(run, tmp_path, said)
     if name != "\ud800":
-        checkpoint.convert(run, tmp_path / "st", "safetensors")
+        checkpoint.convert(run, tmp_path / "st", format="safetensors")
         assert checkpoint.verify(run, tmp_path / "st") == []
 
 

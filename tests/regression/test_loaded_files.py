@@ -31,7 +31,7 @@ def converted(written, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     inventory = checkpoint.read(written.folder)
     for format in FORMATS:
-        checkpoint.convert(inventory, folder / format, format, optimizer=True)
+        checkpoint.convert(inventory, folder / format, format=format, optimizer=True)
         assert checkpoint.verify(inventory, folder / format) == []
     return inventory, folder
 
@@ -99,8 +99,8 @@ def _places(path, data, target):
 
 def test_a_weights_only_target_is_not_asked_for_an_optimizer(converted, tmp_path):
     inventory, _ = converted
-    checkpoint.convert(inventory, tmp_path / "st", "safetensors")
-    checkpoint.convert(inventory, tmp_path / "dcp", "dcp", optimizer=False)
+    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
+    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp", optimizer=False)
     assert checkpoint.verify(inventory, tmp_path / "st") == []
     assert checkpoint.verify(inventory, tmp_path / "dcp") == []
 
@@ -119,7 +119,7 @@ def test_tensors_that_the_source_does_not_have_are_told(converted, tmp_path):
 def test_a_target_that_was_cast_is_equal_to_its_source(converted, tmp_path):
     inventory, _ = converted
     for format in ("safetensors", "dcp"):
-        checkpoint.convert(inventory, tmp_path / format, format, dtype="bfloat16", optimizer=True)
+        checkpoint.convert(inventory, tmp_path / format, format=format, dtype="bfloat16", optimizer=True)
         assert checkpoint.verify(inventory, tmp_path / format) == []
 
 
@@ -152,14 +152,14 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
     whole = torch.arange(400_000.0)
     edit(path, lambda content: content["module"].update(base=whole[:30].view(6, 5), tail=whole))
     edit(path, lambda content: content["module"].pop("tail"))
-    checkpoint.convert(run, tmp_path / "good", "safetensors")
+    checkpoint.convert(run, tmp_path / "good", format="safetensors")
     assert checkpoint.verify(run, tmp_path / "good") == []
     held = checkpoint.torchfile.read_torch_file(path)
     data = bytearray(path.read_bytes())
     data[held.place(held.root["module"]["base"]) + 3] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"fails its checksum .*parameter base \(frozen\)"):
-        checkpoint.convert(run, tmp_path / "out", "safetensors")
+        checkpoint.convert(run, tmp_path / "out", format="safetensors")
 
 
 def test_a_step_in_a_shard_is_compared_with_its_checksum(written, tmp_path):

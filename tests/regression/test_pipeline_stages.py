@@ -75,7 +75,7 @@ def test_two_values_of_one_name_are_refused(tied, tmp_path, key):
     )
     assert contents(tmp_path) == before
     if key != "fp32":  # the weights agree
-        checkpoint.convert(tied.folder, tmp_path / "st", "safetensors")
+        checkpoint.convert(tied.folder, tmp_path / "st", format="safetensors")
         assert checkpoint.verify(tied.folder, tmp_path / "st") == []
 
 

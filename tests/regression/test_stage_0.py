@@ -21,12 +21,12 @@ def test_the_weights_of_stage_0_are_converted(tmp_path, dtype):
     """The folder was refused as one that holds no ZeRO shard."""
     written = real_zero.write(tmp_path / "run", Recipe(stage=0, dp=1, dtype=dtype, groups=ALIKE, **EXTRAS))
     inventory = checkpoint.read(written.folder)
-    assert checkpoint.check(inventory) == []
+    assert inventory.problems() == []
     assert (inventory.topology.stage, inventory.topology.dp) == (0, 1)
     assert inventory.aliases == {"lm_head.weight": "embed.weight"}
     held = torch.bfloat16 if dtype == "bf16" else torch.float32
-    checkpoint.convert(inventory, tmp_path / "st", "safetensors")
-    checkpoint.convert(inventory, tmp_path / "dcp", "dcp", optimizer=False)
+    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
+    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp", optimizer=False)
     found = load_file(tmp_path / "st" / "model.safetensors")
     assert set(found) == {*written.shapes(), "base", "mean"}
     for name in written.shapes():
@@ -55,14 +55,14 @@ def test_state_that_is_saved_by_name_or_told_by_its_shape_is_carried(tmp_path, r
     written = real_zero.write(tmp_path / "run", recipe)
     inventory = checkpoint.read(written.folder)
     assert inventory.optimizer_problems == ()
-    checkpoint.convert(inventory, tmp_path / "st", "safetensors", optimizer=True)
+    checkpoint.convert(inventory, tmp_path / "st", format="safetensors", optimizer=True)
     states = load_file(tmp_path / "st" / "optimizer" / "optimizer.safetensors")
     for name in written.shapes():
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(states[f"{key}:{name}"], torch.from_numpy(written.tensor(name, key)))
     assert set(inventory.steps.values()) == {real_zero.STEP}
     assert inventory.tensor("norm.weight").group == 1
-    checkpoint.convert(inventory, tmp_path / "dcp", "dcp")
+    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp")
     for format in ("st", "dcp"):
         assert checkpoint.verify(inventory, tmp_path / format) == []
     with pytest.raises(CheckpointError, match=r"only a ZeRO checkpoint can be made universal .*ZeRO stage 0"):

@@ -82,7 +82,7 @@ def test_round_robin_gradients_are_said_and_the_layout_is_followed(tmp_path):
     groups = [{f"layers.{i}.weight": (5 + i, 7) for i in range(8)}]
     truth = real_zero.write(tmp_path / "run", Recipe(stage=2, dp=3, dtype="bf16", round_robin=True, groups=groups))
     inventory = checkpoint.read(truth.folder)
-    assert checkpoint.check(inventory) == []
+    assert inventory.problems() == []
     assert [n for n in inventory.notes if n.startswith("round_robin")]
     checkpoint.convert(inventory, tmp_path / "universal")
     assert_is_the_truth(tmp_path / "universal", truth)
@@ -104,7 +104,7 @@ def test_mappings_that_disagree_without_round_robin_are_refused(tmp_path):
     mappings = shard["optimizer_state_dict"]["param_slice_mappings"][0]
     mappings["a"].start, mappings["b"].start = mappings["b"].start, mappings["a"].start
     torch.save(shard, path)
-    problems = checkpoint.check(checkpoint.read(tmp_path))
+    problems = checkpoint.read(tmp_path).problems()
     assert [p.what for p in problems] == [
         "param_slice_mappings and param_shapes disagree, and round_robin_gradients is off"
     ]

@@ -43,7 +43,7 @@ def test_sums_are_exact_beyond_float32_and_count_real_tokens():
     assert sum(n * n for n in lengths) > 2**24
     assert float(np.float32(sum(n * n for n in lengths))) != sum(n * n for n in lengths)
     samples = [{"tokens": torch.zeros(n, dtype=torch.int8)} for n in lengths]
-    with PackedIterator(samples, global_batch_size=6, capacity=10_240, align=1024) as steps:
+    with PackedIterator(samples, global_batch_size=6, capacity=10_240, pad_to_multiple_of=1024) as steps:
         step = next(steps)
     assert step.num_tokens == sum(lengths)
     assert step.sum_squared_lengths == sum(n * n for n in lengths)
@@ -54,7 +54,7 @@ def test_286_real_tokens_are_286_and_not_336():
     lengths = [33, 65, 7, 90, 91]
     assert sum(lengths) == 286
     samples = [{"tokens": torch.arange(n)} for n in lengths]
-    with PackedIterator(samples, global_batch_size=5, capacity=128, align=16) as steps:
+    with PackedIterator(samples, global_batch_size=5, capacity=128, pad_to_multiple_of=16) as steps:
         step = next(steps)
     assert sum(batch.layout.size for batch in step.microbatches) == 336 > step.num_tokens == 286
 
@@ -71,7 +71,7 @@ def test_samples_may_be_read_again():
     samples = [MockSamples(n=4, max_length=20)[i] for i in range(4)]
     before = copy.deepcopy(samples)
     for _ in range(2):
-        with PackedIterator(samples, global_batch_size=4, capacity=64, align=8) as steps:
+        with PackedIterator(samples, global_batch_size=4, capacity=64, pad_to_multiple_of=8) as steps:
             next(steps)
     for sample, old in zip(samples, before, strict=True):
         assert list(sample) == list(old)
@@ -80,11 +80,13 @@ def test_samples_may_be_read_again():
 
 def test_both_cu_seqlens_are_there_and_neither_replaces_the_other():
     [batch] = materialize(
-        ullage.plan([5, 3], ranks=1, capacity=16, align=4), [{"tokens": torch.arange(n)} for n in (5, 3)], 0
+        ullage.plan([5, 3], ranks=1, capacity=16, pad_to_multiple_of=4),
+        [{"tokens": torch.arange(n)} for n in (5, 3)],
+        0,
     )
     order = batch.layout.lengths.tolist()
-    assert batch.layout.cu_seqlens().tolist() == [0, order[0], 8]
-    assert batch.layout.cu_seqlens(padded=True).tolist() == [0, -(-order[0] // 4) * 4, 12]
+    assert batch.layout.cu_seqlens.tolist() == [0, order[0], 8]
+    assert batch.layout.cu_seqlens_padded.tolist() == [0, -(-order[0] // 4) * 4, 12]
 
 
 def test_every_rank_that_holds_the_data_needs_no_group_at_all():
@@ -110,7 +112,7 @@ def test_slicing_needs_no_broadcast_and_keeps_megatron_s_labels_as_they_are():
         n=3,
     )
     [batch] = exchange(
-        ullage.plan(data.lengths, ranks=1, capacity=96, align=8),
+        ullage.plan(data.lengths, ranks=1, capacity=96, pad_to_multiple_of=8),
         list(data),
         Topology.single(),
         Lengths(data.lengths, [3]),

@@ -26,8 +26,8 @@ def written(tmp_path_factory):
 def test_reading_and_converting_import_neither_torch_nor_deepspeed(written, tmp_path):
     code = (
         "import sys; from ullage import checkpoint\n"
-        "i = checkpoint.read(sys.argv[1]); assert not checkpoint.check(i)\n"
-        "for f in ('universal', 'safetensors', 'dcp'): checkpoint.convert(i, sys.argv[2] + '/' + f, f)\n"
+        "i = checkpoint.read(sys.argv[1]); assert not i.problems()\n"
+        "for f in ('universal', 'safetensors', 'dcp'): checkpoint.convert(i, sys.argv[2] + '/' + f, format=f)\n"
         "assert not checkpoint.verify(i, sys.argv[2] + '/dcp')\n"
         "print(sorted({'torch', 'deepspeed', 'safetensors', 'numba'} & set(sys.modules)))"
     )

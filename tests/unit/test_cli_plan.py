@@ -99,13 +99,20 @@ def test_standard_input(run, stdin):
 def test_options_reach_the_planner(run, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(1, 60))
     path = tmp_path / "a.npy"
-    options = {"ranks": 3, "capacity": 130, "align": 8, "sync": "step", "microbatch_multiple": 2, "max_sequences": 9}
+    options = {
+        "ranks": 3,
+        "capacity": 130,
+        "pad_to_multiple_of": 8,
+        "sync": "step",
+        "microbatch_multiple": 2,
+        "max_sequences": 9,
+    }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     figures(run, path, *flags, "--save", tmp_path / "plan.json")
     saved = ullage.Plan.from_json((tmp_path / "plan.json").read_text())
     cost = ullage.TransformerCost()
     assert saved == ullage.plan(np.arange(1, 60), **options, cost=cost)
-    assert saved.check() == []
+    assert saved.problems() == []
     figures(
         run, path, "-c", 130, "--linear", 0, "--quadratic", 2, "--strategy", "next_fit", "--save", tmp_path / "b.json"
     )

@@ -32,7 +32,7 @@ def test_one_process_needs_no_process_group():
     samples = samples_of([5, 9, 3, 7])
     topology = Topology.single()
     gathered = gather_lengths([len(s["input_ids"]) for s in samples], topology)
-    plan = ullage.plan(gathered.lengths, ranks=1, capacity=16, align=4)
+    plan = ullage.plan(gathered.lengths, ranks=1, capacity=16, pad_to_multiple_of=4)
     for got, want in zip(exchange(plan, samples, topology, gathered), materialize(plan, samples, 0), strict=True):
         assert got.layout == want.layout
         assert torch.equal(got["input_ids"], want["input_ids"])
@@ -44,7 +44,7 @@ def test_one_process_needs_no_process_group():
 
 def test_materialize_of_all_ranks_is_the_global_batch_and_fields_need_not_be_signed():
     samples = [{**s, "labels": s["labels"].to(torch.uint8)} for s in samples_of([5, 9, 3, 7, 1, 2])]
-    plan = ullage.plan([len(s["input_ids"]) for s in samples], ranks=4, capacity=16, align=8)
+    plan = ullage.plan([len(s["input_ids"]) for s in samples], ranks=4, capacity=16, pad_to_multiple_of=8)
     batches = [batch for rank in range(4) for batch in materialize(plan, samples, rank)]
     assert sorted(int(i) for batch in batches for i in batch["id"]) == list(range(6))
     for batch in batches:
@@ -206,12 +206,12 @@ def test_fields_that_are_named_are_carried_and_required():
 
 
 def test_context_parallel_slices_need_no_group_of_their_own():
-    batch = ullage.RaggedBatch.from_samples(samples_of([5, 9]), multiple_of=4)
+    batch = ullage.RaggedBatch.from_samples(samples_of([5, 9]), pad_to_multiple_of=4)
     with pytest.raises(ullage.InputError, match="order of slices"):
         shard(batch, 2, 0, "diagonal")
     with pytest.raises(ullage.InputError, match="context-parallel rank"):
         shard(batch, 2, 2)
-    with pytest.raises(ullage.InputError, match=r"multiple of 2·cp = 6.*align=6"):
+    with pytest.raises(ullage.InputError, match=r"multiple of 2·cp = 6.*pad_to_multiple_of=6"):
         shard(batch, 3, 0)
     with pytest.raises(ullage.InputError, match="cp = 3"):
         shard(batch, 3, 0, "contiguous")
@@ -220,7 +220,7 @@ def test_context_parallel_slices_need_no_group_of_their_own():
 def test_mock_samples_are_what_megatron_s_dataset_gives():
     config = {"mode": "distribution", "type": "lognormal", "min_seq_len": 3, "max_seq_len": 50}
     config |= {"mean_seq_len": 20, "lognormal_sigma": 1.1}
-    data = MockSamples(config, n=40, multiple_of=8)
+    data = MockSamples(config, n=40, pad_to_multiple_of=8)
     assert len(data) == 40 == len(list(data))
     for i, sample in enumerate(data):
         length = int(data.lengths[i])

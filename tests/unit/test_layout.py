@@ -7,20 +7,20 @@ from ullage import InputError, Layout
 
 
 def test_slots_are_lengths_rounded_up():
-    layout = Layout([3, 0, 8, 9], multiple_of=8)
+    layout = Layout([3, 0, 8, 9], pad_to_multiple_of=8)
     assert layout.slots.tolist() == [8, 0, 8, 16]
     assert layout.starts.tolist() == [0, 8, 8, 16]
     assert (layout.num_items, layout.num_tokens, layout.size) == (4, 20, 32)
     assert layout.ullage == pytest.approx(12 / 32)
-    assert layout.cu_seqlens().tolist() == [0, 3, 3, 11, 20]
-    assert layout.cu_seqlens(padded=True).tolist() == [0, 8, 8, 16, 32]
-    assert layout.cu_seqlens().dtype == np.int32
+    assert layout.cu_seqlens.tolist() == [0, 3, 3, 11, 20]
+    assert layout.cu_seqlens_padded.tolist() == [0, 8, 8, 16, 32]
+    assert layout.cu_seqlens.dtype == np.int32
 
 
 def test_an_empty_layout_has_no_ullage():
     layout = Layout([])
-    assert (layout.size, layout.ullage, layout.max_length) == (0, 0.0, 0)
-    assert layout.cu_seqlens().tolist() == [0]
+    assert (layout.size, layout.ullage, layout.max_seqlen) == (0, 0.0, 0)
+    assert layout.cu_seqlens.tolist() == [0]
     assert len(layout.pieces([0, 4])) == 0
 
 
@@ -35,7 +35,7 @@ def test_the_padding_of_the_story_is_what_no_piece_covers():
 def test_cu_seqlens_refuses_what_int32_cannot_count():
     layout = Layout([2**30, 2**30])
     with pytest.raises(InputError, match=r"int32: expected fewer than 2147483648, found 2147483648"):
-        layout.cu_seqlens()
+        _ = layout.cu_seqlens
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_bad_lengths_are_named(lengths, message):
 def test_bad_cuts_and_slots_are_named():
     with pytest.raises(InputError, match=r"cuts must not fall \(cut 2\): expected >= 5, found 4"):
         Layout([3]).pieces([0, 5, 4])
-    with pytest.raises(InputError, match=r"multiple_of must be an integer: expected >= 1, found 0"):
-        Layout([3], multiple_of=0)
+    with pytest.raises(InputError, match=r"pad_to_multiple_of must be an integer: expected >= 1, found 0"):
+        Layout([3], pad_to_multiple_of=0)
     with pytest.raises(InputError, match=r"a slot is smaller than its item \(item 1\): expected at least 4, found 3"):
         Layout.from_slots([1, 4], [1, 3])
 
 
 def test_layouts_compare_and_cannot_be_changed():
     assert Layout([3, 5]) == Layout([3, 5])
-    assert Layout([3, 5]) != Layout([3, 5], multiple_of=4)
+    assert Layout([3, 5]) != Layout([3, 5], pad_to_multiple_of=4)
     assert len({Layout([3]), Layout([3]), Layout([4])}) == 2
     with pytest.raises(ValueError, match="read-only"):
         Layout([3]).lengths[0] = 4

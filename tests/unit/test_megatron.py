@@ -146,7 +146,7 @@ def test_cu_seqlens_that_bound_nothing_are_refused(ends):
     ],
 )
 def test_slots_are_multiples_of_what_all_ranks_can_share(fields, tp, cp, expected):
-    assert Settings.of(config(**fields)).align(Topology.grid(0, tp=tp, cp=cp)) == expected
+    assert Settings.of(config(**fields)).pad_to_multiple_of(Topology.grid(0, tp=tp, cp=cp)) == expected
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [5, 8, 1]])

@@ -219,7 +219,7 @@ def test_one_list_says_which_attentions_are_padding_free():
     for implementation in (*PADDING_FREE, "sdpa", "eager", "flex_attention"):
         model.config._attn_implementation_internal = implementation
         flat = implementation in PADDING_FREE
-        assert (supports_packing(model) is None) == flat, implementation
+        assert supports_packing(model) == flat, implementation
         assert forms.form_of(model) == ("flattened" if flat else "mask"), implementation
 
 

@@ -60,7 +60,7 @@ class Bars(HTMLParser):
             self.bars[-1][-1][3] += data
 
 
-@pytest.mark.parametrize("how", [{}, {"sync": "step"}, {"align": 64}, {"microbatch_multiple": 4}])
+@pytest.mark.parametrize("how", [{}, {"sync": "step"}, {"pad_to_multiple_of": 64}, {"microbatch_multiple": 4}])
 def test_every_sequence_is_drawn_once_where_the_plan_has_it(how):
     plan = planned("bimodal", 96, 4, **how)
     bars = Bars(plan_page(plan)).bars

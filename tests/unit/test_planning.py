@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ullage
-from ullage.planning import Assignment, Problem, RecurrentCost, names, register, strategies
+from ullage.planning import Assignment, Problem, RecurrentCost, register_strategy, strategies, strategy_names
 
 MIXED = [5, 3, 4, 4, 7, 1, 2, 6, 0, 8]
 
@@ -23,7 +23,7 @@ def _placed(plan: ullage.Plan) -> list[list[list[int]]]:
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
 def test_every_sequence_has_one_place_within_the_capacity(strategy: str, sync: str) -> None:
     plan = ullage.plan(MIXED, ranks=2, capacity=10, strategy=strategy, sync=sync)
-    assert plan.check() == []
+    assert plan.problems() == []
     ids = [i for row in _placed(plan) for part in row for i in part]
     assert sorted(ids) == list(range(len(MIXED)))
     assert plan.order[plan.inverse].tolist() == list(range(len(MIXED)))
@@ -45,11 +45,11 @@ def test_balance_is_by_cost_and_not_by_tokens() -> None:
 
 
 def test_statistics_conserve_tokens() -> None:
-    plan = ullage.plan([9, 20, 3, 12], ranks=2, capacity=10, align=4, oversize="truncate")
+    plan = ullage.plan([9, 20, 3, 12], ranks=2, capacity=10, pad_to_multiple_of=4, oversize="truncate")
     found = plan.statistics()
     assert plan.lengths.tolist() == [8, 8, 3, 8]  # 8 is the longest slot of 4 within 10
     assert (found.tokens_in, found.num_tokens, found.truncated_tokens, found.dropped_tokens) == (44, 27, 17, 0)
-    assert (found.num_truncated, found.num_dropped, found.padded_tokens) == (3, 0, 28)
+    assert (found.num_truncated, found.num_dropped, found.num_padded_tokens) == (3, 0, 28)
     assert found.capacity_tokens == found.num_tokens + found.padding_tokens == plan.num_microbatches * 20
     assert found.sum_squared_lengths == 3 * 64 + 9
     assert found.ullage == 1 - 27 / found.capacity_tokens
@@ -58,20 +58,29 @@ def test_statistics_conserve_tokens() -> None:
 def test_dropped_sequences_are_counted_and_nowhere() -> None:
     plan = ullage.plan([9, 20, 3, 12], ranks=2, capacity=10, oversize="drop")
     found = plan.statistics()
-    assert plan.check() == []
+    assert plan.problems() == []
     assert plan.inverse.tolist()[1] == plan.inverse.tolist()[3] == plan.bins.tolist()[1] == -1
     assert (found.tokens_in, found.num_tokens, found.dropped_tokens, found.num_dropped) == (44, 12, 32, 2)
     assert found.tokens_in == found.num_tokens + found.truncated_tokens + found.dropped_tokens
 
 
-@pytest.mark.parametrize(("align", "longest"), [(1, 10), (4, 8)])
+@pytest.mark.parametrize(("pad_to_multiple_of", "longest"), [(1, 10), (4, 8)])
 @pytest.mark.parametrize("oversize", ["error", "truncate", "drop"])
-def test_a_sequence_exactly_as_long_as_the_capacity_stays_as_it_is(oversize: str, align: int, longest: int) -> None:
-    plan = ullage.plan([longest, 3, longest], ranks=2, capacity=10, align=align, oversize=oversize)
+def test_a_sequence_exactly_as_long_as_the_capacity_stays_as_it_is(
+    oversize: str, pad_to_multiple_of: int, longest: int
+) -> None:
+    plan = ullage.plan(
+        [longest, 3, longest], ranks=2, capacity=10, pad_to_multiple_of=pad_to_multiple_of, oversize=oversize
+    )
     assert plan.lengths.tolist() == [longest, 3, longest]
     assert plan.statistics().num_dropped == plan.statistics().num_truncated == 0
     if oversize == "drop":
-        assert ullage.plan([longest + 1, 3], ranks=2, capacity=10, align=align, oversize="drop").bins[0] == -1
+        assert (
+            ullage.plan(
+                [longest + 1, 3], ranks=2, capacity=10, pad_to_multiple_of=pad_to_multiple_of, oversize="drop"
+            ).bins[0]
+            == -1
+        )
 
 
 def test_ranks_that_share_a_microbatch_carry_their_share_of_its_cost() -> None:
@@ -91,7 +100,7 @@ def test_fewer_sequences_than_ranks_leave_microbatches_empty() -> None:
     assert plan.statistics().num_empty == 3
     assert sorted(map(len, _placed(plan)[0])) == [0, 0, 0, 1, 1]
     nothing = ullage.plan([], ranks=3, capacity=8)
-    assert (nothing.num_microbatches, nothing.check(), nothing.statistics().critical_path) == (0, [], 1.0)
+    assert (nothing.num_microbatches, nothing.problems(), nothing.statistics().critical_path) == (0, [], 1.0)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4])
@@ -99,14 +108,14 @@ def test_fewer_sequences_than_ranks_leave_microbatches_empty() -> None:
 def test_microbatches_are_a_multiple(multiple: int, strategy: str) -> None:
     plan = ullage.plan([6] * 9, ranks=2, capacity=8, microbatch_multiple=multiple, strategy=strategy)
     assert plan.num_microbatches == plan.statistics().lower_bound == -(-5 // multiple) * multiple
-    assert plan.check() == []
+    assert plan.problems() == []
 
 
 def test_slots_are_aligned_before_they_meet_the_capacity() -> None:
-    plan = ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, align=4)
+    plan = ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, pad_to_multiple_of=4)
     assert plan.num_microbatches == 4
     assert plan.layout(0, 0).slots.tolist() == [8]
-    assert ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, align=1).num_microbatches == 2
+    assert ullage.plan([5, 5, 5, 5], ranks=1, capacity=12, pad_to_multiple_of=1).num_microbatches == 2
 
 
 def test_max_sequences_bounds_every_microbatch() -> None:
@@ -119,7 +128,7 @@ def test_max_sequences_bounds_every_microbatch() -> None:
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
 def test_groups_stay_together(groups: list, sync: str) -> None:
     plan = ullage.plan([4, 3, 4, 2, 5, 2, 2], ranks=2, capacity=8, keep_together=groups, sync=sync)
-    assert plan.check() == []
+    assert plan.problems() == []
     assert plan.bins[0] == plan.bins[2]
     assert plan.bins[3] == plan.bins[5] == plan.bins[6]
 
@@ -134,16 +143,16 @@ def test_a_given_assignment_is_kept_in_its_order(form: list, strategy: str) -> N
 
 def test_a_fixed_degree_shares_every_microbatch() -> None:
     plan = ullage.plan([15, 9, 3, 3], ranks=4, capacity=8, context_parallel=2)
-    assert plan.check() == []
+    assert plan.problems() == []
     assert plan.degrees.tolist() == [[2, 2, 2, 2]] * plan.num_microbatches
-    assert plan.multiple_of(0, 1) == 4
+    assert plan.slot_multiple(0, 1) == 4
     for rank in (0, 2):
         assert plan.members(0, rank).tolist() == plan.members(0, rank + 1).tolist()
 
 
 def test_a_giant_gets_the_least_ranks_that_hold_it() -> None:
     plan = ullage.plan([60] + [4] * 40, ranks=8, capacity=16, context_parallel="auto")
-    assert plan.check() == []
+    assert plan.problems() == []
     microbatch, rank = divmod(int(plan.bins[0]), 8)
     assert plan.degree(microbatch, rank) in (4, 8)
     assert plan.statistics().num_shared >= 1
@@ -158,7 +167,7 @@ def test_upstream_names_are_aliases() -> None:
         plan = ullage.plan([3, 4], ranks=2, capacity=8, strategy=alias, assignment=assignment)
         assert plan.strategy == name
     assert ullage.plan([30] + [1] * 9, ranks=4, capacity=8, strategy="default_dynamic_cp").degrees.max() == 4
-    assert set(strategies.ALIASES) <= set(names())
+    assert set(strategies.ALIASES) <= set(strategy_names())
 
 
 def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +179,9 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         return Assignment(np.zeros(problem.num_items, np.int64), 1)
 
     monkeypatch.setattr(strategies, "_REGISTERED", dict(strategies._REGISTERED))
-    register("one_each", one_each)
-    register("all_in_one", all_in_one)
-    register("astray", lambda problem: Assignment(np.full(problem.num_items, 7), 1))
+    register_strategy("one_each", one_each)
+    register_strategy("all_in_one", all_in_one)
+    register_strategy("astray", lambda problem: Assignment(np.full(problem.num_items, 7), 1))
     assert ullage.plan([3, 4], ranks=2, capacity=8, strategy="one_each").num_microbatches == 2
     with pytest.raises(
         ullage.InputError, match=r"'all_in_one' gave an unsound plan: over capacity: microbatch 0, rank 0"
@@ -181,7 +190,7 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ullage.InputError, match="a strategy must give each item a bin: expected 2 numbers from 0 to 1"):
         ullage.plan([5, 4], ranks=2, capacity=8, strategy="astray")
     with pytest.raises(ullage.InputError, match="taken: found 'dp_balanced'"):
-        register("dp_balanced", one_each)
+        register_strategy("dp_balanced", one_each)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +207,13 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
         ({"capacity": 0}, r"capacity must be an integer: expected >= 1, found 0"),
         ({"capacity": -8}, r"capacity must be an integer: expected >= 1, found -8"),
-        ({"align": 0}, r"align must be an integer: expected >= 1, found 0"),
+        ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of must be an integer: expected >= 1, found 0"),
         ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),
         ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),
         ({"lengths": [3, 9, 8, 10]}, r"does not fit into a microbatch \(sequence 1 and 1 more\): expected at most the "
          r"capacity of 8 tokens, found 9\. Raise the capacity"),
-        ({"lengths": [7], "align": 5}, r"at most the capacity of 5 tokens at align 5, found 7"),
-        ({"lengths": [1], "align": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at align 9, found 1"),
+        ({"lengths": [7], "pad_to_multiple_of": 5}, r"at most the capacity of 5 tokens at pad_to_multiple_of=5, found 7"),
+        ({"lengths": [1], "pad_to_multiple_of": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at pad_to_multiple_of=9, found 1"),
         ({"oversize": "cut"}, r"no such oversize: expected 'error' or 'truncate' or 'drop', found 'cut'"),
         ({"sync": "never"}, r"no such sync: expected 'microbatch' or 'step', found 'never'"),
         ({"strategy": "best"}, r"no such strategy: expected .*'balanced'.*, found 'best'"),
@@ -262,33 +271,35 @@ def _tampered(plan: ullage.Plan, **changes: object) -> ullage.Plan:
 
 def test_check_names_every_violation() -> None:
     plan = ullage.plan([3, 4, 5, 6], ranks=2, capacity=8, strategy="next_fit")
-    assert plan.check() == []
+    assert plan.problems() == []
     twice = _tampered(plan, order=[0, 1, 1, 3])
-    assert "duplicate: sequences 1 are placed more than once" in twice.check()
-    assert "missing: sequences 2 are placed nowhere" in twice.check()
+    assert "duplicate: sequences 1 are placed more than once" in twice.problems()
+    assert "missing: sequences 2 are placed nowhere" in twice.problems()
     full = _tampered(plan, capacity=6)
-    assert "over capacity: microbatch 0, rank 0 holds 7 slots of 6: sequences 0, 1" in full.check()
+    assert "over capacity: microbatch 0, rank 0 holds 7 slots of 6: sequences 0, 1" in full.problems()
     crowded = _tampered(plan, max_sequences=1)
-    assert crowded.check() == ["crowded: microbatch 0, rank 0 holds 2 sequences of at most 1: 0, 1"]
-    assert any(line.startswith("multiple: 2 microbatches") for line in _tampered(plan, microbatch_multiple=3).check())
+    assert crowded.problems() == ["crowded: microbatch 0, rank 0 holds 2 sequences of at most 1: 0, 1"]
+    assert any(
+        line.startswith("multiple: 2 microbatches") for line in _tampered(plan, microbatch_multiple=3).problems()
+    )
     assert (
         "mixed: microbatch 0, rank 0 starts a group of degrees [2, 1]"
-        in _tampered(plan, degrees=[[2, 1], [1, 1]]).check()
+        in _tampered(plan, degrees=[[2, 1], [1, 1]]).problems()
     )
-    lost = _tampered(plan, degrees=[[2, 2], [1, 1]], capacity=20).check()
+    lost = _tampered(plan, degrees=[[2, 2], [1, 1]], capacity=20).problems()
     assert lost == ["mixed: sequences 2 stand behind the first rank of microbatch 0, rank 0"]
-    assert any("misaligned" in line for line in _tampered(plan, degrees=[[1, 2], [1, 1]]).check())
-    assert any("longer" in line for line in _tampered(plan, lengths=[3, 4, 5, 7]).check())
-    assert any("dropped" in line for line in _tampered(plan, lengths=[3, 4, 5, 0]).check())
+    assert any("misaligned" in line for line in _tampered(plan, degrees=[[1, 2], [1, 1]]).problems())
+    assert any("longer" in line for line in _tampered(plan, lengths=[3, 4, 5, 7]).problems())
+    assert any("dropped" in line for line in _tampered(plan, lengths=[3, 4, 5, 0]).problems())
 
 
 def test_json_round_trip_equality_and_digest() -> None:
-    plan = ullage.plan(MIXED, ranks=2, capacity=10, align=2, cost=ullage.TransformerCost(1, 1, 5, 2))
+    plan = ullage.plan(MIXED, ranks=2, capacity=10, pad_to_multiple_of=2, cost=ullage.TransformerCost(1, 1, 5, 2))
     again = ullage.Plan.from_json(plan.to_json())
     assert again == plan
     assert (again.digest, hash(again)) == (plan.digest, hash(plan))
     assert again.statistics() == plan.statistics()
-    other = ullage.plan(MIXED, ranks=2, capacity=11, align=2)
+    other = ullage.plan(MIXED, ranks=2, capacity=11, pad_to_multiple_of=2)
     assert other != plan
     assert other.digest != plan.digest
     assert plan != "plan"
@@ -343,7 +354,7 @@ def test_costs_in_any_unit_make_the_same_plan() -> None:
         assert np.array_equal(scaled.order, plain.order)
         assert scaled.statistics().critical_path == pytest.approx(plain.statistics().critical_path)
     free = ullage.plan(lengths, ranks=4, capacity=256, cost=lambda x: 0 * x)
-    assert free.check() == []
+    assert free.problems() == []
     assert free.statistics().critical_path == 1.0
 
 
@@ -367,22 +378,22 @@ def test_planning_imports_no_torch_and_compiles_nothing_until_asked() -> None:
 
 
 def test_pack_dataset() -> None:
-    ids, cu_ids = ullage.pack_dataset([5, 3, 4, 4, 8, 0], 8)
+    ids, cu_ids = ullage.pack_lengths([5, 3, 4, 4, 8, 0], 8)
     assert np.diff(cu_ids).min() > 0
     assert len(cu_ids) == 4
     assert sorted(ids.tolist()) == list(range(6))
-    empty = ullage.pack_dataset([], 8)
+    empty = ullage.pack_lengths([], 8)
     assert (empty.ids.tolist(), empty.cu_ids.tolist(), empty.num_bins) == ([], [0], 0)
     with pytest.raises(ullage.InputError, match=r"\(sequence 1\): expected at most the capacity of 8 tokens, found 9"):
-        ullage.pack_dataset([1, 9], 8)
+        ullage.pack_lengths([1, 9], 8)
     with pytest.raises(ullage.InputError, match="capacity must be an integer"):
-        ullage.pack_dataset([1, 9], 0)
+        ullage.pack_lengths([1, 9], 0)
 
 
 @pytest.mark.parametrize(("multiple", "expected"), [(1, 3), (2, 4)])
 def test_a_shared_plan_has_no_microbatch_without_a_sequence(multiple, expected):
     shared = ullage.plan([3, 7, 8], ranks=2, capacity=64, context_parallel="auto", microbatch_multiple=multiple)
-    assert shared.check() == []
+    assert shared.problems() == []
     held = [sum(len(shared.members(m, r)) for r in range(2)) for m in range(shared.num_microbatches)]
     assert sorted(held, reverse=True) == held
     assert shared.num_microbatches <= expected

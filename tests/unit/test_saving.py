@@ -22,7 +22,7 @@ from tests.launch import environment, full_disk
 from ullage.errors import CheckpointError, TrainingError
 from ullage.training import Trainer as OurTrainer
 from ullage.training.damage import examine
-from ullage.training.saving import WholeCheckpointMixin, check_checkpoint, checkpoints_in
+from ullage.training.saving import WholeCheckpointMixin, checkpoints_in, require_checkpoint
 from ullage.training.staging import partial_of
 
 
@@ -395,20 +395,20 @@ def test_checkpoints_are_listed_by_step(tmp_path):
 def test_what_is_no_checkpoint_is_said_so(tmp_path):
     make(tmp_path, max_steps=2).train()
     whole = tmp_path / "checkpoint-2"
-    assert check_checkpoint(whole) == whole
+    assert require_checkpoint(whole) == whole
     with pytest.raises(CheckpointError) as error:
-        check_checkpoint(tmp_path / "nowhere")
+        require_checkpoint(tmp_path / "nowhere")
     assert str(error.value) == (
         f"this is no checkpoint ({tmp_path}/nowhere): expected a folder, found nothing there. Take {whole}"
     )
     with pytest.raises(CheckpointError, match=r"no checkpoint to continue from .*expected trainer_state.json, model"):
-        check_checkpoint(tmp_path)
+        require_checkpoint(tmp_path)
     (whole / "optimizer.pt").unlink()
     with pytest.raises(
         CheckpointError, match=r"expected optimizer.pt, found manifest.json, model.safetensors, rng_state.pth"
     ):
-        check_checkpoint(whole)
+        require_checkpoint(whole)
     unfinished = partial_of(tmp_path / "checkpoint-4") / "checkpoint-4"
     unfinished.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="never finished"):
-        check_checkpoint(unfinished)
+        require_checkpoint(unfinished)

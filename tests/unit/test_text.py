@@ -285,14 +285,14 @@ def test_nothing_to_tokenize(tokenizer):
 
 def test_an_id_outside_the_vocabulary_is_named():
     dataset = TokenDataset(np.array([4, 5, 6, 7, 300], np.int32), Layout([2, 3]))
-    dataset.check_vocabulary(301)
+    dataset.require_vocabulary(301)
     with pytest.raises(InputError) as error:
-        dataset.check_vocabulary(259, "a.jsonl")
+        dataset.require_vocabulary(259, "a.jsonl")
     assert str(error.value) == (
         "a token id is outside the vocabulary (a.jsonl, sample 1, position 2): expected 0 to 258, found 300. "
         "Take the tokenizer that belongs to the model, or a model with a larger vocab_size"
     )
     with pytest.raises(InputError, match=r"sample 0, position 1.*found -1"):
-        TokenDataset(np.array([4, -1], np.int32), Layout([2])).check_vocabulary(259)
+        TokenDataset(np.array([4, -1], np.int32), Layout([2])).require_vocabulary(259)
     with pytest.raises(IndexError):
         dataset[2]

@@ -68,7 +68,7 @@ def test_buffers_of_every_dtype_are_converted(written, tmp_path):
     assert {"float8_e4m3fn", "uint64", "complex32", "bfloat16", "bool"} <= set(DTYPES)
     run = with_buffers(written, tmp_path / "run", buffers)
     checkpoint.convert(run, tmp_path / "universal")
-    checkpoint.convert(run, tmp_path / "dcp", "dcp")
+    checkpoint.convert(run, tmp_path / "dcp", format="dcp")
     assert checkpoint.verify(run, tmp_path / "universal") == []
     assert checkpoint.verify(run, tmp_path / "dcp") == []
     slim = torch.load(tmp_path / "universal" / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
@@ -87,7 +87,7 @@ def test_safetensors_takes_the_dtypes_that_it_has_names_for_and_refuses_the_othe
     some = {f"b_{n}": torch.ones(6).to(getattr(torch, n)) for n in DTYPES if "bits" not in n and "float4" not in n}
     known = {name: t for name, t in some.items() if name[2:] not in NOT_IN_SAFETENSORS}
     run = with_buffers(written, tmp_path / "run", known)
-    checkpoint.convert(run, tmp_path / "st", "safetensors")
+    checkpoint.convert(run, tmp_path / "st", format="safetensors")
     assert checkpoint.verify(run, tmp_path / "st") == []
     held = load_file(tmp_path / "st" / "model.safetensors")
     for name, tensor in known.items():
@@ -95,7 +95,7 @@ def test_safetensors_takes_the_dtypes_that_it_has_names_for_and_refuses_the_othe
         assert torch.equal(bits(held[name]), bits(tensor))
     odd = with_buffers(written, tmp_path / "odd", {"b": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"safetensors has no name for this dtype \(b\): found complex128"):
-        checkpoint.convert(odd, tmp_path / "out", "safetensors")
+        checkpoint.convert(odd, tmp_path / "out", format="safetensors")
 
 
 def test_tensors_that_are_not_contiguous_are_converted(written, tmp_path):
@@ -111,7 +111,7 @@ def test_tensors_that_are_not_contiguous_are_converted(written, tmp_path):
     edit(run / "mp_rank_00_model_states.pt", lambda content: content.update(mine=tensors["transposed"]))
     assert not torch.load(run / "mp_rank_00_model_states.pt", weights_only=False)["module"]["base"].is_contiguous()
     for format in ("universal", "safetensors", "dcp"):
-        report = checkpoint.convert(run, tmp_path / format, format)
+        report = checkpoint.convert(run, tmp_path / format, format=format)
         assert report.records_checked >= len(tensors)
         assert checkpoint.verify(run, tmp_path / format) == []
     for name, tensor in tensors.items():
@@ -162,7 +162,7 @@ def test_what_lies_behind_a_strided_tensor_is_compared_with_its_checksum_too(wri
     data[held.place(held.root["module"]["some"]) + 4 * 4] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"fails its checksum .*parameter some \(buffer\)"):
-        checkpoint.convert(run, tmp_path / "out", "safetensors")
+        checkpoint.convert(run, tmp_path / "out", format="safetensors")
 
 
 def test_a_file_without_checksums_is_told_from_one_whose_mark_is_damaged(tmp_path):

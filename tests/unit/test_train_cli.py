@@ -19,7 +19,7 @@ from tests.launch import environment, full_disk
 from ullage.cli.train import _command, _run
 from ullage.cli.train_arguments import parse
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
-from ullage.training.saving import check_checkpoint, checkpoints_in
+from ullage.training.saving import checkpoints_in, require_checkpoint
 from ullage.training.staging import partial_of
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
@@ -85,8 +85,8 @@ def test_a_run_says_what_it_did_and_the_loss_falls(run):
     steps = losses(checkpoints_in(folder)[-1])
     assert steps[-1][1] < steps[0][1] - 1.0
     record = json.loads((folder / "ullage_run.json").read_text())["summary"]
-    assert record["tokens"] < record["padded_tokens"]
-    assert record["ullage_avoided"] == pytest.approx(1 - record["tokens"] / record["padded_tokens"])
+    assert record["tokens"] < record["num_padded_tokens"]
+    assert record["ullage_avoided"] == pytest.approx(1 - record["tokens"] / record["num_padded_tokens"])
     assert record["steps"] == steps[-1][0]
     assert record["eval_loss"] < steps[0][1]
 
@@ -393,7 +393,7 @@ def test_workers_accumulation_and_grouping_by_length(data, tmp_path):
     arguments += ["--train_sampling_strategy", "group_by_length", "--gradient_accumulation_steps", 2]
     here(*arguments, "--dataloader_num_workers", 2)
     summary = json.loads((tmp_path / "ullage_run.json").read_text())["summary"]
-    assert 0 < summary["tokens"] <= summary["padded_tokens"]
+    assert 0 < summary["tokens"] <= summary["num_padded_tokens"]
     assert summary["eval_loss"] > 0
 
 
@@ -669,7 +669,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_continue(data, tmp_path):
     assert said.endswith(" --resume_from_checkpoint")
     step = int(said.removeprefix("interrupted at step ").split()[0])
     assert last.name == f"checkpoint-{step}"
-    assert check_checkpoint(last) == last
+    assert require_checkpoint(last) == last
     assert step < 60
     here(*arguments, "--resume_from_checkpoint")
     assert losses(tmp_path / "out" / "checkpoint-60") == losses(tmp_path / "whole" / "checkpoint-60")

@@ -1,7 +1,7 @@
 """Packed attention for Hugging Face models: ``import ullage.attention`` registers ``attn_implementation="ullage"``.
 
-``check_model`` tells, before anything is trained, whether a model keeps packed sequences apart; ``packed_attention``
-is the attention itself, for a row of sequences and their lengths.
+``require_packing`` tells, before anything is trained, whether a model keeps packed sequences apart;
+``packed_attention`` is the attention itself, for a row of sequences and their lengths.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from ullage.attention.masks import packed_mask
 from ullage.attention.segments import packed_attention
 from ullage.attention.support import (
     NAME,
-    check_context_parallel,
-    check_model,
+    context_parallel_problem,
+    packing_problem,
+    require_context_parallel,
+    require_packing,
     supports_context_parallel,
     supports_packing,
 )
@@ -24,10 +26,12 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 __all__ = [
-    "check_context_parallel",
-    "check_model",
     "context_parallel",
+    "context_parallel_problem",
     "packed_attention",
+    "packing_problem",
+    "require_context_parallel",
+    "require_packing",
     "shard_batch",
     "supports_context_parallel",
     "supports_packing",

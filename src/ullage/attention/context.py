@@ -108,7 +108,7 @@ class ContextParallel(contextlib.ContextDecorator):
         if kind is None and is_missed:
             raise InputError(
                 "no attention ran context parallel, although a row was cut for it",
-                hint="ask check_context_parallel(model); load the model with attn_implementation='ullage'",
+                hint="ask require_context_parallel(model); load the model with attn_implementation='ullage'",
             )
 
     @torch.compiler.disable(reason="where the slices lie is data")

@@ -39,10 +39,19 @@ _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
 _MARK = "_ullage_row_limits"
 
 
-def supports_packing(model: nn.Module) -> str | None:
-    """Why the model cannot be trained on packed rows, in one clause; None if it can. Pure, looks at no weights.
+def supports_packing(model: nn.Module) -> bool:
+    """True if the model keeps the sequences of a packed row apart; :func:`packing_problem` says why not.
 
     >>> supports_packing(nn.Linear(2, 2))
+    False
+    """
+    return packing_problem(model) is None
+
+
+def packing_problem(model: nn.Module) -> str | None:
+    """Why the model cannot be trained on packed rows, in one clause; None if it can. Pure, looks at no weights.
+
+    >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
     """
     name = type(model).__name__
@@ -55,12 +64,12 @@ def supports_packing(model: nn.Module) -> str | None:
     return _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name) or _parts(model, name)
 
 
-def check_model(model: nn.Module) -> None:
+def require_packing(model: nn.Module) -> None:
     """Raises ``InputError`` if the model cannot keep packed sequences apart, with the reason and the way out.
 
     Its layers remember that they were asked about, so a packed call does not ask again.
     """
-    _require(supports_packing(model))
+    _require(packing_problem(model))
     _remember(model, _attention_modules(model))
 
 
@@ -101,9 +110,14 @@ def row_limits(model: nn.Module) -> tuple[int | None, bool]:
     return longest, dynamic
 
 
-def supports_context_parallel(model: nn.Module) -> str | None:
-    """Why the rows of this model cannot be cut over ranks, in one clause; None if they can. Pure."""
-    problem = supports_packing(model)
+def supports_context_parallel(model: nn.Module) -> bool:
+    """True if the rows of this model can be cut over ranks; :func:`context_parallel_problem` says why not."""
+    return context_parallel_problem(model) is None
+
+
+def context_parallel_problem(model: nn.Module) -> str | None:
+    """Why the rows of this model cannot be cut over ranks, in one clause; None if they can. Looks at no weights."""
+    problem = packing_problem(model)
     if problem is not None:
         return problem
     name = type(model).__name__
@@ -120,9 +134,9 @@ def supports_context_parallel(model: nn.Module) -> str | None:
     return None
 
 
-def check_context_parallel(model: nn.Module) -> None:
+def require_context_parallel(model: nn.Module) -> None:
     """Raises ``InputError`` if the rows of this model cannot be cut over ranks, with the reason and the way out."""
-    problem = supports_context_parallel(model)
+    problem = context_parallel_problem(model)
     if problem is None:
         return
     hint = "give each rank sequences of its own, cp=1"
@@ -149,7 +163,7 @@ def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bo
     around = holders(module)
     models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
     whole = (models or around)[-1]
-    problem = supports_packing(models[0]) if models else None
+    problem = packing_problem(models[0]) if models else None
     if problem is None and (not models or whole is not models[0]):
         name = type(whole).__name__
         problem = _encoder_decoder(whole, name) or _state(whole, name) or _parts(whole, name)

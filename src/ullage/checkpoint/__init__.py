@@ -1,7 +1,7 @@
 """Checkpoints that fit any machine layout: read, check, convert, verify.
 
     inventory = ullage.checkpoint.read(folder)       # what is in it; no tensor data, no code of the file
-    problems = ullage.checkpoint.check(inventory)    # [] when every tensor is whole
+    problems = inventory.problems()                  # [] when every tensor is whole
     report = ullage.checkpoint.convert(folder, target, format="universal")
     problems = ullage.checkpoint.verify(folder, target)
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ullage.checkpoint.convert import Report, convert, plan
+from ullage.checkpoint.converting import Report, convert, plan
 from ullage.checkpoint.inventory import (
     File,
     Fragments,
@@ -23,11 +23,10 @@ from ullage.checkpoint.inventory import (
     Slice,
     Tensor,
     Topology,
-    check,
 )
 from ullage.checkpoint.locate import locate
 from ullage.checkpoint.paper import on_paper
-from ullage.checkpoint.verify import verify
+from ullage.checkpoint.verifying import verify
 from ullage.errors import CheckpointError
 
 
@@ -36,8 +35,8 @@ def read(folder: str | Path) -> Inventory:
 
     ``folder``: the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
     ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. Problems are collected, not
-    raised: see :func:`check`. Raises ``CheckpointError`` for a folder that is no checkpoint, for expert files, and for
-    a file that asks to run code.
+    raised: see :meth:`Inventory.problems`. Raises ``CheckpointError`` for a folder that is no
+    checkpoint, for expert files, and for a file that asks to run code.
     """
     path, found = locate(folder)
     if found == "zero":
@@ -69,7 +68,6 @@ __all__ = [
     "Slice",
     "Tensor",
     "Topology",
-    "check",
     "convert",
     "on_paper",
     "plan",

@@ -14,7 +14,7 @@ from ullage.checkpoint.shards import Shard
 _LISTED = 20
 
 
-def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
+def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
     """Every rank has its file, no other file is there, and the files agree on how many ranks there are."""
     ranks: dict[int, list[int]] = {}
     for model_rank, dp_rank in folder.shards:
@@ -65,7 +65,7 @@ def check_ranks(folder: Folder, world: int, model_ranks: range) -> None:
             folder.problems.append(Problem("model states are missing", f"mp_rank_{model_rank:02d}_model_states.pt", 0))
 
 
-def check_agreement(folder: Folder) -> None:
+def require_agreement(folder: Folder) -> None:
     """Shards of one checkpoint agree on stage, world size, groups, and step; so do the model states on the step."""
 
     def odd_ones(facts: dict[Any, Any], what: str, names: dict[Any, Any]) -> None:

@@ -54,7 +54,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
             os.close(fd)
 
 
-def check_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
+def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
     """Compares the checksum of every source record that was read with the one its archive holds.
 
     The bytes between the runs (padding, and other tensors of a shared storage) are read for it. Returns how many

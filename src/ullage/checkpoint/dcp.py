@@ -224,7 +224,7 @@ def read_dcp(folder: Path) -> Inventory:
         tensors.append(Tensor(*name_key, shape, dtypes[0] if dtypes else "float32", "parameter", (part,)))
     listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in files)
     tables = {file: _by_offset(parts) for file, parts in records.items()}
-    return Inventory(folder, "dcp", Topology(), listed, tuple(tensors), problems=tuple(problems), records=tables)
+    return Inventory(folder, "dcp", Topology(), listed, tuple(tensors), read_problems=tuple(problems), records=tables)
 
 
 def _by_offset(parts: list[Int64]) -> Int64:

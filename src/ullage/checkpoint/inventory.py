@@ -226,9 +226,9 @@ class Inventory:
     ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp. ``steps``
     is the optimizer's step by parameter group, as it was saved (a number; None where the optimizer keeps none).
     ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
-    ``problems`` are those met while reading; :func:`check` adds those of the tiling. ``records`` gives, by file, the
-    archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``twins`` are pairs of tensors that two
-    pipeline stages hold of one name, which must be equal. ``optimizer_problems`` stand in the way of a conversion with
+    ``read_problems`` are those met while reading; :meth:`problems` adds those of the tiling. ``records`` gives, by
+    file, the archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``twins`` are pairs of tensors that
+    two pipeline stages hold of one name, which must be equal. ``optimizer_problems`` stand in the way of a conversion with
     the optimizer's state, and of no other. ``details`` holds what only the writers of other formats need.
     """
 
@@ -241,7 +241,7 @@ class Inventory:
     steps: dict[int, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    read_problems: tuple[Problem, ...] = ()
     records: dict[int, Int64] = field(default_factory=dict, repr=False)
     twins: tuple[tuple[Tensor, Tensor], ...] = field(default=(), repr=False)
     optimizer_problems: tuple[Problem, ...] = ()
@@ -285,29 +285,28 @@ class Inventory:
         """Elements of padding in the flat buffers (one buffer; each state key repeats it)."""
         return sum(g.padding for g in self.groups)
 
+    def problems(self) -> list[Problem]:
+        """Every problem of a checkpoint: met while reading, in the tiling of any tensor, or in the size of any file.
 
-def check(inventory: Inventory) -> list[Problem]:
-    """Every problem of a checkpoint: met while reading, in the tiling of any tensor, or in the size of any file.
-
-    Reads no tensor data. ``[]`` means that each element of each tensor lies in exactly one fragment, and each
-    fragment within its file.
-    """
-    problems = list(inventory.problems)
-    sizes = np.array([f.num_bytes for f in inventory.files], np.int64)
-    for file in () if inventory.on_paper else inventory.files:
-        path = inventory.folder / file.name
-        size = os.path.getsize(path) if path.exists() else -1
-        if size != file.num_bytes:
-            found = "no file" if size < 0 else f"{size} bytes"
-            problems.append(
-                Problem("a file changed", file.name, file.dp_rank, expected=f"{file.num_bytes} bytes", found=found)
-            )
-    for tensor in inventory.tensors:
-        problems += _check_tensor(inventory, tensor, sizes)
-    return problems
+        Reads no tensor data. ``[]`` means that each element of each tensor lies in exactly one fragment, and each
+        fragment within its file.
+        """
+        found = list(self.read_problems)
+        sizes = np.array([f.num_bytes for f in self.files], np.int64)
+        for file in () if self.on_paper else self.files:
+            path = self.folder / file.name
+            size = os.path.getsize(path) if path.exists() else -1
+            if size != file.num_bytes:
+                there = "no file" if size < 0 else f"{size} bytes"
+                found.append(
+                    Problem("a file changed", file.name, file.dp_rank, expected=f"{file.num_bytes} bytes", found=there)
+                )
+        for tensor in self.tensors:
+            found += _tensor_problems(self, tensor, sizes)
+        return found
 
 
-def _check_tensor(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:
+def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:
     for part in tensor.slices:
         fragments = part.fragments
         numel = int(np.prod(part.shape, dtype=np.int64))

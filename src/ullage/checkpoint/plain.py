@@ -60,7 +60,7 @@ def read_plain(folder: Folder) -> Inventory:
         steps={group: value for group, (value, _) in details.steps.items()},
         aliases=modules.aliases(folder),
         notes=tuple(dict.fromkeys(folder.notes)),
-        problems=tuple(folder.problems),
+        read_problems=tuple(folder.problems),
         records=folder.records,
         twins=tuple(twins),
         optimizer_problems=tuple(problems),

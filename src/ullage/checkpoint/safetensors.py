@@ -161,7 +161,9 @@ def read_safetensors(folder: Path) -> Inventory:
                 problems.append(Problem("two files hold one tensor", name, parameter=tensor.name))
             tensors[tensor.name, tensor.key] = tensor
         files.append(File(name, size, "weights"))
-    return Inventory(folder, "safetensors", Topology(), tuple(files), tuple(tensors.values()), problems=tuple(problems))
+    return Inventory(
+        folder, "safetensors", Topology(), tuple(files), tuple(tensors.values()), read_problems=tuple(problems)
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

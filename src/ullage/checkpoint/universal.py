@@ -235,7 +235,7 @@ def read_universal(folder: Path) -> Inventory:
     return Inventory(
         folder, "universal", Topology(), tuple(found.files), tuple(found.tensors),
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
-        problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(stand_in_the_way),
+        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(stand_in_the_way),
         details=Details({}, {}, steps, settings),
     )  # fmt: skip
 

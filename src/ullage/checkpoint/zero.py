@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint import metadata, modules, plain, shards
-from ullage.checkpoint.agreement import check_agreement, check_ranks, compare_mappings
+from ullage.checkpoint.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.folder import Folder, read_files
 from ullage.checkpoint.inventory import Group, Inventory, Slice, Topology
@@ -44,8 +44,8 @@ def read_zero(path: Path) -> Inventory:
     model_ranks = sorted({m for m, _ in folder.shards} | {m for m, _ in folder.models})
     tp, pp = parallel_sizes(folder, len(model_ranks))
     require_plausible(folder, "ranks hold a shard", world, len({d for _, d in folder.shards}))
-    check_ranks(folder, world, range(tp * pp))
-    check_agreement(folder)
+    require_ranks(folder, world, range(tp * pp))
+    require_agreement(folder)
     saved = first.root.get("optimizer_state_dict", {})
     info = folder.models[min(folder.models)].info or saved.get("universal_checkpoint_info")
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
@@ -72,7 +72,7 @@ def read_zero(path: Path) -> Inventory:
         steps={group: value for group, (value, _) in steps.items()},
         aliases=modules.aliases(folder),
         notes=tuple(dict.fromkeys(folder.notes)),
-        problems=tuple(folder.problems),
+        read_problems=tuple(folder.problems),
         records=folder.records,
         twins=(*twins, *more),
         optimizer_problems=tuple(p for uncut in found.uncut.values() for p in uncut.problems),

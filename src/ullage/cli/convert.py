@@ -73,13 +73,13 @@ def convert(
     inventory = read(source)
     options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}
     if dry_run:
-        report = convert(inventory, target, to.value, workers, dry_run=True, **options)
+        report = convert(inventory, target, format=to.value, workers=workers, dry_run=True, **options)
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
         _say(expected, as_json, _dry_lines)
         return
     leader = int(os.environ.get("RANK", "0")) == 0
     with progress_bar("converting", shown=leader and not as_json) as progress:
-        report = convert(inventory, target, to.value, workers, progress=progress, **options)
+        report = convert(inventory, target, format=to.value, workers=workers, progress=progress, **options)
     if leader:
         _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
 

@@ -25,11 +25,11 @@ def inspect(
 
     Exit status 1 if it is not whole.
     """
-    from ullage.checkpoint import check, read
+    from ullage.checkpoint import read
     from ullage.errors import InputError
 
     inventory = read(checkpoint)
-    problems = check(inventory)
+    problems = inventory.problems()
     if html is not None:
         from ullage.report.checkpoint import checkpoint_page
 

@@ -51,7 +51,7 @@ def plan(
     strategy: _Strategy = "balanced",
     sync: _Sync = "microbatch",
     context_parallel: _Context = "1",
-    align: Annotated[int, typer.Option(min=1, help="Slots are multiples of this.")] = 1,
+    pad_to_multiple_of: Annotated[int, typer.Option(min=1, help="Slots are multiples of this.")] = 1,
     microbatch_multiple: Annotated[int, typer.Option(min=1, help="Microbatches come in multiples of this.")] = 1,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Sequences of one microbatch at most.")] = None,
     oversize: _Oversize = "error",
@@ -83,7 +83,12 @@ def plan(
         raise UsageError(
             "the capacity is missing", hint=f"pass --capacity; the longest is {int(measured.lengths.max())}"
         )
-    settings: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "sync": sync, "align": align}
+    settings: dict[str, Any] = {
+        "ranks": ranks,
+        "capacity": capacity,
+        "sync": sync,
+        "pad_to_multiple_of": pad_to_multiple_of,
+    }
     settings |= {"context_parallel": _degree(context_parallel), "cost": _cost(linear, quadratic, model)}
     settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
     planned, reference = _planned(measured, strategy, settings)
@@ -167,11 +172,11 @@ def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> 
 
 def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tuple[Plan, Plan | None]:
     """The plan, and arrival order beside it, with the least fixed degree that holds what the plan holds."""
-    from ullage.planning import names
     from ullage.planning import plan as make_plan
+    from ullage.planning import strategy_names
 
-    if strategy not in names():
-        raise UsageError("no such strategy", expected=" or ".join(names()), found=strategy)
+    if strategy not in strategy_names():
+        raise UsageError("no such strategy", expected=" or ".join(strategy_names()), found=strategy)
     planned = make_plan(measured.lengths, strategy=strategy, **settings)
     if planned.strategy == "next_fit" or not planned.num_microbatches:
         return planned, None
@@ -238,7 +243,7 @@ def _record(planned: Plan, reference: Plan | None, name: str, measured: Measured
         "source": {"name": name, "column": measured.column, "unit": measured.unit, **described(measured.lengths)},
         "ranks": planned.ranks,
         "capacity": planned.capacity,
-        "align": planned.align,
+        "pad_to_multiple_of": planned.pad_to_multiple_of,
         "sync": planned.sync,
         "plan": numbers(planned),
         "next_fit": None if reference is None else numbers(reference),

@@ -72,7 +72,7 @@ def quickstart(
 
     Shows each command, then a table and a page. Exit status 1 if a loss is not what the uninterrupted run has.
     """
-    _check_surroundings(output_dir)
+    _require_surroundings(output_dir)
     if overwrite:
         _remove(output_dir)
     _Shown.quiet = as_json
@@ -91,7 +91,7 @@ def quickstart(
         raise typer.Exit(1)
 
 
-def _check_surroundings(folder: Path) -> None:
+def _require_surroundings(folder: Path) -> None:
     """Raises for what is missing, before anything is written."""
     for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
         if importlib.util.find_spec(module) is None:

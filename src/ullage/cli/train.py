@@ -51,7 +51,7 @@ def _run(argv: list[str], first: bool) -> None:
 
     from ullage.cli.train_arguments import parse
     from ullage.cli.train_folder import begin, finish, look_at
-    from ullage.cli.train_layout import check_layout_of
+    from ullage.cli.train_layout import require_layout_of
     from ullage.cli.train_model import load_model, load_tokenizer
     from ullage.training.arguments import require_sharding
     from ullage.training.costing import num_parameters
@@ -70,14 +70,14 @@ def _run(argv: list[str], first: bool) -> None:
     if situation.there:
         say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
         return
-    check_layout_of(situation.checkpoint, command.parallel.asked)
+    require_layout_of(situation.checkpoint, command.parallel.asked)
     tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command, tokenizer, situation.checkpoint)
     training, held_out = _datasets(command, tokenizer, say)
     for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
-            dataset.check_vocabulary(model.config.get_text_config().vocab_size, name)
+            dataset.require_vocabulary(model.config.get_text_config().vocab_size, name)
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
@@ -295,7 +295,7 @@ def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any
         "last_loss": losses[-1] if losses else None,
         "eval_loss": eval_loss,
         "tokens": meter.num_tokens,
-        "padded_tokens": meter.padded_tokens,
+        "num_padded_tokens": meter.num_padded_tokens,
         "ullage_avoided": meter.ullage_avoided,
         "seconds": meter.seconds,
         "tokens_per_second": meter.tokens_per_second,
@@ -321,7 +321,7 @@ def _told(summary: dict[str, Any]) -> str:
     rows = {
         "loss": f"{loss('first_loss')} to {loss('last_loss')}, held out {loss('eval_loss')}",
         "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
-        f"{summary['padded_tokens']:,}",
+        f"{summary['num_padded_tokens']:,}",
         "ullage avoided": f"{summary['ullage_avoided']:.1%}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
         "model": summary["model"],

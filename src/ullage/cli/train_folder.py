@@ -20,10 +20,10 @@ from ullage.training.agreement import agreement, several_ranks
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import (
     WEIGHT_FILES,
-    check_checkpoint,
     checkpoints_in,
     put_back,
     remove_unfinished,
+    require_checkpoint,
     step_of,
 )
 from ullage.training.staging import PARTIAL
@@ -78,7 +78,7 @@ def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situat
     if situation.named:
         lines = require_whole(checkpoint, several, allow_changed=allow)
         with agreement(several, "looking at a checkpoint"):
-            check_checkpoint(checkpoint)
+            require_checkpoint(checkpoint)
     else:
         newest, lines = newest_whole(checkpoint.parent, several, allow_changed=allow)
         assert newest is not None  # there was one
@@ -150,7 +150,7 @@ def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
 
 def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
     if resume.lower() not in _LAST:
-        return Path(resume) if Path(resume).is_dir() else check_checkpoint(resume)
+        return Path(resume) if Path(resume).is_dir() else require_checkpoint(resume)
     if not checkpoints:
         raise CheckpointError(
             "there is no checkpoint to continue from",

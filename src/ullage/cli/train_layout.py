@@ -39,7 +39,7 @@ class ParallelArguments:
         return self.dp or max(1, world_size // ((self.cp or 1) * (self.tp or 1)))
 
 
-def check_layout_of(checkpoint: Path | None, asked: bool) -> None:
+def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
     """Raises ``CheckpointError`` for a checkpoint of the other kind of run."""
     if checkpoint is None or (checkpoint / WEIGHTS).is_dir() == asked:
         return

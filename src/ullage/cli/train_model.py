@@ -50,7 +50,7 @@ def load_model(command: TrainCommand, tokenizer: Any, checkpoint: Path | None) -
     if checkpoint is not None:
         config = _config_from(checkpoint)
         if not command.given.isdisjoint(field.name for field in fields(arguments)):
-            _check_same(_config(arguments, tokenizer), config, checkpoint)
+            _require_same(_config(arguments, tokenizer), config, checkpoint)
         return _new(config)
     folder = Path(arguments.model)
     if folder.is_dir() and any((folder / name).is_file() for name in WEIGHT_FILES):
@@ -141,7 +141,7 @@ def _config_from(path: Path) -> Any:
         raise InputError("the model config cannot be read", where=str(file), found=_first_line(error)) from error
 
 
-def _check_same(asked: Any, found: Any, checkpoint: Path) -> None:
+def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
     ours, theirs = asked.to_dict(), found.to_dict()
     for name in ("model_type", "cell", "vocab_size", "hidden_size", "num_hidden_layers", "dropout"):
         if ours.get(name) != theirs.get(name):

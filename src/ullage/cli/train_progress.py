@@ -24,12 +24,12 @@ from ullage.training.stopping import EarlyEnd
 class Meter(TrainerCallback):
     """Counts tokens and time of this call, over all ranks, and shows them in a bar on rank 0.
 
-    ``num_tokens``: real tokens; ``padded_tokens``: what padded batches would have held; ``seconds``: without the
+    ``num_tokens``: real tokens; ``num_padded_tokens``: what padded batches would have held; ``seconds``: without the
     time that evaluation and saving took. They are complete after :meth:`reduce`, which every rank calls.
     """
 
     def __init__(self, show: bool) -> None:
-        self.num_tokens = self.padded_tokens = 0
+        self.num_tokens = self.num_padded_tokens = 0
         self.seconds = 0.0
         self.losses: list[float] = []
         self._local = [0, 0]
@@ -39,8 +39,8 @@ class Meter(TrainerCallback):
 
     @property
     def ullage_avoided(self) -> float:
-        """The part of padded batches that would have been padding: ``1 - num_tokens / padded_tokens``."""
-        return 1.0 - self.num_tokens / self.padded_tokens if self.padded_tokens else 0.0
+        """The part of padded batches that would have been padding: ``1 - num_tokens / num_padded_tokens``."""
+        return 1.0 - self.num_tokens / self.num_padded_tokens if self.num_padded_tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -61,7 +61,7 @@ class Meter(TrainerCallback):
         counts = torch.tensor(self._local, dtype=torch.int64, device=device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(counts)
-        self.num_tokens, self.padded_tokens = counts.tolist()
+        self.num_tokens, self.num_padded_tokens = counts.tolist()
 
     def close(self) -> None:
         """Ends the bar, also after an error."""

@@ -30,7 +30,7 @@ def verify(
 
     ours, theirs = read(source), read(target)
     with progress_bar("comparing", shown=not as_json) as progress:
-        problems = verify(ours, theirs, workers, progress=progress)
+        problems = verify(ours, theirs, workers=workers, progress=progress)
     if as_json:
         found = {"source": str(ours.folder), "target": str(theirs.folder), "problems": [str(p) for p in problems]}
         typer.echo(json.dumps(found | {"equal": not problems}))

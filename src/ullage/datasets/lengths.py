@@ -89,7 +89,7 @@ def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     if not isinstance(config, Mapping):
         raise InputError("a mock distribution must be a JSON object", found=type(config).__name__)
     config = dict(config)
-    _check_mock_keys(config)
+    _require_mock_keys(config)
     if config["mode"] == "file":
         if not isinstance(config["path"], (str, os.PathLike)):
             raise InputError("a mock distribution's path must be a string", found=config["path"])
@@ -98,11 +98,11 @@ def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         return config
     if config["mode"] == "verification":
         config = _VERIFICATION_DEFAULTS | {"type": "lognormal"} | config
-    _check_mock_values(config)
+    _require_mock_values(config)
     return config
 
 
-def _check_mock_keys(config: dict[str, Any]) -> None:
+def _require_mock_keys(config: dict[str, Any]) -> None:
     mode = config.get("mode")
     if not isinstance(mode, str) or mode not in _MOCK_KEYS:
         raise InputError("a mock distribution's mode is unknown", expected=" or ".join(_MOCK_KEYS), found=mode)
@@ -121,7 +121,7 @@ def _check_mock_keys(config: dict[str, Any]) -> None:
         raise InputError("a mock distribution lacks keys", where=f"mode {mode}", expected=", ".join(missing))
 
 
-def _check_mock_values(config: dict[str, Any]) -> None:
+def _require_mock_values(config: dict[str, Any]) -> None:
     if config["type"] != "lognormal":
         raise InputError("a mock distribution's type is unknown", expected="lognormal", found=config["type"])
     for key, kind in _LOGNORMAL.items():

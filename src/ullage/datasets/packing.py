@@ -298,14 +298,14 @@ def _write(
     import pyarrow.parquet as pq
     from tqdm import tqdm
 
-    from ullage.planning import pack_dataset
+    from ullage.planning import pack_lengths
 
     lengths = spool.lengths()
     kept = _fit(lengths, capacity, oversize)
     placed = np.flatnonzero(kept)
     if not len(placed):
         raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
-    ids, cu_ids = pack_dataset(kept[placed], capacity)
+    ids, cu_ids = pack_lengths(kept[placed], capacity)
     order = np.random.default_rng(seed).permutation(len(cu_ids) - 1)
     partial = folder / "rows.parquet"
     rows = _Rows(folder, lengths, kept, spool.has_labels)
@@ -346,7 +346,7 @@ class _Rows:
         labels = self.labels[index]
         labels[layout.starts] = IGNORED_LABEL
         cuts = np.cumsum([0, *map(len, group)])
-        token_cuts = layout.cu_seqlens()[cuts]
+        token_cuts = layout.cu_seqlens[cuts]
         columns = [
             pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
             for offsets, values in (

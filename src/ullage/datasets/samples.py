@@ -27,7 +27,7 @@ class MockSamples:
     ``config``, ``n``, ``seed``: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``.
     ``vocab_size``: draw the tokens from ``[1, vocab_size)``, from ``seed`` and the index alone; ``None`` counts them
     up as upstream does. ``eod``, ``pad``: token ids. ``max_length``: longer sequences are cut to it, end-of-document
-    token included. ``multiple_of``: pad each sample to such a length as upstream does.
+    token included. ``pad_to_multiple_of``: pad each sample to such a length as upstream does.
 
     A sample has ``tokens``, ``labels``, ``position_ids`` int64 [length], ``loss_mask`` float32 [length], and
     ``original_seq_len``, ``padded_seq_len`` int32. Raises ``InputError`` for a configuration that cannot be used.
@@ -48,7 +48,7 @@ class MockSamples:
         eod: int = 0,
         pad: int = 0,
         max_length: int | None = None,
-        multiple_of: int = 1,
+        pad_to_multiple_of: int = 1,
     ) -> None:
         if mock_config(config)["mode"] == "verification":
             raise InputError(
@@ -59,13 +59,19 @@ class MockSamples:
         for name, value, least in (
             ("vocab_size", vocab_size, 2),
             ("max_length", max_length, 1),
-            ("multiple_of", multiple_of, 1),
+            ("pad_to_multiple_of", pad_to_multiple_of, 1),
         ):
             if value is not None and value < least:
                 raise InputError(f"{name} is too small", expected=f">= {least}", found=value)
         lengths = np.maximum(mock_lengths(config, n, seed), 1)
         self.lengths = lengths if max_length is None else np.minimum(lengths, max_length)
-        self._seed, self._vocab_size, self._eod, self._pad, self._multiple = seed, vocab_size, eod, pad, multiple_of
+        self._seed, self._vocab_size, self._eod, self._pad, self._multiple = (
+            seed,
+            vocab_size,
+            eod,
+            pad,
+            pad_to_multiple_of,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

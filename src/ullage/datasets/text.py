@@ -70,7 +70,7 @@ class TokenDataset(torch.utils.data.Dataset):
         """Tokens in all sequences together."""
         return self.layout.num_tokens
 
-    def check_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
+    def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
         """Raises ``InputError`` for the first id outside ``range(vocab_size)``; names sample and position."""
         bad = np.flatnonzero((self.values < 0) | (self.values >= vocab_size))
         if not len(bad):
@@ -165,7 +165,7 @@ def load_text(path: str | Path, column: str | None = None) -> list[Sample]:
             expected=f"one of {', '.join(_ENDINGS)}",
             found=ending,
         )
-    _check_content(path, ending)
+    _require_content(path, ending)
     table = _read_table(path, ending)
     if len(table) == 0:
         raise _empty(path)
@@ -191,7 +191,7 @@ def _empty(path: Path) -> InputError:
     return InputError("the dataset is empty", where=str(path), expected="at least one sample", found="none")
 
 
-def _check_content(path: Path, ending: str) -> None:
+def _require_content(path: Path, ending: str) -> None:
     """Compares the first bytes of the file with what its ending says."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ullage.errors import InputError
-from ullage.planning.plan import Plan
+from ullage.planning.plans import Plan
 
 
 def bins_of(plan: Plan) -> list[list[int]]:

@@ -32,8 +32,8 @@ from ullage.exchange.lengths import raise_together
 from ullage.exchange.topology import Axis
 from ullage.exchange.wire import gather_int64, tried
 from ullage.layout import Int64, as_lengths
-from ullage.planning.plan import Plan, slots_of
 from ullage.planning.planner import plan
+from ullage.planning.plans import Plan, slots_of
 from ullage.planning.request import as_positive
 
 #: A largest partition this near the bound that holds for every division is not tried to be improved.
@@ -282,7 +282,7 @@ class DynamicCPScheduler:
             capacity=capacity,
             context_parallel="auto",
             microbatch_multiple=self.multiple,
-            align=1 if self.min_cp_size == 1 else 2 * self.min_cp_size,
+            pad_to_multiple_of=1 if self.min_cp_size == 1 else 2 * self.min_cp_size,
         )
         steps = [step for microbatch in range(made.num_microbatches) if (step := _occupied(made, microbatch))]
         steps += [[] for _ in range(-len(steps) % self.multiple)]
@@ -334,7 +334,7 @@ def _occupy_all(steps: list[list[_Bin]], made: Plan) -> None:
 
 
 def _fits(made: Plan, i: int, degree: int) -> bool:
-    return int(slots_of(made.lengths[i : i + 1], made.align, degree)[0]) <= made.capacity * degree
+    return int(slots_of(made.lengths[i : i + 1], made.pad_to_multiple_of, degree)[0]) <= made.capacity * degree
 
 
 def _halve(ids: list[int], costs: list[int]) -> list[int]:

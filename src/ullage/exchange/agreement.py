@@ -48,12 +48,12 @@ def verify(topology: Topology, record: dict[str, Any] | None, failure: Exception
     for rank, other in enumerate(records):
         if other["failure"]:
             raise DistributedError("another rank failed", where=f"rank {rank}", found=other["failure"])
-    _check_same(records)
-    _check_grid(records, places)
+    _require_same(records)
+    _require_grid(records, places)
     return records
 
 
-def _check_same(records: Sequence[Mapping[str, Any]]) -> None:
+def _require_same(records: Sequence[Mapping[str, Any]]) -> None:
     first = records[0]
     for rank, other in enumerate(records):
         for name, value in other["settings"].items():
@@ -74,7 +74,7 @@ def _check_same(records: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _check_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, Sequence[int]]]) -> None:
+def _require_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, Sequence[int]]]) -> None:
     """Every coordinate is there once, and this rank's axes list the ranks that stand along them."""
     by_place = {tuple(record["coordinates"]): rank for rank, record in enumerate(records)}
     if len(by_place) != len(records):

@@ -29,7 +29,7 @@ from ullage.exchange.wire import tried
 from ullage.planning import plan
 
 #: What the iterator decides itself, or what would have to be another list for every step.
-_NOT_OPTIONS = ("lengths", "ranks", "capacity", "align", "keep_together", "assignment", "context_parallel")
+_NOT_OPTIONS = ("lengths", "ranks", "capacity", "pad_to_multiple_of", "keep_together", "assignment", "context_parallel")
 
 
 class PackedIterator:
@@ -40,8 +40,8 @@ class PackedIterator:
     whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own; ``None``
     compares the ranks' datasets to find out. ``global_batch_size``: sequences over all data-parallel ranks; the last
     step may be shorter. ``capacity``: slots that a rank holds in one microbatch, so that with context parallelism a
-    microbatch has ``cp`` times as many. ``align``: what each rank's part of a slot is a multiple of. ``prefetch``:
-    steps made ahead, 0 to make them when they are asked for. ``fields``: those to carry, which every sample must
+    microbatch has ``cp`` times as many. ``pad_to_multiple_of``: what each rank's part of a slot is a
+    multiple of. ``prefetch``: steps made ahead, 0 to make them when they are asked for. ``fields``: those to carry, which every sample must
     have; all if ``None``. ``per_sequence``: fields with one entry a sequence although they are arrays.
     ``stage_fields``: a function of pipeline stage and number of stages to the fields that this stage gets.
     ``cp_order``: how ``shards`` are cut, ``None`` not to. ``device``: where steps are put when they are taken;
@@ -60,7 +60,7 @@ class PackedIterator:
         *,
         global_batch_size: int,
         capacity: int,
-        align: int = 1,
+        pad_to_multiple_of: int = 1,
         prefetch: int = 1,
         shared: bool | None = None,
         fields: Sequence[str] | None = None,
@@ -72,10 +72,14 @@ class PackedIterator:
         **plan_options: Any,
     ) -> None:
         topology = topology or Topology.single()
-        numbers = {"global_batch_size": global_batch_size, "capacity": capacity, "align": align}
+        numbers = {
+            "global_batch_size": global_batch_size,
+            "capacity": capacity,
+            "pad_to_multiple_of": pad_to_multiple_of,
+        }
 
         def local() -> dict[str, Any]:
-            _check_numbers(numbers, prefetch, cp_order, plan_options)
+            _require_numbers(numbers, prefetch, cp_order, plan_options)
             options = {name: _plain(value) for name, value in sorted(plan_options.items())}
             settings = numbers | {"prefetch": prefetch, "cp_order": cp_order, "plan options": options}
             settings |= {"fields": fields and list(fields), "per_sequence": sorted(per_sequence)}
@@ -89,7 +93,7 @@ class PackedIterator:
         reader = Reader(samples, stream, topology.dp.rank) if topology.owns_data else None
         options = Options(
             global_batch_size=global_batch_size,
-            make_plan=_planner(topology, capacity, align, cp_order, plan_options),
+            make_plan=_planner(topology, capacity, pad_to_multiple_of, cp_order, plan_options),
             per_sequence=tuple(per_sequence),
             fields=None if fields is None else tuple(fields),
             stage_fields=stage_fields,
@@ -178,18 +182,23 @@ class PackedIterator:
         self.close()
 
 
-def _planner(topology: Topology, capacity: int, align: int, cp_order: str | None, options: Mapping[str, Any]):
+def _planner(
+    topology: Topology, capacity: int, pad_to_multiple_of: int, cp_order: str | None, options: Mapping[str, Any]
+):
     cp = topology.cp.size
     # A rank's part of a zigzag slot is two chunks of one size.
-    multiple = cp * (align if align % 2 == 0 or cp_order == "contiguous" else 2 * align) if cp > 1 else align
+    part = pad_to_multiple_of
+    if cp > 1 and cp_order != "contiguous" and part % 2:
+        part *= 2  # zigzag gives a rank two chunks of each slot
+    multiple = cp * part
 
     def make_plan(lengths: np.ndarray):
-        return plan(lengths, ranks=topology.dp.size, capacity=capacity * cp, align=multiple, **options)
+        return plan(lengths, ranks=topology.dp.size, capacity=capacity * cp, pad_to_multiple_of=multiple, **options)
 
     return make_plan
 
 
-def _check_numbers(numbers: Mapping[str, Any], prefetch: Any, cp_order: Any, plan_options: Mapping[str, Any]) -> None:
+def _require_numbers(numbers: Mapping[str, Any], prefetch: Any, cp_order: Any, plan_options: Mapping[str, Any]) -> None:
     for name, value, least in [*((name, value, 1) for name, value in numbers.items()), ("prefetch", prefetch, 0)]:
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
             raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)

@@ -30,7 +30,7 @@ from ullage.exchange.lengths import Lengths
 from ullage.exchange.topology import Axis, Topology
 from ullage.exchange.wire import aligned, all_to_all_bytes, block_order, gather_records, scratch, settling, tried
 from ullage.layout import Int64
-from ullage.planning.plan import Plan
+from ullage.planning.plans import Plan
 
 Samples = Sequence[Mapping[str, Any]]
 

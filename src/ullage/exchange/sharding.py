@@ -9,7 +9,7 @@ Attention has to know what the slices are slices of: a :class:`Shard` carries th
 layout of the whole, because positions alone ([0, 1, 6, 7] of one sequence) would read as two sequences. A label that
 belongs to the next token may lie in another slice, so labels are shifted before they are cut.
 
->>> whole = RaggedBatch.from_samples([{"input_ids": list(range(8))}], multiple_of=4)
+>>> whole = RaggedBatch.from_samples([{"input_ids": list(range(8))}], pad_to_multiple_of=4)
 >>> [shard(whole, 2, rank)["input_ids"].tolist() for rank in range(2)]
 [[0, 1, 6, 7], [2, 3, 4, 5]]
 """
@@ -172,7 +172,7 @@ def _check(layout: Layout, cp_size: int, cp_rank: int, order: str) -> None:
                 "a row cannot be cut into equal slices",
                 expected=f"a multiple of cp = {cp_size}",
                 found=layout.size,
-                hint="plan with align so that every slot is one",
+                hint="plan with pad_to_multiple_of so that every slot is one",
             )
     elif cp_size > 1:
         bad = np.flatnonzero(layout.slots % (2 * cp_size))
@@ -183,5 +183,5 @@ def _check(layout: Layout, cp_size: int, cp_rank: int, order: str) -> None:
                 where=f"sequence {i} of the microbatch",
                 expected=f"a multiple of 2·cp = {2 * cp_size}",
                 found=int(layout.slots[i]),
-                hint=f"plan with align={2 * cp_size}",
+                hint=f"plan with pad_to_multiple_of={2 * cp_size}",
             )

@@ -28,7 +28,7 @@ from ullage.exchange.source import ITERABLE, Reader, Stream, deal
 from ullage.exchange.topology import Axis, Topology
 from ullage.exchange.wire import broadcast_record, gather_int64, gather_records, settle, settling, tried
 from ullage.layout import Int64
-from ullage.planning.plan import Plan, sum_of_squares
+from ullage.planning.plans import Plan, sum_of_squares
 
 StageFields = Callable[[int, int], Sequence[str] | None]
 

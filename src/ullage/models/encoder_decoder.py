@@ -24,7 +24,7 @@ from ullage.models.cells import Cell
 from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
 from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
 from ullage.models.generation import RecurrentGenerationMixin, begins_with
-from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, check_tokens
+from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, require_tokens
 from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import LayerState, RecurrentState
 from ullage.models.targets import Targets, shift_right
@@ -167,7 +167,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             input_lengths=decoder_input_lengths,
             cu_seq_lens=decoder_cu_seq_lens_q,
         )
-        self._check_labels(targets)
+        self._require_labels(targets)
         if encoder_outputs is None:
             memory = self._encode(
                 input_ids, inputs_embeds, attention_mask, position_ids, input_lengths, cu_seq_lens_q, past_key_values
@@ -212,12 +212,12 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             cross_attentions=cast(Any, attentions),
         )
 
-    def _check_labels(self, targets: Targets) -> None:
+    def _require_labels(self, targets: Targets) -> None:
         """Raises ``InputError`` for a label that the head does not have; looks on the CPU only."""
         labels = targets.labels
         if labels is not None and labels.device.type == "cpu":
             known = labels.masked_fill(labels == IGNORED_LABEL, 0)
-            check_tokens(known, self.lm_head.out_features, targets.sequences)
+            require_tokens(known, self.lm_head.out_features, targets.sequences)
 
     def _encode(
         self,

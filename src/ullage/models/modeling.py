@@ -165,7 +165,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         run_order = cell_class(self.config.cell).run_order(flat.device)
         schedule = sequences.schedule(self.config.hidden_size, flat.device, run_order, keep_state=keep_state)
         if inputs_embeds is None:
-            check_tokens(flat, self.embed_tokens.num_embeddings, sequences)
+            require_tokens(flat, self.embed_tokens.num_embeddings, sequences)
             values = self.embed_tokens(schedule.place(flat))
         else:
             values = schedule.place(flat)
@@ -225,7 +225,7 @@ def one_of(input_ids: Rows | None, inputs_embeds: Rows | None) -> Rows:
     return rows
 
 
-def check_tokens(flat: Tensor, vocab_size: int, sequences: Sequences) -> None:
+def require_tokens(flat: Tensor, vocab_size: int, sequences: Sequences) -> None:
     """Raises ``InputError`` for the first token id that the embedding does not have.
 
     Looks on the CPU only, where reading costs nothing; CUDA asserts by itself, and looking would wait for it.

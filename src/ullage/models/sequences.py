@@ -83,7 +83,7 @@ class Sequences:
             place = torch.arange(shape[0] * shape[1], device=attention_mask.device).view(shape)
             batch = RaggedBatch.from_padded({"place": place}, attention_mask)
             if input_lengths is not None:
-                _check_agree(batch.layout.lengths, _host(input_lengths, "input_lengths"))
+                _require_agree(batch.layout.lengths, _host(input_lengths, "input_lengths"))
             return cls._of(shape, batch.layout.lengths, batch["place"].to(rows.device))
         if position_ids is not None and position_ids.shape == shape and shape[1] > 1:
             return cls._read_positions(shape, position_ids)
@@ -260,7 +260,7 @@ def _fitting_mask(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     return mask[:, mask.shape[1] - shape[1] :]
 
 
-def _check_agree(masked: Int64, given: Int64) -> None:
+def _require_agree(masked: Int64, given: Int64) -> None:
     if len(masked) != len(given) or (masked != given).any():
         raise InputError(
             "attention_mask and input_lengths disagree", expected=masked.tolist()[:8], found=given.tolist()[:8]

@@ -1,15 +1,15 @@
 """Where each sequence goes: lengths in, a plan out.
 
 Pure: no process group, no device, no torch. ``plan`` spreads a global batch over microbatches and ranks;
-``pack_dataset`` fills bins for a whole dataset. Compiled code is loaded when one of them is called.
+``pack_lengths`` fills bins for a whole dataset. Compiled code is loaded when one of them is called.
 """
 
+from ullage.planning.bins import PackedBins, pack_lengths
 from ullage.planning.cost import RecurrentCost, TransformerCost
-from ullage.planning.dataset import PackedBins, pack_dataset
-from ullage.planning.plan import Plan, Statistics
 from ullage.planning.planner import plan
+from ullage.planning.plans import Plan, Statistics
 from ullage.planning.problem import Assignment, Problem, Strategy
-from ullage.planning.strategies import names, register
+from ullage.planning.strategies import register_strategy, strategy_names
 
 __all__ = [
     "Assignment",
@@ -20,8 +20,8 @@ __all__ = [
     "Statistics",
     "Strategy",
     "TransformerCost",
-    "names",
-    "pack_dataset",
+    "pack_lengths",
     "plan",
-    "register",
+    "register_strategy",
+    "strategy_names",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from ullage.layout import Int64
 
 if TYPE_CHECKING:
-    from ullage.planning.plan import Plan
+    from ullage.planning.plans import Plan
 
 
 #: Sequences times bins beyond which nobody waits for a figure.
@@ -53,10 +53,10 @@ def microbatches_for(bins: int, ranks: int, multiple: int) -> int:
 
 def microbatch_bound(plan: Plan) -> int:
     """Microbatches a rank needs at the least for the placed sequences of this plan."""
-    from ullage.planning.plan import slots_of
+    from ullage.planning.plans import slots_of
 
     placed = plan.lengths[plan.order]
-    slots = slots_of(placed, plan.align)
+    slots = slots_of(placed, plan.pad_to_multiple_of)
     if np.any(plan.degrees > 1):  # a bin shared by d ranks holds d times as much: only the sum is left
         bins = -(-int(slots.sum()) // plan.capacity)
     else:
@@ -71,14 +71,14 @@ def path_bound(plan: Plan) -> PathBound:
     microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
     from ullage.planning.critical import least_path
     from ullage.planning.ordering import falling_order
-    from ullage.planning.plan import slots_of
+    from ullage.planning.plans import slots_of
 
     costs = plan.costs[plan.order]
     degree = int(plan.degrees.max(initial=1))
     if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
     order = falling_order(costs)
-    slots = slots_of(plan.lengths[plan.order][order], plan.align, degree)
+    slots = slots_of(plan.lengths[plan.order][order], plan.pad_to_multiple_of, degree)
     hosts = plan.ranks // degree
     fixed = plan.per_microbatch * plan.num_microbatches
     ideal = int(costs.sum()) / plan.ranks + fixed
@@ -91,14 +91,14 @@ def mixed_path(plan: Plan) -> float:
     """The critical path, as a ratio to the mean rank, that list scheduling reaches if each sequence may have a degree
     of its own inside one microbatch; infinite if degrees are all alike, or if finding out would take long."""
     from ullage.planning.context import list_schedule
-    from ullage.planning.plan import slots_of
+    from ullage.planning.plans import slots_of
 
     n, bins = len(plan.order), plan.degrees.size
     if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
         return float("inf")
     lengths, costs = plan.lengths[plan.order], plan.costs[plan.order]
     degrees = [1 << e for e in range(plan.ranks.bit_length())]
-    slots = np.array([slots_of(lengths, plan.align, degree) for degree in degrees])
+    slots = np.array([slots_of(lengths, plan.pad_to_multiple_of, degree) for degree in degrees])
     work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
     path = list_schedule(slots, work, plan.capacity, plan.ranks, plan.num_microbatches)
     fixed = plan.per_microbatch * plan.num_microbatches

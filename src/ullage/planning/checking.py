@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.plan import Plan, slots_of
+from ullage.planning.plans import Plan, slots_of
 
 #: Ids that one line names before it only counts.
 _NAMED = 8
@@ -83,7 +83,7 @@ def _sizes(plan: Plan) -> list[str]:
     order = plan.order[known]
     degrees = np.maximum(plan.degrees.reshape(-1), 1)
     held = np.zeros(count, np.int64)
-    np.add.at(held, bins, slots_of(plan.lengths[order], plan.align, degrees[bins]))
+    np.add.at(held, bins, slots_of(plan.lengths[order], plan.pad_to_multiple_of, degrees[bins]))
     for k in np.flatnonzero(held > plan.capacity * degrees).tolist():
         microbatch, rank = divmod(k, plan.ranks)
         problems.append(

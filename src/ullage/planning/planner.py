@@ -15,7 +15,7 @@ from ullage.errors import InputError
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
-from ullage.planning.plan import Plan, slot_multiple, slots_of
+from ullage.planning.plans import Plan, slot_multiple, slots_of
 from ullage.planning.problem import Assignment, Problem, Strategy
 from ullage.planning.strategies import ALIASES, PREASSIGNED, find_strategy
 
@@ -32,7 +32,7 @@ def plan(
     sync: str = "microbatch",
     context_parallel: int | str = 1,
     microbatch_multiple: int = 1,
-    align: int = 1,
+    pad_to_multiple_of: int = 1,
     max_sequences: int | None = None,
     keep_together: Integers | Sequence[Integers] | None = None,
     assignment: Sequence[Any] | None = None,
@@ -41,10 +41,10 @@ def plan(
     """Gives each sequence a microbatch and a rank, or several ranks.
 
     ``lengths`` [n]: tokens of each sequence of the global batch. ``ranks``: how many ranks hold data. ``capacity``:
-    slots (lengths rounded up to ``align``) a rank holds in one microbatch; never exceeded. ``cost``: ``None`` is
-    ``TransformerCost()``, or any callable on an array of lengths. ``strategy``: one of
-    :func:`ullage.planning.strategies.names`. ``sync``: ``"microbatch"`` where ranks wait for one another in every
-    microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``:
+    slots (lengths rounded up to ``pad_to_multiple_of``) a rank holds in one microbatch; never exceeded. ``cost``:
+    ``None`` is ``TransformerCost()``, or any callable on an array of lengths. ``strategy``: one of
+    :func:`ullage.planning.strategies.strategy_names`. ``sync``: ``"microbatch"`` where ranks wait for one another in
+    every microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``:
     consecutive ranks that share every microbatch, or ``"auto"``: 1, 2, 4, ... as each microbatch needs.
     ``microbatch_multiple``: the number of microbatches is a multiple of it (virtual pipelines). ``max_sequences``:
     sequences of a microbatch. ``keep_together``: one number a sequence, equal numbers >= 0 sharing a microbatch; or
@@ -63,7 +63,7 @@ def plan(
     shape = _Shape(
         ranks=request.as_positive(ranks, "ranks"),
         capacity=request.as_positive(capacity, "capacity"),
-        align=request.as_positive(align, "align"),
+        pad_to_multiple_of=request.as_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         multiple=request.as_positive(microbatch_multiple, "microbatch_multiple"),
         sequences=0 if max_sequences is None else request.as_positive(max_sequences, "max_sequences"),
         sync=request.one_of(sync, "sync", ("microbatch", "step")),
@@ -73,7 +73,7 @@ def plan(
     request.one_of(oversize, "oversize", ("error", "truncate", "drop"))
     place = None if name == PREASSIGNED else find_strategy(name)
     _refuse_contradictions(name, shape.auto, keep_together, assignment)
-    kept, placed = request.fit(given, shape.longest(), shape.align, oversize)
+    kept, placed = request.fit(given, shape.longest(), shape.pad_to_multiple_of, oversize)
     costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept)
     if place is None:
         order, offsets, microbatches = request.preassigned(assignment, shape.hosts, shape.multiple, len(given), placed)
@@ -89,7 +89,7 @@ def plan(
         costs=costs,
         ranks=shape.ranks,
         capacity=shape.capacity,
-        align=shape.align,
+        pad_to_multiple_of=shape.pad_to_multiple_of,
         max_sequences=shape.sequences,
         microbatch_multiple=shape.multiple,
         per_microbatch=per_microbatch,
@@ -98,7 +98,7 @@ def plan(
         strategy=name,
     )
     if name not in ("balanced", "next_fit"):  # others' answers are not taken on trust
-        problems = made.check()
+        problems = made.problems()
         if problems:
             raise InputError(f"strategy {name!r} gave an unsound plan: {problems[0]}", hint=f"{len(problems)} in all")
     return made
@@ -110,7 +110,7 @@ class _Shape:
 
     ranks: int
     capacity: int
-    align: int
+    pad_to_multiple_of: int
     multiple: int
     sequences: int
     sync: str
@@ -130,7 +130,7 @@ class _Shape:
         most = 0
         degree = self.least_degree
         while degree <= self.degree:
-            multiple = slot_multiple(self.align, degree)
+            multiple = slot_multiple(self.pad_to_multiple_of, degree)
             most = max(most, self.capacity * degree // multiple * multiple)
             degree *= 2
         return most
@@ -169,7 +169,7 @@ def _place(
     lengths, costs = kept[placed], costs[placed]
     item = None if keep_together is None else request.groups(keep_together, len(kept), placed)
     count = len(lengths) if item is None else int(item.max(initial=-1)) + 1
-    slots = [_sums(slots_of(lengths, shape.align, degree), item, count) for degree in shape.degrees()]
+    slots = [_sums(slots_of(lengths, shape.pad_to_multiple_of, degree), item, count) for degree in shape.degrees()]
     work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees()]
     counts = _sums(np.ones(len(lengths), np.int64), item, count)
     limit = shape.sequences or _NO_LIMIT

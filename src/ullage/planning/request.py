@@ -38,7 +38,7 @@ def largest_degree(context_parallel: Any, ranks: int) -> int:
     return degree
 
 
-def refuse_oversize(given: Int64, most: int, align: int) -> None:
+def refuse_oversize(given: Int64, most: int, pad_to_multiple_of: int) -> None:
     """Raises ``InputError`` for the first of ``given`` that is above ``most`` tokens."""
     large = np.flatnonzero(given > most)
     if len(large):
@@ -46,16 +46,17 @@ def refuse_oversize(given: Int64, most: int, align: int) -> None:
         raise InputError(
             "a sequence does not fit into a microbatch",
             where=f"sequence {i}" + (f" and {len(large) - 1} more" if len(large) > 1 else ""),
-            expected=f"at most the capacity of {most} tokens" + (f" at align {align}" if align > 1 else ""),
+            expected=f"at most the capacity of {most} tokens"
+            + (f" at pad_to_multiple_of={pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""),
             found=int(given[i]),
             hint="raise the capacity, or truncate or drop what is longer",
         )
 
 
-def fit(given: Int64, most: int, align: int, oversize: str) -> tuple[Int64, Int64]:
+def fit(given: Int64, most: int, pad_to_multiple_of: int, oversize: str) -> tuple[Int64, Int64]:
     """Tokens kept of each sequence, at most ``most``, and the ids that are placed."""
     if oversize == "error" or most == 0:
-        refuse_oversize(given, most, align)
+        refuse_oversize(given, most, pad_to_multiple_of)
     large = np.flatnonzero(given > most)
     ids = np.arange(len(given))
     if not len(large):

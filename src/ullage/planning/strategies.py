@@ -5,7 +5,7 @@ Upstream's names are accepted: ``default`` and ``default_dynamic_cp`` mean ``bal
 ``context_parallel="auto"`` unless a degree is given), ``dp_balanced`` means ``next_fit``, which is what it does, and
 ``empty`` means ``preassigned``. Another distribution adds its own under the entry-point group ``ullage.strategies``:
 the name is the strategy's, the object a function from :class:`~ullage.planning.problem.Problem` to
-:class:`~ullage.planning.problem.Assignment`. :func:`register` does the same within a program.
+:class:`~ullage.planning.problem.Assignment`. :func:`register_strategy` does the same within a program.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignm
 _REGISTERED: dict[str, Strategy] = {"balanced": balanced, "next_fit": next_fit}
 
 
-def register(name: str, strategy: Strategy) -> None:
+def register_strategy(name: str, strategy: Strategy) -> None:
     """Makes ``strategy`` known to ``ullage.plan`` as ``name``. Raises ``InputError`` for a name that is taken."""
     if name in _REGISTERED or name in ALIASES or name == PREASSIGNED:
         raise InputError("this name of a strategy is taken", found=repr(name))
     _REGISTERED[name] = strategy
 
 
-def names() -> list[str]:
+def strategy_names() -> list[str]:
     """Every name that ``ullage.plan(strategy=...)`` takes: ours, aliases, and those of installed distributions."""
     return sorted({*_REGISTERED, *ALIASES, PREASSIGNED, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
@@ -111,4 +111,4 @@ def find_strategy(name: str) -> Strategy:
         return _REGISTERED[name]
     for entry in entry_points(group=ENTRY_POINTS, name=name) if isinstance(name, str) else ():
         return entry.load()
-    raise InputError("no such strategy", expected=" or ".join(map(repr, names())), found=repr(name))
+    raise InputError("no such strategy", expected=" or ".join(map(repr, strategy_names())), found=repr(name))

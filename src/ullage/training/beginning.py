@@ -78,7 +78,7 @@ class BeginningMixin(PackingMixin):
                     collate: Any = self.data_collator
                 else:
                     collate = self._get_collator_with_removed_columns(self.data_collator)
-                return int(collate([dataset[index]]).max_length)
+                return int(collate([dataset[index]]).max_seqlen)
             except Exception:  # it is said when the sample's turn comes
                 return 0
 

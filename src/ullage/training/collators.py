@@ -28,18 +28,18 @@ class RaggedCollator:
 
     ``flattened``: give a plain dict of keywords for padding-free models instead, for any other trainer.
     ``labels_from``: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
-    model. ``multiple_of``: round each sequence's slot up. ``per_sequence``: names of array fields with one entry a
-    sequence. Raises ``InputError`` that names sample and field.
+    model. ``pad_to_multiple_of``: round each sequence's slot up. ``per_sequence``: names of array fields with one
+    entry per sequence. Raises ``InputError`` that names sample and field.
     """
 
     flattened: bool = False
     labels_from: str | None = None
-    multiple_of: int = 1
+    pad_to_multiple_of: int = 1
     per_sequence: tuple[str, ...] = ()
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
         prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(samples)]
-        batch = RaggedBatch.from_samples(prepared, self.multiple_of, self.per_sequence)
+        batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
         if not self.flattened:
             return batch
         return _flattened(batch)

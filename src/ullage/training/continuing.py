@@ -84,7 +84,7 @@ class Conversion:
         """Converts, unless that was done. Ranks share the work; every rank calls it. Returns the converted folder."""
         if not self.is_there:
             rank = dist.get_rank() if self.here.ranks > 1 else 0
-            convert(self.source, self.target, self.format, optimizer=True, rank=rank, world_size=self.here.ranks)
+            convert(self.source, self.target, format=self.format, optimizer=True, rank=rank, world_size=self.here.ranks)
         return self.target
 
 

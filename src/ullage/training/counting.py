@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
-from ullage.planning.plan import Statistics
+from ullage.planning.plans import Statistics
 
 
 def value_of(inputs: Any, name: str) -> Any:
@@ -62,7 +62,7 @@ def knows_padding(inputs: Any, main_input: str) -> bool:
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
     """What the same batch takes when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
-        return inputs.layout.num_items * inputs.max_length
+        return inputs.layout.num_items * inputs.max_seqlen
     value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) * len(value.batch_sizes)
@@ -125,7 +125,7 @@ def samples_of(inputs: Any, name: str) -> list[Tensor]:
     return list(value)
 
 
-def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
+def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     """Raises ``SampleError`` for an id outside ``[0, vocab_size)``, with its sample in the batch and its position.
 
     Reads the ids where they lie; host tensors do not wait for a device.
@@ -151,7 +151,7 @@ def check_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
             )
 
 
-def check_capacity(batch: RaggedBatch, capacity: int) -> None:
+def require_capacity(batch: RaggedBatch, capacity: int) -> None:
     """Raises ``SampleError`` for the first sequence of more than ``capacity`` tokens. Host values only."""
     large = np.flatnonzero(batch.layout.lengths > capacity)
     if len(large):

@@ -137,7 +137,7 @@ class EvaluationMixin(PackingMixin):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None,
     ) -> None:
-        self._check_ids(inputs)
+        self._require_ids(inputs)
         loss, outputs, labels = self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is None and description == "Evaluation" and not self._theirs("prediction_step"):
             fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [self._main_input]

@@ -62,7 +62,7 @@ def form_of(model: nn.Module) -> str:
     if "cu_seq_lens_q" in parameters:
         return "flattened"
     if attention in PADDING_FREE:
-        packed_attention.check_model(model)
+        packed_attention.require_packing(model)
         return "flattened"
     for name in _LENGTHS_NAMES:
         if name in parameters:
@@ -204,7 +204,7 @@ def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
             layout.num_items,
             starts=(0,) * layout.num_items,
             lengths=lengths,
-            width=layout.max_length,
+            width=layout.max_seqlen,
             order=tuple(order.tolist()),
         )
     if isinstance(inputs, PackedSequence):
@@ -219,7 +219,7 @@ def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
             packed=packed,
             starts=(0,) * layout.num_items,
             lengths=tuple(layout.lengths.tolist()),
-            width=layout.max_length,
+            width=layout.max_seqlen,
         )
     if "cu_seq_lens_q" in inputs:
         layout = Layout(np.diff(inputs["cu_seq_lens_q"].cpu().numpy()))

@@ -32,7 +32,7 @@ from ullage.training.evaluation import EvaluationMixin
 from ullage.training.losses import RaggedLabelSmoother
 from ullage.training.noise import NoiseHooks
 from ullage.training.packing import PackedBatch
-from ullage.training.saving import check_same_model
+from ullage.training.saving import require_same_model
 from ullage.training.shares import EvaluationLoader
 from ullage.training.steps import StepMixin
 
@@ -88,7 +88,7 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         if checkpoint is not None:
-            check_same_model(getattr(self._bare_model, "config", None), checkpoint)
+            require_same_model(getattr(self._bare_model, "config", None), checkpoint)
         with self._continuing(checkpoint):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -116,10 +116,10 @@ class PackingMixin(ReadingMixin):
     def _pack_attention(model: nn.Module) -> None:
         """Puts an attention that keeps packed sequences apart into a model that needs one, or raises."""
         if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
-            if packed_attention.supports_packing(model) is not None:
+            if not packed_attention.supports_packing(model):
                 with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
                     model.set_attn_implementation("ullage")
-            packed_attention.check_model(model)
+            packed_attention.require_packing(model)
         elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise InputError(
                 "packing takes models whose sequences have one length",
@@ -128,7 +128,7 @@ class PackingMixin(ReadingMixin):
                 hint="leave packing out: a Seq2SeqCollator pads neither",
             )
         if forms.form_of(model) != "flattened":
-            packed_attention.check_model(model)
+            packed_attention.require_packing(model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model that packs as the first one did; what was known of the one before it is forgotten."""
@@ -351,6 +351,6 @@ class PackingMixin(ReadingMixin):
         alike = self._zero_stage == 3 or self.is_fsdp_enabled  # sharded models run equally often on every rank
         if options is None or alike or batch.layout.size <= options.capacity:
             return [batch]
-        capacity = max(options.capacity, batch.max_length)
+        capacity = max(options.capacity, batch.max_seqlen)
         schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
         return materialize(schedule, batch.samples(), 0)

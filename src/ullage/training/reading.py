@@ -146,10 +146,10 @@ class ReadingMixin(_Base):
         flattened = isinstance(inputs, RaggedBatch) and self._form_of_model() == "flattened"
         return counting.label_elements(inputs, self._label_name, shifts=self._shifts, flattened=flattened)
 
-    def _check_ids(self, inputs: Any) -> None:
+    def _require_ids(self, inputs: Any) -> None:
         size = _embedding_of(self._bare_model)
         if size is not None and self._main_input == "input_ids":
-            counting.check_vocabulary(inputs, self._main_input, size)
+            counting.require_vocabulary(inputs, self._main_input, size)
 
 
 def _embedding_of(model: nn.Module) -> int | None:

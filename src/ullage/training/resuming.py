@@ -11,7 +11,7 @@ from pathlib import Path
 from ullage.errors import CheckpointError
 from ullage.training.agreement import gather, rank_here
 from ullage.training.damage import Finding, examine, remember
-from ullage.training.saving import check_checkpoint, checkpoints_in, step_of
+from ullage.training.saving import checkpoints_in, require_checkpoint, step_of
 
 _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
 
@@ -50,7 +50,7 @@ def newest_whole(
             return path, [*lines, *finding.notes]
         lines.append(f"{path} is damaged and left as it is: {problem}")
     if listed:
-        check_checkpoint(listed[0], optimizer)
+        require_checkpoint(listed[0], optimizer)
         require_whole(listed[0], several, allow_changed=allow_changed)
     return None, []
 
@@ -97,7 +97,7 @@ def _problem(finding: Finding, several: bool, optimizer: bool = True) -> str | N
     problem = None
     if rank_here(several) == 0:
         try:
-            check_checkpoint(finding.checkpoint, optimizer)
+            require_checkpoint(finding.checkpoint, optimizer)
         except CheckpointError as error:
             problem = f"expected {error.expected}, found {error.found}"
     return gather(problem, several)[0]

@@ -145,12 +145,12 @@ def save_checkpoint(
     several, first = arguments.world_size > 1, arguments.local_process_index == 0
     if first:
         remove_unfinished(run_dir)
-    write_whole(final, write, several=several, first_of_machine=first, check=check or _check_written)
+    write_whole(final, write, several=several, first_of_machine=first, check=check or _require_written)
     if arguments.should_save:
         rotate(run_dir, arguments.save_total_limit, best, keep=final)
 
 
-def _check_written(place: Path) -> None:
+def _require_written(place: Path) -> None:
     """Raises ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
     files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
     weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
@@ -219,7 +219,7 @@ def step_of(checkpoint: Path) -> int:
     return int(step) if step.isdecimal() else -1
 
 
-def check_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
+def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     """``folder`` as a ``Path`` if training can continue from it; reads no weights.
 
     ``optimizer``: whether the optimizer's state must be in it. Raises ``CheckpointError`` that says what is missing,
@@ -261,7 +261,7 @@ _SHAPES = (
 )  # fmt: skip
 
 
-def check_same_model(config: Any, folder: str | Path) -> None:
+def require_same_model(config: Any, folder: str | Path) -> None:
     """Raises ``CheckpointError`` if ``folder`` is none, or holds a model of other shapes than ``config`` says."""
     folder = Path(folder)
     if not folder.is_dir():

@@ -186,9 +186,9 @@ class StepMixin(BeginningMixin):
                 hint="use RaggedCollator()",
             )
         try:
-            self._check_ids(batch)
+            self._require_ids(batch)
             if options is not None and options.oversize == "error":
-                counting.check_capacity(batch, options.capacity)
+                counting.require_capacity(batch, options.capacity)
         except counting.SampleError as error:
             index = None
             if self._indices is not None:

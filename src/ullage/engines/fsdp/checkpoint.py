@@ -33,7 +33,7 @@ from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
 from ullage.errors import CheckpointError, InputError
 from ullage.training.agreement import agreement, rank_here, require_same_folder, several_ranks
 from ullage.training.damage import examine
-from ullage.training.saving import check_same_model
+from ullage.training.saving import require_same_model
 from ullage.training.staging import old_of, recover, write_into, write_whole
 
 STATES = "ullage_states.json"
@@ -63,7 +63,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
             model.config.save_pretrained(place)
             (place / STATES).write_text(text, encoding="utf-8")
 
-    write_whole(folder, write, several=several_ranks(), first_of_machine=_first_of_machine(), check=_check_written)
+    write_whole(folder, write, several=several_ranks(), first_of_machine=_first_of_machine(), check=_require_written)
 
 
 def load(
@@ -88,15 +88,15 @@ def load(
     with agreement(several_ranks(), "reading a checkpoint"):
         if _first_of_machine():
             _put_back(folder)
-    _check_undamaged(folder, allow_changed)
+    _require_undamaged(folder, allow_changed)
     with agreement(several_ranks(), "reading a checkpoint"):
         names = _metadata(folder)
         if (folder / "config.json").is_file():
-            check_same_model(model.config, folder)
+            require_same_model(model.config, folder)
         told = _read_states(folder, states)
         weights = _weights(model, names)
-        chunks.check_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
-        _check_nothing_is_left(folder, model, names)
+        chunks.require_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
+        _require_nothing_is_left(folder, model, names)
         loader = None if optimizer is None else OptimizerLoader(folder, model, optimizer, names)
         if loader is not None:
             loader.check()
@@ -162,7 +162,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
     return metadata.state_dict_metadata
 
 
-def _check_nothing_is_left(folder: Path, model: Any, names: dict[str, Any]) -> None:
+def _require_nothing_is_left(folder: Path, model: Any, names: dict[str, Any]) -> None:
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     left = [n for n in names if n.startswith("model.") and n.removeprefix("model.") not in known]
@@ -184,7 +184,7 @@ def _read_states(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _check_written(place: Path) -> None:
+def _require_written(place: Path) -> None:
     """Raises ``CheckpointError`` unless the metadata and every file that it names are there."""
     try:
         metadata = FileSystemReader(place).read_metadata()
@@ -215,7 +215,7 @@ def _put_back(folder: Path) -> None:
         ) from error
 
 
-def _check_undamaged(folder: Path, allow_changed: bool) -> None:
+def _require_undamaged(folder: Path, allow_changed: bool) -> None:
     """Compares the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
     finding = examine(folder, several_ranks(), allow_changed=allow_changed)
     if finding.damage:

@@ -32,7 +32,7 @@ def write(state: dict[str, Any], folder: Path) -> None:
         save(state, checkpoint_id=folder)
 
 
-def check_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -> None:
+def require_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -> None:
     """Each wanted item is in the folder, and of its size."""
     missing = [name for name in wanted if name not in names]
     if missing:

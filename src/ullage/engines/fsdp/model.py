@@ -86,7 +86,7 @@ def parallelize(
     with agreement(several, "preparing a model for its topology"):
         _check(model, topology, dist.get_world_size() if several else 1)
         _put_attention(model)
-        _check_context(model, topology, cp_method, cp_fallback)
+        _require_context(model, topology, cp_method, cp_fallback)
     device = device_of_rank()
     if not several:
         model.to(device)  # pyright: ignore[reportArgumentType]
@@ -150,16 +150,16 @@ def _check(model: Any, topology: Topology, world: int) -> None:
             found=" × ".join(f"{axis.name} {axis.size}" for axis in topology.axes) + f" = {topology.world_size}",
         )
     if topology.tp.size > 1:
-        tensor_parallel.check_tensor_parallel(model, topology.tp.size)
+        tensor_parallel.require_tensor_parallel(model, topology.tp.size)
 
 
-def _check_context(model: Any, topology: Topology, method: str, fallback: bool) -> None:
+def _require_context(model: Any, topology: Topology, method: str, fallback: bool) -> None:
     if method not in ("auto", "ulysses", "gather"):
         raise InputError("no such cp_method", expected="'auto', 'ulysses' or 'gather'", found=repr(method))
     cp = topology.cp.size
     if cp == 1:
         return
-    packed_attention.check_context_parallel(model)
+    packed_attention.require_context_parallel(model)
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if fallback or method == "gather" or not isinstance(heads, int):
@@ -181,7 +181,7 @@ def _put_attention(model: Any) -> None:
         if model.config._attn_implementation != "ullage":
             with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
                 model.set_attn_implementation("ullage")
-        packed_attention.check_model(model)
+        packed_attention.require_packing(model)
 
 
 @torch.no_grad()

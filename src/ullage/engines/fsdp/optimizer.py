@@ -40,7 +40,7 @@ def reshard(model: Any) -> None:
         model.reshard()
 
 
-def check_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def require_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Looks at an optimizer once, and keeps it from batching tensors of two meshes. Raises as :func:`names_of`."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) == count:

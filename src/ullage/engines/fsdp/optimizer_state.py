@@ -9,7 +9,7 @@ import torch
 
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.model import tied_names
-from ullage.engines.fsdp.optimizer import check_optimizer, make_state, names_of
+from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
 from ullage.errors import CheckpointError
 
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."
@@ -36,7 +36,7 @@ class OptimizerLoader:
     def __init__(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer, items: dict[str, Any]) -> None:
         self._folder, self._optimizer, self._items = folder, optimizer, items
         self._new = False
-        check_optimizer(model, optimizer)
+        require_optimizer(model, optimizer)
         self._saved = {name.removeprefix(_STATE).rpartition(".")[0] for name in items if name.startswith(_STATE)}
         self._aliases = {name: names for names in tied_names(model) for name in names}
         self._groups = [[self._known(name) for name in names] for names in names_of(model, optimizer)]
@@ -55,7 +55,7 @@ class OptimizerLoader:
             make_state(self._optimizer)
         wanted = {f"{_STATE}{name}.{key}": v for name, state in self._held().items() for key, v in state.items()}
         try:
-            chunks.check_names(self._folder, wanted, self._items)
+            chunks.require_names(self._folder, wanted, self._items)
         except CheckpointError:
             self._forget()
             raise

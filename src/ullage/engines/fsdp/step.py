@@ -22,7 +22,7 @@ from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
-from ullage.engines.fsdp.optimizer import check_optimizer, reshard
+from ullage.engines.fsdp.optimizer import require_optimizer, reshard
 from ullage.errors import InputError
 from ullage.exchange import PackedStep
 
@@ -55,7 +55,7 @@ def train_step(
     ``reduce_every_microbatch``: less memory and more communication. Collective; every rank passes its part of the
     same step. Raises ``InputError`` for a model that was not made by ``parallelize``.
     """
-    check_optimizer(model, optimizer)
+    require_optimizer(model, optimizer)
     if not model.training:
         model.train()
     loss, num_labels = _run(model, step, reduce_every_microbatch)

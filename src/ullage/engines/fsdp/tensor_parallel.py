@@ -25,7 +25,7 @@ _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _SPLITS_HEADS = "colwise"
 
 
-def check_tensor_parallel(model: Any, size: int) -> None:
+def require_tensor_parallel(model: Any, size: int) -> None:
     """Raises ``InputError`` for a model that ``size`` ranks cannot share, with the reason."""
     name = type(model).__name__
     config = model.config.get_text_config()

@@ -240,9 +240,9 @@ def _packed_seq_params(
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    padded = torch.from_numpy(layout.cu_seqlens(padded=True)).to(device)
+    padded = torch.from_numpy(layout.cu_seqlens_padded).to(device)
     places = rolled or layout.num_tokens == layout.size or _has_transformer_engine()
-    real = padded if places else torch.from_numpy(layout.cu_seqlens()).to(device)
+    real = padded if places else torch.from_numpy(layout.cu_seqlens).to(device)
     longest = int(layout.slots.max(initial=0))
     own: dict[str, Any] = {"local_cp_size": degree, "cp_group": group} if degree else {}
     return PackedSeqParams(

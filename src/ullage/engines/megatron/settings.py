@@ -14,8 +14,8 @@ from ullage.errors import InputError
 from ullage.exchange.topology import Topology
 from ullage.layout import Int64
 from ullage.planning import TransformerCost, plan
-from ullage.planning.plan import Plan
-from ullage.planning.strategies import ALIASES, PREASSIGNED, names
+from ullage.planning.plans import Plan
+from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names
 
 #: The scheduler that gives each microbatch a context-parallel degree of its own.
 DYNAMIC = "default_dynamic_cp"
@@ -26,7 +26,7 @@ TAKES_GROUPS = "attention_takes_cp_group"
 
 def schedulers() -> list[str]:
     """Every name that ``config.sequence_packing_scheduler`` may have: ours and upstream's."""
-    return [name for name in names() if ALIASES.get(name, name) != PREASSIGNED]
+    return [name for name in strategy_names() if ALIASES.get(name, name) != PREASSIGNED]
 
 
 def is_dynamic(config: Any) -> bool:
@@ -80,7 +80,7 @@ class Settings:
             alignment=int(getattr(config, "pad_packed_seq_alignment", None) or 1),
         )
 
-    def align(self, topology: Topology) -> int:
+    def pad_to_multiple_of(self, topology: Topology) -> int:
         """What a slot is a multiple of: two chunks for each context-parallel rank, each rank's part for sequence
         parallelism, and what FP8 kernels take."""
         cp, tp = topology.cp.size, topology.tp.size
@@ -91,8 +91,8 @@ class Settings:
         """What a whole row is a multiple of. Slots of a degree of their own are multiples of twice that degree, which
         with sequence parallelism each rank may not be able to cut further."""
         if degree is None or degree == 1:
-            return self.align(topology)
-        return math.lcm(self.align(topology) * degree, 2 * degree)
+            return self.pad_to_multiple_of(topology)
+        return math.lcm(self.pad_to_multiple_of(topology) * degree, 2 * degree)
 
     def planner(self, topology: Topology) -> Callable[[Int64], Plan]:
         """A function of the lengths; ``topology`` has dp flattened over cp if the degree is dynamic."""
@@ -102,7 +102,7 @@ class Settings:
                 lengths,
                 ranks=topology.dp.size,
                 capacity=self.capacity * topology.cp.size,
-                align=self.align(topology),
+                pad_to_multiple_of=self.pad_to_multiple_of(topology),
                 strategy="balanced" if self.dynamic else self.scheduler,
                 context_parallel="auto" if self.dynamic else 1,
                 microbatch_multiple=self.multiple,

@@ -30,7 +30,7 @@ from ullage.exchange.steps import Options, PackedStep, StepMaker
 from ullage.exchange.topology import Topology
 from ullage.exchange.wire import tried
 from ullage.layout import Layout
-from ullage.planning.plan import Plan
+from ullage.planning.plans import Plan
 
 
 class Microbatch(dict[str, Any]):
@@ -247,8 +247,8 @@ def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None)
         values["labels"] = values["labels"].masked_fill(padding_mask(layout, values["labels"].device), 0)
     where = device or next((value.device for value in values.values()), torch.device("cpu"))
     described: dict[str, Tensor] = {
-        "cu_seqlens": torch.from_numpy(layout.cu_seqlens()).to(where),
-        "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens(padded=True)).to(where),
+        "cu_seqlens": torch.from_numpy(layout.cu_seqlens).to(where),
+        "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded).to(where),
         "max_seqlen": torch.tensor(int(layout.slots.max()), dtype=torch.int32, device=where),
     }
     if degree is not None:

@@ -25,7 +25,7 @@ from ullage.checkpoint.archive import Target
 from ullage.checkpoint.comparing import Pair, compare_pairs
 from ullage.checkpoint.copying import Unit
 from ullage.checkpoint.destination import disk_error, partial_of, point_to, refuse_target, require_names
-from ullage.checkpoint.inventory import Inventory, Problem, check
+from ullage.checkpoint.inventory import Inventory, Problem
 from ullage.checkpoint.journal import FOLDER, Journal, fingerprint, read_journals, sync_files
 from ullage.checkpoint.meeting import Meeting, remove_other
 from ullage.checkpoint.reading import Unreadable
@@ -108,9 +108,9 @@ def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
 def convert(
     source: str | Path | Inventory,
     target: str | Path,
+    *,
     format: str = "universal",
     workers: int | None = None,
-    *,
     dtype: str | None = None,
     optimizer: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -139,7 +139,7 @@ def convert(
     if format not in FORMATS:
         raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
     share = _share(rank, world_size)
-    refuse_problems(inventory, check(inventory))
+    refuse_problems(inventory, inventory.problems())
     targets = plan(inventory, format, dtype=dtype, optimizer=optimizer)
     require_names(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
@@ -299,7 +299,7 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Checksums, the closing report, sync, rename."""
-        self.report.records_checked = checksums.check_sources(self.inventory, lines)
+        self.report.records_checked = checksums.compare_sources(self.inventory, lines)
         self._compare_twins()
         checksums.fill_checksums(self.targets, self.partial, units, lines)
         for line in lines.values():

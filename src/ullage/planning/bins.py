@@ -23,14 +23,14 @@ class PackedBins(NamedTuple):
         return len(self.cu_ids) - 1
 
 
-def pack_dataset(lengths: Integers, capacity: int) -> PackedBins:
+def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     """Packs sequences of ``lengths`` [n] tokens into as few bins of ``capacity`` tokens as can be found quickly.
 
     Every sequence is in exactly one bin and no bin is over ``capacity``. Deterministic; time and memory grow with n and
     the capacity, a million sequences take a fraction of a second. Raises ``InputError`` for lengths that are not
     integers >= 0, and for a sequence above ``capacity``.
 
-    >>> ids, cu_ids = pack_dataset([5, 3, 4, 4], capacity=8)
+    >>> ids, cu_ids = pack_lengths([5, 3, 4, 4], capacity=8)
     >>> ids.tolist(), cu_ids.tolist()
     ([0, 1, 2, 3], [0, 2, 4])
     """

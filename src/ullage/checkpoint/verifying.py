@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ullage.checkpoint import loaded
 from ullage.checkpoint.comparing import Pair, compare_pairs
-from ullage.checkpoint.inventory import Inventory, Problem, Tensor, check
+from ullage.checkpoint.inventory import Inventory, Problem, Tensor
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -20,8 +20,8 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 def verify(
     source: str | Path | Inventory,
     target: str | Path | Inventory,
-    workers: int | None = None,
     *,
+    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Problem]:
     """Every difference between two checkpoints; ``[]`` when a loader of ``target`` gets what ``source`` holds.
@@ -36,7 +36,7 @@ def verify(
 
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
-    problems = check(ours) + check(theirs)
+    problems = ours.problems() + theirs.problems()
     if problems:
         return problems
     found = loaded.look(ours, theirs)

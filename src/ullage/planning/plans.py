@@ -23,7 +23,15 @@ from ullage.layout import Int64, Layout, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 
 _ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
-_NUMBERS = ("ranks", "capacity", "align", "max_sequences", "microbatch_multiple", "per_microbatch", "communication")
+_NUMBERS = (
+    "ranks",
+    "capacity",
+    "pad_to_multiple_of",
+    "max_sequences",
+    "microbatch_multiple",
+    "per_microbatch",
+    "communication",
+)
 _WORDS = ("sync", "strategy")
 _FORMAT = "ullage plan 1"
 
@@ -33,8 +41,8 @@ class Statistics:
     """What a plan achieves, with the lower bounds beside it. Token counts are exact integers.
 
     Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
-    + padding_tokens``. ``padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is the
-    sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest rank over the whole step, both
+    + padding_tokens``. ``num_padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is
+    the sum over microbatches of the dearest rank, and ``rank_imbalance`` the dearest rank over the whole step, both
     divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of these sequences: ``lower_bound``
     on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
     """
@@ -48,7 +56,7 @@ class Statistics:
     dropped_tokens: int
     num_truncated: int
     num_dropped: int
-    padded_tokens: int
+    num_padded_tokens: int
     capacity_tokens: int
     padding_tokens: int
     sum_squared_lengths: int
@@ -83,7 +91,7 @@ class Plan:
     costs: Int64 = field(repr=False)
     ranks: int
     capacity: int
-    align: int = 1
+    pad_to_multiple_of: int = 1
     max_sequences: int = 0
     microbatch_multiple: int = 1
     per_microbatch: int = 0
@@ -118,14 +126,17 @@ class Plan:
         self._bin(microbatch, rank)
         return int(self.degrees[microbatch, rank])
 
-    def multiple_of(self, microbatch: int, rank: int) -> int:
-        """What each slot of this bin is a multiple of: ``align``, and twice the degree where ranks share it (each
-        takes one chunk from the front and one from the back)."""
-        return slot_multiple(self.align, self.degree(microbatch, rank))
+    def slot_multiple(self, microbatch: int, rank: int) -> int:
+        """The number that each slot of this bin is a multiple of.
+
+        It is ``pad_to_multiple_of``, and twice the degree too where ranks share the bin: each takes one chunk from the
+        front and one from the back.
+        """
+        return slot_multiple(self.pad_to_multiple_of, self.degree(microbatch, rank))
 
     def layout(self, microbatch: int, rank: int) -> Layout:
         """Where the members lie in this microbatch's flat buffer."""
-        return Layout(self.lengths[self.members(microbatch, rank)], self.multiple_of(microbatch, rank))
+        return Layout(self.lengths[self.members(microbatch, rank)], self.slot_multiple(microbatch, rank))
 
     def _bin(self, microbatch: int, rank: int) -> int:
         if not 0 <= microbatch < self.num_microbatches:
@@ -158,7 +169,7 @@ class Plan:
         """What this plan achieves beside what is possible. See :class:`Statistics`."""
         return _statistics(self)
 
-    def check(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Every violation, as lines that name sequence ids, microbatch and rank; ``[]`` for a sound plan."""
         from ullage.planning.checking import violations
 
@@ -199,7 +210,7 @@ class Plan:
     def _from_record(cls, record: dict[str, Any]) -> Plan:
         numbers = {name: record[name] for name in _NUMBERS}
         for name, value in numbers.items():
-            least = 1 if name in ("ranks", "capacity", "align", "microbatch_multiple") else 0
+            least = 1 if name in ("ranks", "capacity", "pad_to_multiple_of", "microbatch_multiple") else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"a plan's {name} must be an integer", expected=f">= {least}", found=value)
         ranks, degrees = numbers["ranks"], record["degrees"]
@@ -231,17 +242,17 @@ class Plan:
         return hash(self.digest)
 
 
-def slot_multiple(align: int, degree: int) -> int:
+def slot_multiple(pad_to_multiple_of: int, degree: int) -> int:
     """What a slot is a multiple of where ``degree`` ranks share it."""
-    return align if degree == 1 else math.lcm(align, 2 * degree)
+    return pad_to_multiple_of if degree == 1 else math.lcm(pad_to_multiple_of, 2 * degree)
 
 
-def slots_of(lengths: Int64, align: int, degree: int | Int64 = 1) -> Int64:
+def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -> Int64:
     """Lengths rounded up to :func:`slot_multiple`, int64."""
     if isinstance(degree, np.ndarray):
-        multiple = np.where(degree == 1, align, np.lcm(align, 2 * degree))
+        multiple = np.where(degree == 1, pad_to_multiple_of, np.lcm(pad_to_multiple_of, 2 * degree))
     else:
-        multiple = slot_multiple(align, degree)
+        multiple = slot_multiple(pad_to_multiple_of, degree)
     return -(-lengths // multiple) * multiple
 
 
@@ -287,7 +298,7 @@ def _statistics(plan: Plan) -> Statistics:
         dropped_tokens=dropped_tokens,
         num_truncated=int(np.count_nonzero(cut)),
         num_dropped=int(np.count_nonzero(dropped)),
-        padded_tokens=int(slots_of(placed, plan.align, degree).sum()),
+        num_padded_tokens=int(slots_of(placed, plan.pad_to_multiple_of, degree).sum()),
         capacity_tokens=capacity_tokens,
         padding_tokens=capacity_tokens - num_tokens,
         sum_squared_lengths=sum_of_squares(placed),
