@@ -38,11 +38,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install  ## one run on four layouts: packed, stopped, converted, continued; some minutes on two cores
 	$(BIN)/ullage quickstart
 
-test: install  ## the tests, under ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu' $(PYTEST_ARGS)
+# The tests of one room: make test ROOM=planning. Without ROOM, all of them.
+TESTS = $(if $(ROOM),tests/$(ROOM))
 
-test-slow: install  ## the rest of the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow and not gpu' $(PYTEST_ARGS)
+test: install  ## the tests, under ten minutes on two cores; ROOM=planning for those of one room
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadfile -m 'not slow and not gpu' $(PYTEST_ARGS)
+
+test-slow: install  ## the rest of the tests; ROOM= as above
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadfile -m 'slow and not gpu' $(PYTEST_ARGS)
 
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)

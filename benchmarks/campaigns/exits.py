@@ -3,7 +3,7 @@
 A process may die at its end, "terminate called without an active exception", because a thread of gloo lets go of a
 tensor while the interpreter ends (``src/ullage/exchange/ending.py``). *Slowed*: every layout of ``ullage train``,
 packed and padded, stopped and finished, and scripts with our Trainer or ``PackedIterator``, with gloo's threads pausing
-after each collective and the interpreter taking longer to end (``tests/distributed/slow_gloo.c``, ``exit_server.py``).
+after each collective and the interpreter taking longer to end (``tests/support/slow_gloo.c``, ``exit_server.py``).
 *Natural*: two-process evaluations under torchrun, one after another, with nothing slowed.
 
     python benchmarks/campaigns/exits.py                        # 20 slowed runs of the command, 40 natural ones
@@ -34,8 +34,8 @@ import ullage
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the ranks are those of the tests
 
-from tests.distributed.exits import HERE, RUNS, Server, texts  # noqa: E402
-from tests.launch import environment  # noqa: E402
+from tests.support.exits import HERE, RUNS, Server, texts  # noqa: E402
+from tests.support.launch import environment  # noqa: E402
 
 #: Cases of ``exit_script.py``, and on how many processes each.
 SCRIPTS = {

@@ -235,7 +235,7 @@ def _differing(whole: Path, made: Path, format: str) -> list[str]:
 def write_source(folder: Path, stage: int) -> Path:
     """A small checkpoint by real DeepSpeed code."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tests.real_zero import Recipe, write
+    from tests.support.real_zero import Recipe, write
 
     return write(folder, Recipe(stage=stage, dp=2, groups=GROUPS, **EXTRAS)).tag_folder
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 
 
 def run(name: str, *arguments: object, processes: int = 1, cwd=None, **extra: str) -> str:

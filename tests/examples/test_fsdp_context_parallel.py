@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch import ROOT, environment, torchrun
+from tests.support.launch import ROOT, environment, torchrun
 
 EXAMPLE = ROOT / "examples" / "10_fsdp_context_parallel.py"
 SMALL = ("--hidden_size", 32, "--global_batch_size", 8, "--max_length", 256, "--capacity", 1024)

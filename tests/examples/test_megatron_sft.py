@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.launch import ROOT, torchrun
+from tests.support.launch import ROOT, torchrun
 
 pytest.importorskip("megatron.core")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def trainer(folder: str, name: str, **options: Any) -> dict[str, Any]:
 def exchange(folder: str) -> dict[str, Any]:
     """The exchange over the device's own backend: every byte where the plan says, and the same without communication."""
     import ullage
-    from tests.distributed.exchange_cases import dataset, lengths_of, same
+    from tests.support.exchange_cases import dataset, lengths_of, same
     from ullage.exchange import Topology, gather_lengths, materialize
     from ullage.exchange import exchange as exchanged
 
@@ -127,7 +127,7 @@ def zero(folder: str) -> dict[str, Any]:
 
 def sharded(folder: str, **options: Any) -> dict[str, Any]:
     """FSDP2, and context parallel, by our engine."""
-    from tests.distributed.fsdp_cases import train
+    from tests.support.fsdp_cases import train
     from ullage.engines.fsdp.mesh import device_type, make_topology
 
     make_topology(dp=options["mesh"][0], cp=options["mesh"][1])  # joins the processes
@@ -139,7 +139,7 @@ def megatron(folder: str) -> dict[str, Any]:
     """Megatron-Core's two entry points: every microbatch of a step, on the device."""
     from megatron.core import parallel_state as state
 
-    from tests.distributed.megatron_cases import config, sample
+    from tests.support.megatron_cases import config, sample
     from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator
 
     _join()

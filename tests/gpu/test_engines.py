@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu.cases import CASES
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 
 
 def numbers(name, folder, device, processes=1):

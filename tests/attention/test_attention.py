@@ -1,0 +1,551 @@
+"""Packed attention of Hugging Face models against the same models on one sequence after another, and against sdpa."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from ullage import InputError, RaggedBatch
+from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
+from ullage.attention.segments import arrange
+from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, serves_flex, varlen_attention
+
+pytestmark = pytest.mark.parity
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "attn_pdrop": 0.0}
+WINDOWED = {"sliding_window": 8}
+GEMMA3 = {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": WINDOWED,
+    "gemma3_text": GEMMA3,
+    "gpt2": GPT2,
+    "mixtral": {"num_local_experts": 4},
+}
+MORE_MODELS = {
+    "qwen2": {},
+    "qwen2-windowed": {
+        **WINDOWED,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "phi3": WINDOWED,
+    "olmo2": {},
+    "olmo3": WINDOWED,
+    "qwen3_moe": EXPERTS,
+    "smollm3": {},
+    "gpt_neox": {},
+    "cohere2": {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": WINDOWED,
+    "deepseek_v3": LATENT,
+}
+LENGTHS = (1, 7, 33, 2, 20, 7, 7, 150, 1)
+
+
+def build(name, implementation="ullage", auto=AutoModelForCausalLM, **sizes):
+    config = AutoConfig.for_model(name.partition("-")[0], **{**SIZES, **sizes})
+    torch.manual_seed(1)
+    return auto.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+
+
+def samples_of(lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def gradients(model):
+    out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out
+
+
+def packed(model, samples, **keywords):
+    out = model(**RaggedBatch.from_samples(samples).to_flattened(), **keywords)
+    out.loss.backward()
+    return out.logits[0].detach(), float(out.loss.detach()), gradients(model)
+
+
+def one_by_one(model, samples):
+    model.set_attn_implementation("sdpa")
+    logits, loss = [], 0.0
+    counted = sum(len(sample["labels"]) - 1 for sample in samples)
+    for sample in samples:
+        out = model(input_ids=sample["input_ids"][None]).logits[0]
+        logits.append(out.detach())
+        if len(out) > 1:
+            part = F.cross_entropy(out[:-1], sample["labels"][1:], reduction="sum") / counted
+            part.backward()
+            loss += float(part.detach())
+    model.set_attn_implementation("ullage")
+    return torch.cat(logits), loss, gradients(model)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert (found[0] - expected[0]).abs().max() < tolerance
+    assert abs(found[1] - expected[1]) < tolerance
+    assert found[2].keys() == expected[2].keys()
+    worst = max((float((found[2][name] - g).abs().max()), name) for name, g in expected[2].items())
+    assert worst[0] < tolerance, worst
+    assert max(float(g.abs().max()) for g in expected[2].values()) > 1e-3  # there is something to compare
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_one_by_one(name):
+    model = build(name, **MODELS[name])
+    assert supports_packing(model)
+    samples = samples_of(LENGTHS)
+    assert_same(packed(model, samples), one_by_one(model, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_packed_equals_one_by_one_in_more_models(name):
+    model = build(name, **MORE_MODELS[name])
+    assert supports_packing(model)
+    samples = samples_of(LENGTHS)
+    assert_same(packed(model, samples), one_by_one(model, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_equals_one_by_one_whatever_the_lengths(name, seed):
+    lengths = np.random.default_rng(seed).lognormal(2.5, 1.2, 24).astype(int).clip(1, 400)
+    samples = samples_of(lengths.tolist(), seed)
+    model = build(name, **MODELS[name])
+    assert_same(packed(model, samples), one_by_one(model, samples))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    model = build(name, **MODELS[name])
+    samples = samples_of(LENGTHS)
+    plain = packed(model.train(), samples)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(packed(model, samples), plain, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_cache_of_a_plain_call_changes_nothing(name):
+    model = build(name, **MODELS[name])
+    batch = RaggedBatch.from_samples(samples_of(LENGTHS)).to_flattened()
+    default = model(**batch)
+    assert default.past_key_values is not None
+    without = model(**batch, use_cache=False)
+    assert without.past_key_values is None
+    assert torch.equal(default.logits, without.logits)
+
+
+def test_bfloat16_and_float64():
+    samples = samples_of(LENGTHS)
+    model = build("llama").double()
+    found, expected = packed(model, samples), one_by_one(model, samples)
+    assert_same(found, expected, 1e-6)
+    model = model.bfloat16()
+    assert (packed(model, samples)[0] - expected[0]).abs().max() < 0.05
+
+
+def test_dropout_keeps_sequences_apart():
+    model = build("llama", attention_dropout=0.5).train()
+    first, other, second = (sample["input_ids"] for sample in samples_of((9, 9, 14)))
+    rows = []
+    for head in (first, other):
+        torch.manual_seed(0)
+        batch = RaggedBatch.from_samples([{"input_ids": head}, {"input_ids": second}])
+        rows.append(model(**batch.to_flattened()).logits[0, 9:])
+    assert torch.equal(*rows)
+    assert (rows[0] - model.eval()(input_ids=second[None]).logits[0]).abs().max() > 1e-3
+
+
+def test_a_sequence_that_is_not_a_number_stays_alone():
+    model = build("mistral", **WINDOWED)
+    samples = samples_of((90, 5, 33, 33))
+    batch = RaggedBatch.from_samples(samples)
+    keywords = batch.to_flattened()
+    del keywords["input_ids"]
+    embedded = model.get_input_embeddings()(batch["input_ids"])[None].detach()
+    embedded[0, 0:95] = float("nan")
+    logits = model(inputs_embeds=embedded, **keywords).logits[0]
+    assert logits[:95].isnan().all()
+    expected = torch.cat([model(input_ids=sample["input_ids"][None]).logits[0] for sample in samples[2:]])
+    assert (logits[95:] - expected).abs().max() < 1e-5
+
+
+def test_slots_with_padding_and_the_placeholder_run():
+    model = build("llama")
+    batch = RaggedBatch.from_samples(samples_of((3, 6)), pad_to_multiple_of=8)
+    logits = model(**batch.to_flattened()).logits[0]
+    alone = model(input_ids=batch["input_ids"][None, 8:14]).logits[0]
+    assert (logits[8:14] - alone).abs().max() < 1e-5
+    assert model(**batch.placeholder().to_flattened()).logits.shape == (1, 1, SIZES["vocab_size"])
+
+
+# Plain calls: what sdpa does.
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_training_equals_sdpa(name, side):
+    model = build(name, **MODELS[name])
+    padded = RaggedBatch.from_samples(samples_of((5, 30, 1, 17))).to_padded(side=side)
+    results = []
+    for implementation in ("ullage", "sdpa"):
+        model.set_attn_implementation(implementation)
+        out = model(**padded)
+        out.loss.backward()
+        results.append((out.logits.detach(), float(out.loss.detach()), gradients(model)))
+    assert_same(*results, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_generation_equals_sdpa(name, options):
+    model = build(name, **MODELS[name])
+    padded = RaggedBatch.from_samples(samples_of((5, 12, 1))).to_padded(side="left")
+    out = []
+    for implementation in ("ullage", "sdpa"):
+        model.set_attn_implementation(implementation)
+        out.append(
+            model.generate(
+                input_ids=padded["input_ids"],
+                attention_mask=padded["attention_mask"],
+                max_new_tokens=9,
+                do_sample=False,
+                output_scores=True,
+                return_dict_in_generate=True,
+                disable_compile=True,
+                **options,
+            )
+        )
+    assert torch.equal(out[0].sequences, out[1].sequences)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(out[0].scores, out[1].scores))
+
+
+def test_unpadded_and_four_dimensional_masks_equal_sdpa():
+    model = build("llama")
+    ids = torch.stack([sample["input_ids"] for sample in samples_of((11, 11))])
+    mask = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
+    mask[:, :, 5:, :3] = False
+    for keywords in ({}, {"attention_mask": mask}, {"attention_mask": torch.ones(2, 11)}):
+        model.set_attn_implementation("sdpa")
+        expected = model(input_ids=ids, **keywords).logits
+        model.set_attn_implementation("ullage")
+        assert torch.equal(model(input_ids=ids, **keywords).logits, expected)
+
+
+def test_an_encoder_on_padded_rows_equals_sdpa():
+    padded = RaggedBatch.from_samples([{"input_ids": s["input_ids"]} for s in samples_of((5, 12))]).to_padded()
+    model = build("bert", auto=AutoModel)
+    found = model(**padded).last_hidden_state
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(found, model(**padded).last_hidden_state)
+
+
+# What is refused.
+
+REFUSED = {
+    "gpt_oss": ("sinks", {"num_local_experts": 4, **WINDOWED}, "s_aux"),
+    "gemma2": ("softcap", {**WINDOWED, "query_pre_attn_scalar": 16}, "softcap"),
+    "bert": ("both directions", {"is_decoder": False}, "both directions"),
+    "modernbert": ("both directions", {"global_attn_every_n_layers": 2}, "both directions"),
+    "llama4_text": ("chunked_attention", {"num_local_experts": 2, "attention_chunk_size": 8}, "chunked"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_packed_is_refused_before_and_in_forward(name):
+    told, sizes, said = REFUSED[name]
+    model = build(name, auto=AutoModel, **sizes)
+    assert not supports_packing(model)
+    assert told in (packing_problem(model) or "")
+    with pytest.raises(InputError, match=f"packed sequences see each other: .*{told}"):
+        require_packing(model)
+    batch = RaggedBatch.from_samples([{"input_ids": sample["input_ids"]} for sample in samples_of((9, 30))])
+    keywords = batch.to_flattened()
+    with pytest.raises(InputError, match=said):
+        model(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("mamba", {"state_size": 8}, "state"),
+        ("mamba2", {"state_size": 8, "num_heads": 8, "expand": 2, "n_groups": 1}, "state"),
+        ("falcon_mamba", {"state_size": 8}, "state"),
+        ("jamba", {"num_experts": 2, "use_mamba_kernels": False}, "state"),
+        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": "auto"}, "state"),
+        ("rwkv", {"attention_hidden_size": 64}, "state"),
+        ("nemotron", {}, "hand cu_seq_lens"),
+        ("doge", {}, "changes the mask"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'conv'"),
+        ("bloom", {"n_head": 4}, "interface"),
+        ("mpt", {"n_heads": 4, "d_model": 64, "n_layers": 2}, "interface"),
+    ],
+)
+def test_a_model_whose_tokens_meet_elsewhere_is_refused(name, sizes, reason):
+    own = {key: value for key, value in SIZES.items() if name not in ("mpt", "bloom") or key == "vocab_size"}
+    if name in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
+        own = {key: own[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    if name == "mamba2":
+        own["head_dim"] = 16
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**own, **sizes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ullage")
+    with pytest.raises(InputError, match=reason) as caught:
+        require_packing(model)
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_position_bias_is_refused():
+    config = AutoConfig.for_model("t5", vocab_size=97, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=64)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="ullage").eval()
+    with pytest.raises(InputError, match="encoder-decoder"):
+        require_packing(model)
+    ids = samples_of((9,))[0]["input_ids"][None]
+    with pytest.raises(InputError, match="position_bias"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_another_implementation_is_refused():
+    model = build("llama", implementation="sdpa")
+    with pytest.raises(InputError, match=r"attn_implementation='sdpa', which does not read cu_seq_lens.*Load it with"):
+        require_packing(model)
+
+
+def test_a_mask_or_a_cache_beside_the_lengths_is_refused():
+    model = build("llama")
+    batch = RaggedBatch.from_samples(samples_of((4, 6)))
+    keywords = batch.to_flattened()
+    with pytest.raises(InputError, match="attention_mask was given together with cu_seq_lens"):
+        model(**keywords, attention_mask=torch.ones(1, 10, dtype=torch.int64))
+    with pytest.raises(InputError, match="attention_mask was given together with cu_seq_lens"):
+        model(**keywords, attention_mask=torch.ones(1, 1, 10, 10, dtype=torch.bool))
+    filled = model(input_ids=batch["input_ids"][None]).past_key_values
+    with pytest.raises(InputError, match=r"cannot continue a cache.*20 keys, 10 queries"):
+        model(**keywords, past_key_values=filled)
+
+
+def test_positions_that_start_anew_without_lengths_are_refused():
+    model = build("gpt2", **GPT2)
+    batch = RaggedBatch.from_samples(samples_of((4, 6))).to_flattened()
+    only = {name: batch[name] for name in ("input_ids", "position_ids")}
+    for use_cache in (True, False):
+        with pytest.raises(InputError, match="position_ids start anew within a row"):
+            model(**only, use_cache=use_cache)
+    later = torch.arange(5, 15)[None]  # one sequence from a later position is none of our business
+    model(input_ids=batch["input_ids"], position_ids=later)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "does not tile the row.*sum to 10 tokens.*9 in 2"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "does not tile the row"),
+        ({"cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k differs"),
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_k came without cu_seq_lens_q"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 10.0])}, "must hold cumulated lengths.*float32"),
+        ({"something": torch.ones(1)}, "does not honour the keyword 'something'"),
+        ({"output_attentions": True}, "attention weights as an output"),
+        ({"input_ids": torch.ones(2, 10, dtype=torch.int64)}, "one row.*batch size 1, found 2"),
+    ],
+    ids=str,
+)
+def test_bad_keywords_are_named(change, message):
+    model = build("llama")
+    keywords = {**RaggedBatch.from_samples(samples_of((4, 6))).to_flattened(), **change}
+    del keywords["labels"]
+    if "cu_seq_lens_q" in change and change["cu_seq_lens_q"] is not None:
+        keywords["cu_seq_lens_k"] = keywords["cu_seq_lens_q"]
+    with pytest.raises(InputError, match=message):
+        model(**keywords)
+
+
+# The attention itself, against one block-diagonal mask.
+
+
+def oracle(query, key, value, lengths, window, scale):
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(sequence))
+    mask = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    if window is not None:
+        mask &= place[:, None] - place < window
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    scores = torch.einsum("ihd,jhd->hij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(any),
+    window=st.none() | st.integers(1, 100),
+    groups=st.sampled_from([1, 2, 4]),
+    scale=st.none() | st.floats(0.1, 2),
+    seed=st.integers(0, 99),
+)
+def test_packed_attention_is_that_of_the_block_mask(lengths, window, groups, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    shapes = [(total, 4, 8), (total, 4 // groups, 8), (total, 4 // groups, 8), (total, 4, 8)]
+    *inputs, direction = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    found = packed_attention(*inputs, lengths, window=window, scale=scale)
+    expected = oracle(*inputs, lengths, window, scale)
+    assert torch.allclose(found, expected, atol=1e-11)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, direction), torch.autograd.grad(expected, inputs, direction)
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 5, 300])
+def test_flex_attention_sees_the_same(window):
+    lengths = [30, 1, 0, 64, 200]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
+    from torch.nn.attention import flex_attention as flex
+
+    with torch.no_grad():
+        block_mask = _block_mask(cu_seqlens, sum(lengths), window)
+        rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        found = flex.flex_attention(*rows, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+    expected = oracle(query, key, value, lengths, window, None)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_varlen_kernel_accepts_the_call(window):
+    """Shapes and arguments only, on meta tensors: the kernel itself runs on CUDA alone."""
+    query, key, value = (
+        torch.randn(20, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    cu_seqlens = torch.zeros(4, dtype=torch.int32, device="meta")
+    mixed = varlen_attention(query, key, value, cu_seqlens, 9, window=window, scale=0.3)
+    mixed.sum().backward()
+    assert mixed.shape == query.shape
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
+
+
+@pytest.mark.slow
+def test_flex_attention_compiles_without_gradients():
+    lengths = [30, 1, 64]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        found = flex_attention(query, key, value, cu_seqlens)
+    assert torch.allclose(found, oracle(query, key, value, lengths, None, None), atol=1e-5)
+
+
+class CountCalls(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += "scaled_dot_product" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_short_sequences_share_few_calls():
+    lengths = np.random.default_rng(0).integers(1, 40, 400).tolist()
+    tensors = [torch.randn(sum(lengths), 2, 8) for _ in range(3)]
+    with CountCalls() as count, torch.no_grad():
+        packed_attention(*tensors, lengths)
+    assert 0 < count.calls <= 39
+    in_order = arrange((7, 7, 7), None, torch.device("cpu"))
+    assert in_order.in_order
+    assert in_order.buckets == ((3, 7),)
+
+
+def test_a_long_window_does_not_compute_the_square():
+    tensors = [torch.randn(4096, 1, 8) for _ in range(3)]
+    arrangement = arrange((4096,), 64, torch.device("cpu"))
+    assert len(arrangement.blocks) == 64
+    with CountCalls() as count, torch.no_grad():
+        packed_attention(*tensors, [4096], window=64)
+    assert count.calls == 2  # the first block, and all that look back on one
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "dtype", "served"), [
+    (16, 16, torch.float32, True), (24, 16, torch.bfloat16, True), (8, 8, torch.float32, False),
+    (16, 8, torch.float32, False), (16, 16, torch.float64, False),
+])  # fmt: skip
+def test_flex_attention_is_not_asked_for_what_its_kernel_refuses(dim, value_dim, dtype, served):
+    """Its products need 16 columns: a llama of head dimension 8 raised on CUDA in float32."""
+    with FakeTensorMode():
+        query = torch.empty(5, 4, dim, device="cuda", dtype=dtype)
+        value = torch.empty(5, 4, value_dim, device="cuda", dtype=dtype)
+        assert serves_flex(query, value, 0.0) is served
+        assert not serves_flex(query, value, 0.1)
+    assert not serves_flex(torch.empty(5, 4, 16), torch.empty(5, 4, 16), 0.0)
+
+
+def test_lengths_follow_a_buffer_that_is_written_anew():
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    assert host_lengths(cu_seqlens) == [3, 2]
+    cu_seqlens.copy_(torch.tensor([0, 1, 5]))
+    assert host_lengths(cu_seqlens) == [1, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_compiled_equals_eager(name):
+    model = build(name, **MODELS[name])
+    samples = samples_of(LENGTHS)
+    expected = packed(model, samples)
+    padded = RaggedBatch.from_samples(samples_of((5, 12))).to_padded()
+    plain = model(**padded).logits
+    compiled = torch.compile(model, backend="aot_eager")
+    found = compiled(**RaggedBatch.from_samples(samples).to_flattened(), use_cache=False)
+    found.loss.backward()
+    assert_same((found.logits[0].detach(), float(found.loss.detach()), gradients(model)), expected)
+    assert torch.allclose(compiled(**padded, use_cache=False).logits, plain, atol=1e-5)
+
+
+def test_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "docs/attention.md", "exec"), {})

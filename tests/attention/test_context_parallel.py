@@ -1,0 +1,94 @@
+"""Context parallel on real processes: models on slices of packed rows give what one process gives."""
+
+import pytest
+
+from tests.support import context_cases as cases
+from tests.support.processes import run, values
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_small(found, tolerance):
+    too_large = {case: worst for case, worst in found.items() if not worst < tolerance}
+    assert not too_large
+
+
+def test_models_give_what_one_process_gives_on_one_to_four_ranks_both_ways_and_in_both_orders():
+    found = values(run(cases.models_in_worlds, 4, list(cases.MODELS)))
+    assert len(found[0]) == (3 + 1 + 1) * 4 * len(cases.WAYS)
+    for worst in found:
+        assert_small(worst, 1e-5)
+
+
+@pytest.mark.slow
+def test_more_models_give_what_one_process_gives():
+    for worst in values(run(cases.models_in_worlds, 3, list(cases.MORE_MODELS))):
+        assert_small(worst, 1e-5)
+
+
+def test_layers_recomputed_outside_the_context_and_slots_with_padding():
+    assert max(max(ways) for ways in values(run(cases.checkpointed, 2))) < 1e-5
+
+
+def test_heads_that_tensor_parallel_has_divided():
+    assert max(values(run(cases.with_tensor_parallel, 4))) < 1e-5
+
+
+def test_gathered_attention_equals_that_of_the_whole_row_in_float64_and_computes_what_it_says():
+    for worst, counted in values(run(cases.random_attention, 4, 40)):
+        assert worst < 1e-12
+        assert counted
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return values(run(cases.faults, 3))
+
+
+def test_the_ranks_work_together_before_and_after_every_fault(faults):
+    assert [(lines["nothing"], lines["quiet"], lines["after all"]) for lines, _ in faults] == [(None, None, None)] * 3
+    assert all(worst < 1e-5 for _, worst in faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("heads", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
+        ("heads, auto", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
+        ("another size everywhere", ["InputError", "cut for another group", "of 3, found rank"]),
+        ("another row", ["DistributedError", "different rows", "rank 2"]),
+        ("another order", ["DistributedError", "different rows", "rank 2"]),
+        ("another method", ["DistributedError", "different rows", "rank 2"]),
+        ("padded", ["InputError", "slices of packed rows only", "shard_batch"]),
+        ("no context", ["InputError", "no context_parallel is in force"]),
+        ("sdpa", ["InputError", "no attention ran context parallel"]),
+        ("sdpa at once", ["InputError", "no attention ran context parallel", "attn_implementation='ullage'"]),
+        ("sdpa, cut before", ["InputError", "no attention ran context parallel"]),
+        ("sdpa, second of two", ["InputError", "no attention ran context parallel"]),
+        ("sdpa, inner of two", ["InputError", "no attention ran context parallel"]),
+        ("own error", ["ZeroDivisionError: the caller's own"]),
+        ("recurrent", ["InputError", "does not cover the row"]),
+        ("check sdpa", ["InputError", "attn_implementation='sdpa'"]),
+        ("check recurrent", ["InputError", "carries a state from token to token", "cp=1"]),
+    ],
+)
+def test_a_fault_that_all_ranks_see_raises_the_same_everywhere(faults, name, words):
+    for lines, _ in faults:
+        assert all(word in (lines[name] or "nothing was raised") for word in words), lines[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("another size", ["cut for another group", "expected rank 2 of 3, found rank 0 of 2"]),
+        ("mask", ["attention_mask", "cu_seq_lens"]),
+        ("short", ["not the slice that was cut", "expected 76 tokens, found 75"]),
+        ("not cut", ["slices of packed rows only"]),
+    ],
+)
+def test_a_fault_of_one_rank_raises_there_and_tells_the_others(faults, name, words):
+    lines = [lines[name] or "nothing was raised" for lines, _ in faults]
+    assert lines[2].startswith("InputError")
+    assert all(word in lines[2] for word in words), lines[2]
+    for line in lines[:2]:
+        assert line.startswith("DistributedError: another rank cannot attend to its slice (rank 2")

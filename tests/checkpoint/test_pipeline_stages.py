@@ -1,0 +1,90 @@
+"""A name that two pipeline stages hold is one parameter only if their values are equal."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.test_bad_checkpoints import contents, edit
+from tests.support import real_zero
+from tests.support.real_zero import Recipe
+from ullage import checkpoint
+from ullage.errors import CheckpointError
+
+pytestmark = pytest.mark.regression
+
+STAGES = [[{"embed.weight": (8, 6), "first": (5,)}], [{"second": (7,), "embed.weight": (8, 6)}]]
+PATTERNS = {"universal_checkpoint_version": 0.2, "pipeline_replicated_parameter_patterns": ["embed.*"]}
+DEGREES = {"tp_degree": 1, "pp_degree": 2}
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """Two stages that hold the tied embedding alike, first in the one and last in the other."""
+    written = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, pp=2, per_rank=STAGES, info=PATTERNS))
+    for path in written.tag_folder.glob("*model_states.pt"):
+        edit(path, lambda content: content.update(checkpoint_parallel_dimensions=DEGREES))
+    return written
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_tied_weight_that_is_equal_in_both_stages_is_converted_and_said(tied, tmp_path, declared):
+    if not declared:
+        forget(tied)
+    report = checkpoint.convert(tied.folder, tmp_path / "out")
+    said = [note for note in report.notes if "embed.weight is in 2 pipeline stages" in note]
+    assert said == ["embed.weight is in 2 pipeline stages; they are compared, and the first is taken"]
+    for key in ("fp32", "exp_avg"):
+        found = torch.load(tmp_path / "out" / "zero" / "embed.weight" / f"{key}.pt", weights_only=True)["param"]
+        assert np.array_equal(found.numpy(), tied.tensor("embed.weight", key))
+    assert checkpoint.verify(tied.folder, tmp_path / "out") == []
+
+
+def forget(written):
+    """As if no description said which names are tied."""
+    for path in written.tag_folder.glob("*.pt"):
+
+        def change(content):
+            content.pop("universal_checkpoint_info", None)
+            content.get("optimizer_state_dict", {}).pop("universal_checkpoint_info", None)
+
+        edit(path, change)
+
+
+@pytest.mark.parametrize("key", ["fp32", "exp_avg_sq"])
+def test_two_values_of_one_name_are_refused(tied, tmp_path, key):
+    """The first stage's was taken and the other dropped, whatever it was."""
+    wanted = tied.tensor("embed.weight", key).tobytes()[40:80]
+    for path in tied.tag_folder.glob("*_mp_rank_01_optim_states.pt"):
+
+        def drift(content):
+            optimizer = content["optimizer_state_dict"]
+            flat = optimizer["single_partition_of_fp32_groups"][0]
+            flat = flat if key == "fp32" else optimizer["base_optimizer_state"]["state"][0][key]
+            at = flat.detach().numpy().tobytes().find(wanted)
+            if at >= 0:
+                flat.data[at // 4] += 1
+
+        edit(path, drift)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.convert(tied.folder, tmp_path / "out")
+    assert re.match(
+        rf"pipeline stages hold different values of one parameter \(.*parameter embed.weight\): "
+        rf"found {key} differs in 1 of 48 elements, first in 10\.",
+        str(caught.value),
+    )
+    assert contents(tmp_path) == before
+    if key != "fp32":  # the weights agree
+        checkpoint.convert(tied.folder, tmp_path / "st", format="safetensors")
+        assert checkpoint.verify(tied.folder, tmp_path / "st") == []
+
+
+def test_two_shapes_of_one_name_are_refused(tmp_path):
+    stages = [[{"w": (8, 6)}], [{"w": (6, 8)}]]
+    written = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=1, pp=2, per_rank=stages))
+    for path in written.tag_folder.glob("*model_states.pt"):
+        edit(path, lambda content: content.update(checkpoint_parallel_dimensions=DEGREES))
+    with pytest.raises(CheckpointError, match=r"pipeline stages hold different tensors of one name .*parameter w"):
+        checkpoint.convert(written.folder, tmp_path / "out")

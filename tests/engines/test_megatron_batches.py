@@ -1,0 +1,247 @@
+"""Megatron's two entry points without a model: what every rank gets, and what every rank says of bad input."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from tests.support import megatron_cases as cases
+from tests.support.processes import run, values
+
+pytestmark = pytest.mark.distributed
+
+# tp, pp, cp, virtual stages, form of the samples
+SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "one"), (2, 2, 1, 2, "packed")]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each of four ranks found, in one launch: it costs seconds to load megatron-core."""
+    return values(run(cases.everything, 4, SHAPES))
+
+
+@pytest.fixture
+def behaviours(ranks):
+    return [behaviours for behaviours, _ in ranks]
+
+
+def test_fewer_sequences_than_ranks_are_padding_that_counts_nothing(behaviours):
+    found = [rank["few"] for rank in behaviours]
+    assert {tuple(rank["two sequences on four ranks"][0]) for rank in found} == {(1, 11, 61)}
+    rows = [rank["two sequences on four ranks"][1:] for rank in found]
+    assert sorted(rows) == [[[0, 0], [0, 1]], [[0, 0], [0, 1]], [[0, 5], [0, 5]], [[0, 6], [0, 6]]]
+    assert sorted(rank["two sequences, batch"][1] for rank in found)[-1] == [[True]]
+
+
+def test_two_sequences_that_fit_one_microbatch_go_to_two_ranks(behaviours):
+    """dp 2, lengths [4, 4], capacity 16: upstream packs both into one and finds none to move."""
+    found = [rank["few"]["4 and 4, balanced"] for rank in behaviours]
+    assert [step for step, _ in found] == [[1, 8, 32]] * 4
+    assert [rows for _, rows in found] == [[[0, 4]], None, [[0, 4]], None]
+    by_arrival = [rank["few"]["4 and 4, dp_balanced"] for rank in behaviours]
+    assert [step for step, _ in by_arrival] == [[1, 8, 32]] * 4
+    assert [rows for _, rows in by_arrival] == [[[0, 4, 8]], None, [[0, 0]], None]
+
+
+def test_an_oversize_sequence_is_named_everywhere(behaviours):
+    for rank in behaviours:
+        line = rank["few"]["an oversize sequence"]
+        assert "does not fit" in line
+        assert "sequence 0" in line
+        assert "found 40" in line
+
+
+def test_a_step_without_samples_is_an_error(behaviours):
+    assert all("no rank has any sample" in rank["few"]["no sequence at all"] for rank in behaviours)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "at_fault"),
+    [
+        ("no max_seqlen_per_dp_cp_rank", "max_seqlen_per_dp_cp_rank", "0123"),
+        ("no max_seqlen_per_dp_cp_rank on rank 3", "max_seqlen_per_dp_cp_rank", "3"),
+        ("no sequence_packing_scheduler", "Set one of balanced, default, default_dynamic_cp, dp_balanced", "0123"),
+        ("no sequence_packing_scheduler on rank 3", "sequence_packing_scheduler", "3"),
+        ("no virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "0123"),
+        ("virtual without group size", "microbatch_group_size_per_vp_stage", "0123"),
+        ("capacity 0", "max_seqlen_per_dp_cp_rank", "0123"),
+        ("unknown scheduler", "expected balanced or default or default_dynamic_cp or dp_balanced", "0123"),
+        ("no tokens", "'tokens'", "2"),
+        ("no labels", "'labels'", "2"),
+        ("no loss_mask", "'loss_mask'", "2"),
+        ("no position_ids", "'position_ids'", "2"),
+        ("no length", "original_seq_len or cu_seqlens", "2"),
+        ("iterator on tp 1", "should have no data iterator", "1"),
+        ("no iterator on tp 0", "must have a data iterator", "2"),
+        ("no iterator but a list", "one entry a virtual stage: expected one iterator, found list of 2", "02"),
+        ("ends early", "ended within a step: expected 2 microbatches, found 1", "0"),
+        ("longer than its tokens", "expected 1 to 8, found 99", "02"),
+        ("dynamic without our attention", "packed_block_spec", "0123"),
+    ],
+)
+def test_a_fault_of_one_rank_is_an_error_on_every_rank(behaviours, fault, words, at_fault):
+    for number, rank in enumerate(behaviours):
+        line = rank["bad_input"][fault]
+        assert line is not None, f"rank {number} went on"
+        assert words in line
+        assert line.startswith("InputError" if str(number) in at_fault else "DistributedError"), line
+
+
+def test_ranks_that_do_not_agree_say_so(behaviours):
+    for fault, words in (("other fields", "'reward'"), ("another capacity", "different plans")):
+        assert all(words in rank["bad_input"][fault] for rank in behaviours)
+
+
+def test_sound_steps_follow_faulty_ones(behaviours):
+    for rank in behaviours:
+        for group in ("bad_input", "bad_batches"):
+            assert rank[group]["nothing"] is None
+            assert rank[group]["still sound"] is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "at_fault"),
+    [
+        ("iterator on tp 1", "should have no data iterator", (1, 3)),
+        ("none on tp 0", "must have a data iterator", (0, 2)),
+        ("at its end", "no further microbatch", (0, 2)),
+        ("no tokens", "lacks a key ('tokens'", (0, 2)),
+        ("no loss_mask", "lacks a key ('loss_mask'", (0, 2)),
+        ("no cu_seqlens", "lacks a key ('cu_seqlens'", (0, 2)),
+        ("too short", "expected int64 [8], found int64 [7]", (0, 2)),
+        ("float tokens", "found float32 [8]", (0, 2)),
+        ("no sequence", "holds no sequence", (0, 2)),
+    ],
+)
+def test_a_faulty_microbatch_is_an_error_on_all_tensor_parallel_ranks(behaviours, fault, words, at_fault):
+    for number, rank in enumerate(behaviours):
+        line = rank["bad_batches"][fault]
+        assert words in line
+        assert line.startswith("InputError" if number in at_fault else "DistributedError"), line
+
+
+def test_a_middle_stage_with_a_prediction_layer_has_all_four_fields(behaviours):
+    found = [rank["middle_stage_with_prediction"] for rank in behaviours]
+    first, second, third, last = (rank["told"] for rank in found)
+    assert [value is None for value in first] == [False, True, True, False]
+    assert second == [None] * 4
+    assert [value is None for value in last] == [True, False, False, True]
+    assert third[0] == first[0]
+    assert third[1:3] == last[1:3]
+    assert third[3] == first[3]
+    assert len({str(rank["params"]) for rank in found}) == 1
+    assert [rank["not told"] is None for rank in found] == [True, True, False, True]
+    assert "multi-token-prediction" in found[2]["not told"]
+
+
+def test_an_iterator_in_the_middle_is_refused_unless_a_prediction_layer_wants_it(behaviours):
+    found = [rank["middle_stage_with_prediction"] for rank in behaviours]
+    assert [rank["iterator of its own"] for rank in found] == [None] * 4
+    assert all("should have no data iterator" in rank["iterator on stage 1"] for rank in found)
+
+
+@pytest.mark.parametrize("case", ["another_order", "everywhere"])
+def test_every_token_arrives_once_whoever_brings_it(behaviours, case):
+    found = [rank[case] for rank in behaviours]
+    wanted = sorted(100 * i + k for i, n in enumerate(found[0]["lengths"]) for k in range(n))
+    by_place = {}
+    for rank in found:
+        by_place.setdefault(rank["dp"], []).append(rank["tokens"])
+    assert all(one == other for one, other in by_place.values())  # tensor-parallel peers have the same
+    assert sorted(by_place[0][0] + by_place[1][0]) == wanted
+
+
+def test_fields_of_ones_own_come_along_without_a_broadcast(behaviours):
+    found = [rank["everywhere"] for rank in behaviours]
+    assert all(rank["agree"] for rank in found)
+    assert sorted(found[0]["rewards"] + found[2]["rewards"]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_groups_that_are_no_grid_are_refused(behaviours):
+    assert all("ranks disagree on the dp axis" in rank["another_order"]["crooked"] for rank in behaviours)
+
+
+def test_what_is_being_sent_keeps_its_memory(behaviours):
+    """gloo reads when the receiver is ready; megatron-core frees when the send is posted."""
+    assert behaviours[0]["freed_while_sent"] == {"freed to": 1, "others": 0.0}
+    assert behaviours[1]["freed_while_sent"] == {"received": [3.0]}
+
+
+@pytest.fixture
+def layouts(ranks):
+    return {shape: [found[i] for _, found in ranks] for i, shape in enumerate(SHAPES)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_has_its_part_and_nobody_another(layouts, shape):
+    _, pp, cp, vpp, _ = shape
+    ranks = layouts[shape]
+    lengths = ranks[0]["lengths"]
+    for rank in ranks:
+        assert rank["unchanged"]
+        assert rank["totals"][1:] == [sum(lengths), sum(n * n for n in lengths)]
+        assert rank["totals"][0] == ranks[0]["totals"][0]
+        assert rank["nones"] == [rank["place"]["tp"] > 0] * (vpp or 1)
+        check_stages(rank, pp, vpp)
+    if vpp:
+        assert ranks[0]["totals"][0] % pp == 0
+    peers = {}
+    for rank in ranks:
+        place = rank["place"]
+        peers.setdefault((place["dp"], place["cp"], place["pp"]), []).append(rank["batches"])
+    assert all(batches == same[0] for same in peers.values() for batches in same)
+    described = {}
+    for rank in ranks:
+        rows = [(b["cu_seqlens"], b["cu_seqlens_padded"], b["max_seqlen"]) for b in rank["batches"]]
+        described.setdefault(rank["place"]["dp"], []).extend([rows[: len(rows) // (vpp or 1)]])
+    assert all(rows == same[0] for same in described.values() for rows in same)
+    assert sorted(sequences(ranks, 0, ("tokens", "position_ids"), cp)) == expected(("tokens", "position_ids"))
+    assert sorted(sequences(ranks, pp - 1, ("labels", "loss_mask"), cp)) == expected(("labels", "loss_mask"))
+
+
+def check_stages(rank, pp, vpp):
+    for batch in rank["batches"]:
+        first = rank["place"]["pp"] == 0 and batch["stage"] == 0
+        last = rank["place"]["pp"] == pp - 1 and batch["stage"] == (vpp or 1) - 1
+        assert (batch["tokens"] is not None) == (batch["position_ids"] is not None) == first
+        assert (batch["labels"] is not None) == (batch["loss_mask"] is not None) == last
+        assert batch["dtypes"] == ["int32", "int32", "bool"]
+        for name in cases.FIELDS:
+            if batch[name] is not None:
+                padding = [value for value, pad in zip(batch[name][0], batch["padding"][0]) if pad]
+                assert not any(padding), f"{name} in the padding"
+
+
+def sequences(ranks, stage, names, cp):
+    """The sequences of one pipeline stage, put together from the context-parallel slices; tp rank 0."""
+    held = {}
+    for rank in ranks:
+        place = rank["place"]
+        if place["pp"] == stage and place["tp"] == 0:
+            held.setdefault(place["dp"], {})[place["cp"]] = [b for b in rank["batches"] if b[names[0]] is not None]
+    for slices in held.values():
+        for parts in zip(*(slices[r] for r in range(cp))):
+            starts, ends = parts[0]["cu_seqlens_padded"], parts[0]["cu_seqlens"]
+            for i in range(len(starts) - 1):
+                length = ends[i + 1] - ends[i]
+                if length:
+                    yield tuple(tuple(whole(parts, name, starts, i, cp)[:length]) for name in names)
+
+
+def whole(parts, name, starts, i, cp):
+    """One slot from its zigzag chunks."""
+    chunk = (starts[i + 1] - starts[i]) // (2 * cp)
+    if cp == 1:
+        return parts[0][name][0][starts[i] : starts[i + 1]]
+    chunks = {}
+    for rank, part in enumerate(parts):
+        begin = starts[i] // cp
+        chunks[rank] = part[name][0][begin : begin + chunk]
+        chunks[2 * cp - 1 - rank] = part[name][0][begin + chunk : begin + 2 * chunk]
+    return [value for k in sorted(chunks) for value in chunks[k]]
+
+
+def expected(names):
+    data = cases.mock()
+    return sorted(
+        tuple(tuple(data[i][name][: int(data.lengths[i])].tolist()) for name in names) for i in range(len(data))
+    )

@@ -1,0 +1,299 @@
+"""``ullage.engines.verl``: verl's signatures and contract, its own examples, and what its balancing does not give."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import random
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from tests.support.processes import run, values
+from ullage.engines.verl import (
+    DynamicCPScheduler,
+    calculate_workload,
+    get_seqlen_balanced_partitions,
+    rearrange_micro_batches,
+    restore_dynamic_batch,
+)
+
+# What verl.utils.seqlen_balancing and megatron's DefaultDynamicCPScheduler are called with, August 2026.
+UPSTREAM = {
+    calculate_workload: "seqlen_list",
+    get_seqlen_balanced_partitions: "seqlen_list, k_partitions, equal_size",
+    rearrange_micro_batches: "batch, max_token_len, dp_group=None, num_batches_divided_by=None, "
+    "same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=True, force_group_size=1",
+    restore_dynamic_batch: "data, batch_idx_list",
+    DynamicCPScheduler: "max_seqlen_per_dp_cp_rank, cp_size, dp_size, microbatch_group_size_per_vp_stage=None, "
+    "min_cp_size=1",
+    DynamicCPScheduler.get_groups_and_subsamples: "self, sample_id_seqlens",
+}
+
+
+@pytest.mark.parametrize("callable_", UPSTREAM, ids=lambda c: c.__qualname__)
+def test_signatures_are_upstreams(callable_):
+    parameters = inspect.signature(callable_).parameters.values()
+    written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert ", ".join(written) == UPSTREAM[callable_]
+
+
+def karmarkar_karp(values, k, equal_size):
+    """The oracle: verl's differencing, its order of ties included."""
+    order, number = sorted((value, i) for i, value in enumerate(values)), count()
+    size = k if equal_size else 1
+
+    def key(division):  # the widest spread first, then the larger largest part
+        (total, many, items), last = division[0], division[-1]
+        return (last[0] - total, -total, -many, [(-i, -value) for i, value in items])
+
+    heap = []
+    for begin in range(0, len(order), size):
+        division = sorted(((v, 1, [(i, v)]) for v, i in order[begin : begin + size]), reverse=True)
+        division += [(0, 0, [])] * (k - len(division))
+        division.sort(reverse=True)
+        heapq.heappush(heap, (key(division), next(number), division))
+    while len(heap) > 1:
+        a, b = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(x[0] + y[0], x[1] + y[1], x[2] + y[2]) for x, y in zip(a, b[::-1])]
+        joined.sort(reverse=True)
+        heapq.heappush(heap, (key(joined), next(number), joined))
+    return [[i for i, _ in items] for _, _, items in heap[0][2]]
+
+
+def largest(values, parts):
+    return max(sum(values[i] for i in part) for part in parts)
+
+
+def check_partitions(parts, n, k):
+    assert len(parts) == k
+    assert all(part and part == sorted(part) for part in parts)
+    assert sorted(i for part in parts for i in part) == list(range(n))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(1, 7), st.booleans(), st.sampled_from([9, 1000, 10**12]))
+def test_partitions_are_no_less_even_than_differencing(data, k, equal_size, most):
+    n = data.draw(st.integers(1, 6)) * k if equal_size else data.draw(st.integers(k, 30))
+    values = data.draw(st.lists(st.integers(0, most), min_size=n, max_size=n))
+    parts = get_seqlen_balanced_partitions(values, k, equal_size)
+    check_partitions(parts, n, k)
+    if equal_size:
+        assert {len(part) for part in parts} == {n // k}
+    if min(values) > 0:  # differencing may leave a part empty where items cost nothing
+        assert largest(values, parts) <= largest(values, karmarkar_karp(values, k, equal_size))
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
+def test_large_batches_by_workload(kind):
+    lengths = np.random.default_rng(0).lognormal(6.5, 1.1, 2048).astype(np.int64) + 1
+    values = calculate_workload(torch.from_numpy(lengths)).tolist()
+    assert values[0] == 24576 * lengths[0] + lengths[0] ** 2
+    parts = get_seqlen_balanced_partitions(kind(values), 16, False)
+    check_partitions(parts, 2048, 16)
+    assert largest(values, parts) <= 1.0002 * max(max(values), sum(values) / 16)
+
+
+def test_int32_lengths_do_not_overflow():
+    assert calculate_workload(torch.tensor([100_000], dtype=torch.int32)).item() == 24576 * 100_000 + 10**10
+
+
+def test_partitions_that_cannot_be():
+    with pytest.raises(ValueError, match="fewer items than partitions: expected at least 3, found 2"):
+        get_seqlen_balanced_partitions([1, 2], 3, False)
+    with pytest.raises(ValueError, match="equal_size must divide the items: expected a multiple of 2, found 3"):
+        get_seqlen_balanced_partitions([1, 2, 3], 2, True)
+    with pytest.raises(ValueError, match="k_partitions must be an integer"):
+        get_seqlen_balanced_partitions([1, 2, 3], 0, False)
+
+
+def padded(lengths, width=None):
+    width = width or max([1, *lengths])
+    ids = torch.full((len(lengths), width), -7)
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
+    for i, length in enumerate(lengths):
+        ids[i, :length] = torch.arange(length) + 1000 * i
+        mask[i, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask, "name": [f"row {i}" for i in range(len(lengths))], "step": 3}
+
+
+def nested(lengths):
+    ids = torch.nested.as_nested_tensor(
+        [torch.arange(n) + 1000 * i for i, n in enumerate(lengths)], layout=torch.jagged
+    )
+    return {"input_ids": ids, "reward": torch.arange(len(lengths)) / 2, "uid": np.arange(len(lengths))}
+
+
+def check_rearranged(parts, lengths, capacity, group=1):
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in part) <= capacity for part in parts)
+    assert all(parts)
+    home = {i: k for k, part in enumerate(parts) for i in part}
+    assert all(home[i] == home[i - i % group] for i in home)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=24),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(0, 4)),
+    st.booleans(),
+)
+def test_no_microbatch_is_over_its_cap(lengths, group, multiple, least, balance):
+    lengths = lengths * group
+    how = {"num_batches_divided_by": multiple, "min_num_micro_batch": least, "use_dynamic_bsz_balance": balance}
+    tokens = [sum(lengths[i : i + group]) for i in range(0, len(lengths), group)]
+    needed = max(least or 0, ullage.plan(tokens, ranks=1, capacity=64 * group).num_microbatches)
+    if -(-needed // multiple) * multiple > len(tokens):
+        with pytest.raises(ValueError, match="fewer rows than microbatches"):
+            rearrange_micro_batches(padded(lengths), 64 * group, force_group_size=group, **how)
+        return
+    _, parts = rearrange_micro_batches(padded(lengths), 64 * group, force_group_size=group, **how)
+    check_rearranged(parts, lengths, 64 * group, group)
+    assert len(parts) == -(-needed // multiple) * multiple
+
+
+@pytest.mark.parametrize("make", [padded, nested])
+def test_rows_go_and_come_back(make):
+    rng = random.Random(0)
+    lengths = [rng.randint(50, 90) for _ in range(20)]
+    batch = make(lengths)
+    micro, parts = rearrange_micro_batches(batch, 300)
+    check_rearranged(parts, lengths, 300)
+    work = [sum(24576 * lengths[i] + lengths[i] ** 2 for i in part) for part in parts]
+    peak = work.index(max(work))
+    assert work[:peak] == sorted(work[:peak])  # light ones at both ends
+    assert work[peak:] == sorted(work[peak:], reverse=True)
+    outputs = [row for part in micro for row in part["input_ids"].unbind()]
+    if make is nested:
+        back = restore_dynamic_batch(torch.nested.as_nested_tensor(outputs, layout=torch.jagged), parts)
+        assert all(torch.equal(a, b) for a, b in zip(back.unbind(), batch["input_ids"].unbind()))
+        assert [m["uid"].tolist() for m in micro] == parts
+    else:
+        back = restore_dynamic_batch(torch.stack(outputs), parts)
+        assert torch.equal(back, batch["input_ids"])
+        assert [m["name"] for m in micro] == [[f"row {i}" for i in part] for part in parts]
+        assert {m["step"] for m in micro} == {3}
+
+
+def test_the_padded_width_is_not_a_length():
+    _, parts = rearrange_micro_batches(padded([30, 10, 20], width=100), 40)
+    check_rearranged(parts, [30, 10, 20], 40)
+    assert len(parts) == 2
+
+
+def test_verls_balancing_would_be_over_the_cap():
+    over = 0
+    for seed in range(40):
+        lengths = np.random.default_rng(seed).integers(1, 60, 24).tolist()
+        work = [24576 * length + length**2 for length in lengths]
+        over += largest(lengths, karmarkar_karp(work, -(-sum(lengths) // 64), False)) > 64
+        _, parts = rearrange_micro_batches(padded(lengths), 64)
+        check_rearranged(parts, lengths, 64)
+    assert over >= 20
+
+
+def test_what_cannot_be_rearranged():
+    with pytest.raises(ValueError, match=r"does not fit into a microbatch \(sequence 1\).* found 65"):
+        rearrange_micro_batches(padded([3, 65]), 64)
+    with pytest.raises(ValueError, match="fewer rows than microbatches: expected at least 4, found 2"):
+        rearrange_micro_batches(padded([3, 6]), 64, num_batches_divided_by=4)
+    with pytest.raises(ValueError, match="force_group_size must divide the batch"):
+        rearrange_micro_batches(padded([3, 6, 4]), 64, force_group_size=2)
+    with pytest.raises(ValueError, match="outputs and indices disagree"):
+        restore_dynamic_batch(torch.zeros(3, 2), [[0], [1]])
+    assert rearrange_micro_batches(padded([]), 64) == ([], [])
+
+
+def _on_each_rank(rank, world):
+    outcome = {}
+    lengths = [40] * (6 + 4 * rank)
+    for name, how in {
+        "same": {"dp_group": dist.group.WORLD},
+        "staged": {"dp_group": dist.group.WORLD, "num_batches_divided_by": 3},
+        "own": {"dp_group": dist.group.WORLD, "same_micro_num_in_dp": False},
+        "alone": {},
+    }.items():
+        _, parts = rearrange_micro_batches(padded(lengths), 100, **how)
+        check_rearranged(parts, lengths, 100)
+        outcome[name] = len(parts)
+    for name, mine in {"oversize": [[3], [3, 200]], "few": [[3], [90] * 5]}.items():
+        try:
+            rearrange_micro_batches(padded(mine[rank]), 100, dist.group.WORLD)
+        except Exception as error:
+            outcome[name] = str(error)
+    return outcome
+
+
+def test_ranks_agree_on_the_number_of_microbatches_and_on_errors():
+    first, second = values(run(_on_each_rank, 2))
+    assert [first[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 3, 3]
+    assert [second[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 5, 5]
+    assert "another rank failed" in first["oversize"]
+    assert "rank 1: a sequence does not fit into a microbatch" in first["oversize"]
+    assert "sequence 1" in second["oversize"]
+    assert first["few"] == second["few"]
+    assert "fewer rows than microbatches (on some rank): expected at least 5, found 1" in first["few"]
+
+
+def check_groups(groups, pairs, ranks, capacity, least=1):
+    """What verl's own adapter asserts of a scheduler's answer, and that everything fits."""
+    length = dict(pairs)
+    seen = []
+    for assignment in groups:
+        assert len(assignment) == ranks
+        rank = 0
+        while rank < ranks:
+            ids = assignment[rank]
+            assert ids, "a rank without samples"
+            members = [peer for peer in range(ranks) if assignment[peer] == ids]
+            assert members == list(range(rank, rank + len(members)))
+            assert rank % len(members) == 0
+            assert len(members) >= least
+            assert sum(length[i] for i in ids) <= capacity * len(members)
+            seen += ids
+            rank += len(members)
+    assert sorted(seen) == sorted(length)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=20),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+    st.integers(1, 2),
+)
+def test_every_rank_of_every_microbatch_has_samples(lengths, sizes, least):
+    cp, dp = sizes
+    least = min(least, cp * dp)
+    pairs = [(100 + i, length) for i, length in enumerate(lengths)]
+    scheduler = DynamicCPScheduler(64, cp, dp, min_cp_size=least)
+    check_groups(scheduler.get_groups_and_subsamples(pairs), pairs, cp * dp, 64, least)
+
+
+def test_giants_are_shared_and_stages_get_their_multiple():
+    pairs = list(enumerate([500, 30, 100, 60, 7, 64, 20, 11, 90, 40, 3, 9]))
+    groups = DynamicCPScheduler(128, 4, 2, 2).get_groups_and_subsamples(pairs)
+    check_groups(groups, pairs, 8, 128)
+    assert len(groups) % 2 == 0
+    assert sum(ids == [0] for assignment in groups for ids in assignment) >= 4
+    assert DynamicCPScheduler(128, 4, 2).get_groups_and_subsamples([]) == []
+
+
+def test_what_a_scheduler_cannot_do():
+    with pytest.raises(ValueError, match=r"sequence 0.*at most the capacity of 16 tokens, found 17"):
+        DynamicCPScheduler(8, 2, 1).get_groups_and_subsamples([("a", 17)])
+    with pytest.raises(ValueError, match="too few sequences to keep every rank busy"):
+        DynamicCPScheduler(8, 3, 1).get_groups_and_subsamples([(0, 3)])
+    with pytest.raises(ValueError, match="an id is there twice: found 5"):
+        DynamicCPScheduler(8, 2, 1).get_groups_and_subsamples([(5, 3), (5, 4)])
+    with pytest.raises(ValueError, match="cp_size must be an integer"):
+        DynamicCPScheduler(8, 0, 1)
+    with pytest.raises(ValueError, match="min_cp_size must divide the ranks"):
+        DynamicCPScheduler(8, 2, 2, min_cp_size=3)

@@ -1,0 +1,86 @@
+"""The steps of the exchange, each alone, on real processes."""
+
+import pytest
+
+from tests.support import exchange_cases as cases
+from tests.support.processes import run, values
+
+pytestmark = pytest.mark.distributed
+
+
+def test_every_token_arrives_once_in_worlds_of_one_to_eight_ranks_in_any_order():
+    done = values(run(cases.exchange_in_worlds, 8))
+    assert sum(done) == 10 * sum(range(1, 9))
+
+
+def test_ranks_that_share_a_bin_all_get_it():
+    ids = values(run(cases.exchange_shared_bins, 4))
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[3]
+    assert sorted(ids[0] + ids[2]) == list(range(30))
+
+
+def test_shared_microbatches_are_the_source_s():
+    assert values(run(cases.share_cases, 3)) == [True] * 3
+
+
+@pytest.fixture(scope="module")
+def failures():
+    return values(run(cases.failures_of_steps, 3))
+
+
+def everyone(failures, name):
+    assert None not in [raised[name] for raised in failures], failures
+    return [raised[name] for raised in failures]
+
+
+def test_nothing_is_raised_without_a_fault(failures):
+    assert [raised["nothing"] for raised in failures] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "found"),
+    [
+        ("extra field", "reward", "float32 one a sequence"),
+        ("dtype", "mask", "float64"),
+        ("shape", "mask", "shape [2]"),
+        ("unit", "id", "one a token"),
+        ("no field", "mask", "no such field"),
+        ("long header", "field 39", "float32"),
+    ],
+)
+def test_other_fields_than_the_rest_raise_everywhere_and_name_rank_and_field(failures, name, field, found):
+    for line in everyone(failures, name):
+        assert line.startswith("DistributedError: a rank has other fields than the rest")
+        assert "rank 2" in line
+        assert field in line
+        assert found in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing key", ["sample 2", "'mask'"]),
+        ("missing in first", ["'mask'"]),
+        ("not a mapping", ["sample 3", "not a mapping"]),
+        ("another length", ["sample 3", "length"]),
+        ("too few", ["samples", "expected 4, found 3"]),
+        ("text", ["'mask'", "text"]),
+        ("a plan of other ranks", ["another number of ranks"]),
+        ("bad lengths", ["negative"]),
+        ("float lengths", ["integers"]),
+        ("share of nothing", ["must have microbatches"]),
+        ("share of no such field", ["'labels'"]),
+    ],
+)
+def test_one_rank_at_fault_raises_its_error_there_and_tells_the_others(failures, name, words):
+    lines = everyone(failures, name)
+    assert [line.split(":")[0] for line in lines] == ["DistributedError", "DistributedError", "InputError"]
+    for line in lines:
+        assert all(word in line for word in words), line
+    assert all("rank 2" in line for line in lines[:2])
+
+
+def test_different_plans_raise_everywhere(failures):
+    assert len(set(everyone(failures, "another plan"))) == 1
+    assert "different plans" in failures[0]["another plan"]

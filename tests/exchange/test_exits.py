@@ -1,0 +1,117 @@
+"""A run that went well ends with 0, whatever gloo's threads are doing when the interpreter ends; an error with its own.
+
+The slow ones end real processes through the end of their interpreter, where as many die without ``exchange/ending.py``;
+``benchmarks/campaigns/exits.py`` does so many times over.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.exits import RUNS, Server, texts
+from tests.support.processes import run, values
+from ullage.exchange import PackedIterator, Topology, ending, lease
+
+pytestmark = pytest.mark.distributed
+
+
+def _iterate(topology):
+    samples = [{"input_ids": [3] * (i % 5 + 1)} for i in range(12)]
+    with PackedIterator(samples, topology, global_batch_size=6, capacity=32, shared=True) as steps:
+        return len(list(steps))
+
+
+def end_after_use(rank, world):
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    steps, idle = _iterate(topology), len(lease._idle)
+    return [steps, idle, ending.end_groups(), len(lease._idle), dist.is_initialized(), ending.end_groups()]
+
+
+def end_with_one_under_way(rank, world):
+    """Rank 1 begins a collective that rank 0 joins only after rank 1 has tried to end."""
+    _iterate(Topology.from_groups(dp=dist.group.WORLD))
+    late = dist.new_group([0, 1])
+    ones = torch.ones(1)
+    dist.barrier()
+    before = time.monotonic()
+    if rank == 1:
+        work = dist.all_reduce(ones, group=late, async_op=True)
+        ended = ending.end_groups(0.2)
+        waited = time.monotonic() - before
+        dist.barrier()
+        work.wait()
+    else:
+        ended, waited = None, 0.0
+        dist.barrier()
+        dist.all_reduce(ones, group=late)
+    return [ended, waited >= 0.2, dist.is_initialized(), int(ones)]
+
+
+def end_in_a_fork(rank, world):
+    _iterate(Topology.from_groups(dp=dist.group.WORLD))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ending.end_groups() and dist.is_initialized() else 1)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), dist.is_initialized()]
+
+
+def test_the_end_drops_idle_groups_and_destroys_the_rest():
+    assert values(run(end_after_use, 2)) == [[2, 1, True, 0, False, True]] * 2
+
+
+def test_the_end_waits_for_no_rank_that_has_not_joined():
+    assert values(run(end_with_one_under_way, 2)) == [[None, False, True, 2], [False, True, True, 2]]
+
+
+def test_a_forked_process_does_not_end_the_groups_of_its_parent():
+    assert values(run(end_in_a_fork, 2)) == [[0, True]] * 2
+
+
+def test_what_waits_for_a_lock_or_a_rank_does_not_count_as_asleep():
+    asleep = "17 202 0x5597cde8dcc0 0x189 0x0 0x0 0x0 0xffffffff 0x7f66e0a12d10 0x7f6702ca3f16"
+    with_limit = asleep.replace("0x189 0x0 0x0", "0x189 0x0 0x7f66e0a12d90")
+    for_a_mutex = asleep.replace("0x189", "0x80")
+    pausing = "17 230 0x0 0x0 0x7f66dbffedc0 0x0 0x0 0x0 0x7f66dbffed60 0x7f6702ced545"
+    states = (asleep, with_limit, for_a_mutex, pausing, "17 running")
+    assert [ending.waits_for_work(state, futex="202") for state in states] == [True, False, False, False, False]
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("slowed"), slowed=True) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["evaluate", "evaluate, and go on"])
+def test_a_script_with_our_trainer_ends_well_without_doing_anything(slowed, tmp_path, case):
+    for seed in range(2):
+        left = slowed.script("exit_script.py", case, tmp_path, seed=seed)
+        assert left.statuses == [0, 0], left.logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["iterator", "iterator, destroyed by the script", "iterator that is left"])
+def test_a_script_with_a_packed_iterator_ends_well_on_four_processes(slowed, tmp_path, case):
+    left = slowed.script("exit_script.py", case, tmp_path, world=4)
+    assert left.statuses == [0, 0, 0, 0], left.logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["an error on rank 1", "an error while the others wait"])
+def test_after_an_error_the_status_is_the_error_s(slowed, tmp_path, case):
+    left = slowed.script("exit_script.py", case, tmp_path)
+    assert left.statuses == [0, 1], left.logs
+    assert "ValueError: of the script itself" in left.logs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DDP, packed, finished", "ZeRO 2, packed, stopped", "ZeRO 3, padded, finished"])
+def test_a_run_of_the_command_ends_well(slowed, tmp_path, name):
+    left = slowed.run(2, seed=1, train=[*RUNS[name], "--data", texts(tmp_path), "--output_dir", tmp_path / "out"])
+    assert left.statuses == [0, 0], left.logs
+    said = "stopped as asked" if "stopped" in name else "Load it and let it write"
+    assert said in left.logs[0]

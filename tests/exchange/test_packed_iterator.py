@@ -1,0 +1,209 @@
+"""The packed iterator on real processes: every sequence once, equal totals, errors everywhere, resume, death."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import exchange_cases as cases
+from tests.support.processes import run, values
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("owners", ["every", "first"])
+def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world, owners):
+    count, size = 41, 11
+    seen = values(run(cases.iterate, world, count, size, {"owners": owners, "pad_to_multiple_of": 4}))
+    want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+    for steps in seen:
+        assert all(part == want for part in steps.values()), steps
+
+
+def test_fewer_sequences_than_ranks_and_smaller_steps_than_ranks():
+    for count, size in ((3, 7), (9, 2), (0, 4)):
+        seen = values(run(cases.iterate, 4, count, size, {"prefetch": 2}))
+        want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+        assert all(part == want for steps in seen for part in steps.values())
+
+
+def test_readers_that_end_early_are_passed_over_and_steps_stay_full():
+    sizes = [10, 0, 3]
+    seen = values(run(cases.ends_unequally, 3, sizes))
+    for by_source in seen:
+        for steps in by_source:
+            assert [len(step) for step in steps] == [5, 5, 3]
+            assert sorted(cases.flat(steps)) == list(range(13))
+
+
+@pytest.mark.parametrize(("kind", "worlds"), [("shared", (3, 2)), ("own", (2, 4)), ("iterable", (3, 3))])
+def test_a_resumed_run_goes_on_exactly(kind, worlds):
+    count, size = 37, 7
+    whole, _ = values(run(cases.resume, worlds[0], count, size, 99, None, kind))[0]
+    assert sorted(cases.flat(whole)) == list(range(count))
+    for stop in (0, 1, 4, len(whole)):
+        parts = values(run(cases.resume, worlds[0], count, size, stop, None, kind))
+        states = [state for _, state in parts]
+        assert all(state == states[0] for state in states)
+        assert states[0]["position"] == min(stop * size, count)
+        rest = values(run(cases.resume, worlds[1], count, size, 99, states[0], kind))
+        assert all(ids == whole[stop:] for ids, _ in rest)
+
+
+def test_an_iterable_at_another_dp_is_an_error_everywhere():
+    state = values(run(cases.resume, 2, 20, 6, 1, None, "iterable"))[0][1]
+    for outcome in run(cases.resume, 3, 20, 6, 1, state, "iterable"):
+        assert outcome["error"].startswith("InputError: an iterable resumes only with as many readers")
+
+
+@pytest.fixture(scope="module")
+def failures():
+    return values(run(cases.failures_of_iterator, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing key 0", ["'labels'", "sample 19 of the stream"]),
+        ("missing key 1", ["'labels'", "sample 19 of the stream"]),
+        ("missing key 3", ["'labels'", "sample 19 of the stream"]),
+        ("dtype", ["'labels'", "float32"]),
+        ("required", ["'labels'"]),
+        ("long", ["does not fit", "found 65"]),
+        ("reader", ["the reader broke"]),
+        ("no samples", ["must have samples"]),
+        ("capacity", ["different capacity", "rank 1", "found 65"]),
+        ("bad capacity", ["capacity must be an integer"]),
+        ("size", ["global_batch_size must be an integer"]),
+        ("option", ["no such option", "colour"]),
+        ("kinds", ["different sources"]),
+        ("random", ["cannot be told", "shared=True"]),
+        ("not shared", ["not the same on every rank"]),
+        ("cost", ["one number a sequence"]),
+    ],
+)
+def test_an_error_on_one_rank_is_raised_on_every_rank(failures, name, words):
+    for raised in failures:
+        assert "Error: " in raised[name], raised
+        assert all(word in raised[name] for word in words), raised[name]
+
+
+def test_nothing_is_raised_without_a_fault(failures):
+    for name, steps in (("nothing", 5), ("truncated", 5), ("random, shared", 2)):
+        assert [raised[name] for raised in failures] == [f"{steps} steps"] * 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_closing_early_joins_and_lends_the_groups_again(prefetch):
+    seen = values(run(cases.closes_early, 3, prefetch))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0].count("the iterator is closed") == 4
+    numbers = [x for x in seen[0] if isinstance(x, int)]
+    lengths = cases.lengths_of(cases.dataset(60))
+    totals = [int(lengths[i : i + 6].sum()) for i in range(0, 18, 6)]
+    assert numbers == totals[:1] + totals[:2] + totals
+
+
+def test_two_iterators_do_not_disturb_each_other_or_the_main_thread():
+    sums = values(run(cases.two_at_once, 3))
+    lengths = cases.lengths_of(cases.dataset(60))
+    want = [[int(lengths[i : i + 6].sum()), int(lengths[::-1][i : i + 6].sum())] for i in range(0, 60, 6)]
+    assert sums == [want] * 3
+
+
+GRIDS = [
+    ({"dp": 2, "cp": 2}, "every", "zigzag"),
+    ({"dp": 2, "cp": 2}, "every", "contiguous"),
+    ({"cp": 4}, "first", "zigzag"),
+    ({"tp": 2, "dp": 2}, "ends", "zigzag"),
+    ({"pp": 2, "dp": 2}, "ends", "zigzag"),
+    ({"pp": 4, "tp": 2}, "ends", "zigzag"),
+    ({"dp": 2, "pp": 2, "tp": 2}, "first", "zigzag"),
+    ({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag"),
+    ({"cp": 2, "dp": 2, "tp": 2, "pp": 2}, "every", "zigzag"),
+    ({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "first", "contiguous"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "owners", "order"), GRIDS)
+def test_shares_and_slices_are_the_microbatch_on_every_topology(sizes, owners, order):
+    world = int(np.prod(list(sizes.values())))
+    ranks = values(run(cases.whole_topology, world, sizes, owners, order))
+    totals = [[step[:4] for step in rank["steps"]] for rank in ranks]
+    assert all(total == totals[0] for total in totals)
+    assert [step[1] for step in totals[0]] == [
+        int(cases.lengths_of(cases.dataset(30, seed=5))[i : i + 12].sum()) for i in (0, 12, 24)
+    ]
+    assert all(rank["state"] == ranks[0]["state"] for rank in ranks)
+    assert ranks[0]["state"]["position"] == 30
+    for step in range(3):
+        by_dp = {}
+        for rank in ranks:
+            ids = rank["steps"][step][4]
+            if ids is not None:
+                assert by_dp.setdefault(rank["place"][0], ids) == ids
+        want = list(range(12 * step, min(12 * step + 12, 30)))
+        assert sorted(cases.flat(by_dp.values())) == want
+    if owners == "ends":
+        stages = sizes.get("pp", 1)
+        for rank in ranks:
+            stage = rank["place"][3]
+            want = ["id", "input_ids"] if stage == 0 and stages > 1 else ["id", "labels"]
+            if 0 < stage < stages - 1:
+                want = ["id"] if stage == 1 else []
+            assert rank["fields"] == want
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owners", "where"),
+    [
+        ({"dp": 2, "tp": 2, "pp": 2}, "ends", [1, 0, 0, 0]),
+        ({"dp": 2, "tp": 2, "pp": 2}, "ends", [0, 0, 0, 1]),
+        ({"dp": 2, "cp": 2, "tp": 2}, "every", [1, 1, 0, 0]),
+        ({"dp": 2, "cp": 2, "tp": 2}, "first", [0, 0, 0, 0]),
+    ],
+)
+def test_one_broken_sample_raises_on_every_rank_of_a_topology(sizes, owners, where):
+    lines = values(run(cases.whole_topology_failures, 8, sizes, owners, where))
+    assert all("'id'" in line for line in lines), lines
+    assert sum(line.startswith("InputError") for line in lines) == 1
+
+
+def test_stages_out_of_step_raise_everywhere():
+    lines = values(run(cases.out_of_step, 4))
+    assert all("out of step" in line for line in lines), lines
+
+
+def test_a_topology_that_does_not_cover_the_world_raises_on_every_rank():
+    words = ["multiply", "multiply", "multiply", "unknown names", "", "no such owners", "no process group", "owners"]
+    for raised in values(run(cases.bad_topologies, 4)):
+        for word, line in zip(words, raised, strict=True):
+            assert line is not None
+            assert word in line
+
+
+def test_a_rank_that_stalls_ends_everyone_after_the_timeout_of_the_topology_s_group():
+    timeout = 3
+    for error, seconds in values(run(cases.stalls, 3, 1, 2 * timeout, timeout=timeout)):
+        assert "a collective failed" in error
+        assert seconds < 4 * timeout
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_without_loss(tmp_path):
+    timeout, world, victim = 20, 4, 2
+    outcomes = run(cases.dies, world, str(tmp_path), victim, 2, timeout=timeout, deaths=[victim])
+    alive = [outcome["value"] for outcome in outcomes if outcome is not None]
+    assert len(alive) == world - 1
+    for error, _, seconds in alive:
+        assert error is not None
+        assert "a collective failed" in error
+        assert seconds < timeout
+    # The last step that every rank had: prefetch may have let some take one more.
+    last = min(len(list(tmp_path.glob(f"{rank}-*.pt"))) for rank in range(world))
+    assert last >= 1
+    saved = [torch.load(tmp_path / f"{rank}-{last}.pt") for rank in range(world)]
+    assert all(one["state"] == saved[0]["state"] for one in saved)
+    before = sorted(i for one in saved for step in one["steps"] for i in step)
+    assert before == list(range(3 * world * last))
+    rest = values(run(cases.resume, world, 60, 3 * world, 99, saved[0]["state"], "iterable"))
+    assert sorted(before + cases.flat(rest[0][0])) == list(range(60))

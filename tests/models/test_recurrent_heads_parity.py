@@ -1,0 +1,167 @@
+"""Classifiers and the bare backbone: a ragged batch equals its sequences one by one, in every way, cell and direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ullage
+from tests.support.recurrent_ways import WAYS, Samples
+from ullage.models import (
+    RecurrentConfig,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    RecurrentModel,
+)
+
+pytestmark = pytest.mark.parity
+
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "mingru", "minlstm")
+POOLINGS = ("last", "mean", "attention")
+LENGTHS = (5, 1, 9, 3, 9, 14)
+VOCABULARY = 31
+
+
+def _config(cell: str, **changes: Any) -> RecurrentConfig:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 10, "num_hidden_layers": 2, "num_labels": 4}
+    return RecurrentConfig(cell=cell, layer_norm=True, **{**sizes, **changes})
+
+
+def _classifier(cell: str, pooling: str, **changes: Any) -> torch.nn.Module:
+    torch.manual_seed(5)
+    if pooling == "tokens":
+        return RecurrentForTokenClassification(_config(cell, **changes)).train()
+    return RecurrentForSequenceClassification(_config(cell, pooling=pooling, **changes)).train()
+
+
+def _samples(pooling: str, lengths: tuple[int, ...] = LENGTHS) -> Samples:
+    torch.manual_seed(len(lengths))
+    return [
+        {
+            "input_ids": torch.randint(0, VOCABULARY, (length,)),
+            "labels": torch.randint(0, 4, (length,) if pooling == "tokens" else ()),
+        }
+        for length in lengths
+    ]
+
+
+def _run(model: torch.nn.Module, **keywords: Any) -> tuple[Any, Tensor, list[Tensor]]:
+    outputs = model(**keywords)
+    outputs.loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return outputs.logits, outputs.loss.detach(), gradients
+
+
+def _one_by_one(model: torch.nn.Module, samples: Samples) -> tuple[Tensor, Tensor, list[Tensor]]:
+    count = sum(sample["labels"].numel() for sample in samples)
+    runs = [
+        _run(model, input_ids=s["input_ids"][None], labels=s["labels"][None], num_items_in_batch=torch.tensor(count))
+        for s in samples
+    ]
+    logits = torch.cat([one[0][0] if one[0].ndim == 3 else one[0] for one in runs])
+    return logits, sum(one[1] for one in runs), [sum(parts) for parts in zip(*(one[2] for one in runs))]  # pyright: ignore
+
+
+@pytest.mark.parametrize("pooling", [*POOLINGS, "tokens"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_way_into_a_classifier_equals_one_by_one(cell: str, pooling: str) -> None:
+    samples = _samples(pooling)
+    for dtype, bidirectional, tolerance in ((torch.float64, True, 1e-9), (torch.float32, False, 1e-5)):
+        model = _classifier(cell, pooling, bidirectional=bidirectional).to(dtype)
+        logits, loss, gradients = _one_by_one(model, samples)
+        assert len(gradients) == len(list(model.parameters()))
+        assert float(logits.std()) > 1e-2  # the oracle is not vacuous
+        for way, make in WAYS.items():
+            keywords, real = make(samples)
+            found, found_loss, found_gradients = _run(model, **keywords)
+            found = real(found) if pooling == "tokens" else found
+            assert torch.allclose(found, logits, rtol=0, atol=tolerance), way
+            assert abs(float(found_loss - loss)) < tolerance, way
+            for one, other in zip(found_gradients, gradients, strict=True):
+                assert torch.allclose(one, other, rtol=0, atol=tolerance), way
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=16), st.sampled_from(CELLS), st.sampled_from(POOLINGS))
+def test_any_lengths_pool_as_one_by_one(lengths: list[int], cell: str, pooling: str) -> None:
+    samples = _samples(pooling, tuple(lengths))
+    model = _classifier(cell, pooling, bidirectional=True).double()
+    logits, loss, gradients = _one_by_one(model, samples)
+    found, found_loss, found_gradients = _run(model, **WAYS["flattened"](samples)[0])
+    assert torch.allclose(found, logits, rtol=0, atol=1e-9)
+    assert abs(float(found_loss - loss)) < 1e-9
+    assert all(torch.allclose(f, g, rtol=0, atol=1e-9) for f, g in zip(found_gradients, gradients, strict=True))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_hidden_and_final_states_come_back_in_the_order_given(cell: str, bidirectional: bool) -> None:
+    torch.manual_seed(6)
+    model = RecurrentModel(_config(cell, bidirectional=bidirectional)).double().eval()
+    samples = _samples("tokens")
+    alone = [model(input_ids=sample["input_ids"][None], use_cache=True) for sample in samples]
+    hidden = torch.cat([one.last_hidden_state[0] for one in alone])
+    for way, make in WAYS.items():
+        keywords, real = make(samples)
+        del keywords["labels"]
+        outputs = model(**keywords, use_cache=True, output_hidden_states=True)
+        assert torch.allclose(real(outputs.last_hidden_state), hidden, rtol=0, atol=1e-9), way
+        assert [real(states).shape[0] for states in outputs.hidden_states] == [len(hidden)] * 3
+        assert torch.equal(real(outputs.hidden_states[-1]), real(outputs.last_hidden_state))
+        for number, layer in enumerate(outputs.past_key_values.layers):
+            for part, state in enumerate(layer):
+                expected = torch.cat([one.past_key_values.layers[number][part] for one in alone])
+                assert torch.allclose(state, expected, rtol=0, atol=1e-9), way
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_embeddings_given_in_every_form_equal_ids(cell: str) -> None:
+    model: Any = _classifier(cell, "mean", bidirectional=True).double().eval()
+    samples = _samples("mean")
+    batch = ullage.RaggedBatch.from_samples(samples)
+    expected = model(**batch.to_flattened()).logits
+    embedded = ullage.RaggedBatch({"e": model.model.embed_tokens(batch["input_ids"])}, batch.layout)
+    left = embedded.to_padded(padding_value=float("nan"), side="left")
+    forms = (
+        {"inputs_embeds": embedded["e"][None], "cu_seq_lens_q": batch.cu_seqlens},
+        {"inputs_embeds": left["e"], "attention_mask": left["attention_mask"]},
+        {"inputs_embeds": embedded.to_packed_sequence("e")},
+    )
+    for form in forms:
+        assert torch.allclose(model(**form).logits, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_backpropagation_truncated_across_batches_is_that_of_one_long_run(cell: str) -> None:
+    """Three parts of unequal length, the state handed on in the caller's order: whole if kept, cut if detached."""
+    torch.manual_seed(7)
+    model = RecurrentModel(_config(cell)).double().train()
+    parts = [_samples("tokens", lengths) for lengths in ((3, 8, 1), (6, 2, 2), (1, 4, 9))]
+
+    def run(cut: bool) -> tuple[Tensor, list[Tensor]]:
+        state, total = None, torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            batch = ullage.RaggedBatch.from_samples(part)
+            keywords = batch.to_flattened()
+            del keywords["labels"]
+            outputs = model(**keywords, past_key_values=state, use_cache=True)
+            total = total + outputs.last_hidden_state.square().sum()
+            state = outputs.past_key_values.detach() if cut else outputs.past_key_values
+        gradients = torch.autograd.grad(total, list(model.parameters()))
+        return total.detach(), list(gradients)
+
+    joined = [torch.cat([part[i]["input_ids"] for part in parts])[None] for i in range(3)]
+    whole = sum(model(input_ids=ids).last_hidden_state.square().sum() for ids in joined)
+    expected = torch.autograd.grad(whole, list(model.parameters()))  # pyright: ignore
+    total, gradients = run(cut=False)
+    assert torch.allclose(total, whole, rtol=1e-12)  # pyright: ignore
+    assert all(torch.allclose(g, e, rtol=0, atol=1e-9) for g, e in zip(gradients, expected))
+    total, gradients = run(cut=True)
+    assert torch.allclose(total, whole, rtol=1e-12)  # pyright: ignore
+    assert not all(torch.allclose(g, e, rtol=0, atol=1e-6) for g, e in zip(gradients, expected))

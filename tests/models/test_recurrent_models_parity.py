@@ -1,0 +1,276 @@
+"""A ragged batch through a recurrent model equals its sequences run one by one, whichever way they come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ullage
+from tests.support.recurrent_ways import WAYS, Samples, padded
+from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentModel, RecurrentState
+from ullage.models.cells import cell_class
+from ullage.models.schedule import Schedule
+
+pytestmark = pytest.mark.parity
+
+CPU = torch.device("cpu")
+CLASSICAL = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = (*CLASSICAL, "mingru", "minlstm")
+LENGTHS = (5, 1, 9, 3, 9, 14)
+VOCABULARY = 37
+
+
+def _config(cell: str = "lstm", **changes: Any) -> RecurrentConfig:
+    return RecurrentConfig(cell=cell, **{"vocab_size": VOCABULARY, "hidden_size": 12, "pad_token_id": 0, **changes})
+
+
+def _model(cell: str = "lstm", **changes: Any) -> RecurrentForCausalLM:
+    torch.manual_seed(3)
+    return RecurrentForCausalLM(_config(cell, **changes))
+
+
+def _samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Samples:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def _one_by_one(model: RecurrentForCausalLM, samples: Samples) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits [T, V], the token mean of the loss, and its gradients, from single dense rows and torch's own loss."""
+    logits = [model(input_ids=sample["input_ids"][None]).logits[0] for sample in samples]
+    counted = sum(len(sample["labels"]) - 1 for sample in samples)
+    losses = [
+        torch.nn.functional.cross_entropy(row[:-1], sample["labels"][1:], reduction="sum")
+        for row, sample in zip(logits, samples)
+    ]
+    loss = torch.stack(losses).sum() / counted
+    loss.backward()
+    return torch.cat(logits).detach(), loss.detach(), _gradients(model)
+
+
+SHAPES = {
+    "one layer": {},
+    "three, normed": {"num_hidden_layers": 3, "residual": True, "layer_norm": True},
+    "two, residual": {"num_hidden_layers": 2, "residual": True},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:
+    samples = _samples()
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        model: Any = _model(cell, **SHAPES[shape])
+        model = model.to(dtype).train()
+        logits, loss, gradients = _one_by_one(model, samples)
+        assert len(gradients) == len(list(model.parameters()))
+        for way, make in WAYS.items():
+            keywords, real = make(samples)
+            outputs = model(**keywords)
+            outputs.loss.backward()
+            found = _gradients(model)
+            assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance), way
+            assert abs(float(outputs.loss.detach() - loss)) < tolerance, way
+            assert outputs.past_key_values is None
+            for name, gradient in gradients.items():
+                assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), (way, name)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from(CELLS), st.integers(0, 99))
+def test_any_lengths_equal_one_by_one(lengths: list[int], cell: str, seed: int) -> None:
+    samples = _samples((*lengths, 2), seed)
+    model = _model(cell, num_hidden_layers=2).double().train()
+    logits, loss, gradients = _one_by_one(model, samples)
+    outputs = model(**ullage.RaggedBatch.from_samples(samples).to_flattened())
+    outputs.loss.backward()
+    found = _gradients(model)
+    assert torch.allclose(outputs.logits[0], logits, rtol=0, atol=1e-9)
+    assert abs(float(outputs.loss.detach() - loss)) < 1e-9
+    assert all(torch.allclose(found[name], gradients[name], rtol=0, atol=1e-9) for name in gradients)
+
+
+def test_rectangles_that_pad_equal_one_by_one() -> None:
+    """Long and many enough that the cheapest staircase runs rows past their end."""
+    lengths = tuple(range(40, 0, -3))
+    schedule = Schedule.ragged(np.array(lengths), 12, CPU, keep_state=False)
+    assert 1 < len(schedule.windows) < len(lengths)
+    assert schedule.size > sum(lengths)
+    samples = _samples(lengths)
+    model = _model(num_hidden_layers=2, layer_norm=True).train()
+    logits, loss, gradients = _one_by_one(model, samples)
+    outputs = model(**ullage.RaggedBatch.from_samples(samples).to_flattened())
+    outputs.loss.backward()
+    found = _gradients(model)
+    assert torch.allclose(outputs.logits[0], logits, rtol=0, atol=1e-5)
+    assert abs(float(outputs.loss.detach() - loss)) < 1e-5
+    assert all(torch.allclose(found[name], gradients[name], rtol=0, atol=1e-5) for name in gradients)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_no_bit_and_gets_zero_logits(side: str) -> None:
+    model = _model().train()
+    results = []
+    for poison in (0, 36):
+        rows, mask = padded(_samples(), side, poison)
+        outputs = model(**rows)
+        outputs.loss.backward()
+        assert not outputs.logits[~mask].any()
+        results.append((outputs.logits, outputs.loss, _gradients(model)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
+
+
+def _torch_layer(cell: Any) -> torch.nn.RNNBase:
+    """Torch's own layer with the cell's weights."""
+    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell.kernel, torch.nn.RNN)
+    more = {"nonlinearity": cell.kernel[4:]} if kind is torch.nn.RNN else {}
+    layer = kind(cell.input_size, cell.hidden_size, **more).to(cell.weight_ih_l0.dtype)
+    layer.load_state_dict(cell.state_dict())
+    return layer
+
+
+@pytest.mark.parametrize("cell", CLASSICAL)
+@pytest.mark.parametrize("packed", [False, True], ids=["staircase", "packed"])
+def test_cells_equal_torch_on_single_sequences(cell: str, packed: bool) -> None:
+    torch.manual_seed(1)
+    layer: Any = cell_class(cell)(6, 4).double()
+    reference = _torch_layer(layer)
+    lengths = np.array([3, 0, 7, 1, 7, 4])
+    values = torch.randn(int(lengths.sum()), 6, dtype=torch.float64)
+    start = tuple(torch.randn(6, 4, dtype=torch.float64) for _ in layer.state_names)
+    schedule = Schedule.ragged(lengths, 4, CPU, keep_state=True, run_order="packed" if packed else "staircase")
+    run, final = layer(schedule.place(values), schedule, start)
+    outputs = schedule.take(run).split(lengths.tolist())
+    assert final is not None
+    for i, part in enumerate(values.split(lengths.tolist())):
+        own = tuple(s[i : i + 1] for s in start)
+        if not len(part):  # a sequence of no tokens keeps its state
+            assert all(torch.equal(f[i : i + 1], s) for f, s in zip(final, own))
+            continue
+        expected, end = reference(part, own if len(start) > 1 else own[0])
+        assert torch.allclose(outputs[i], expected, rtol=0, atol=1e-12)
+        ends = end if isinstance(end, tuple) else (end,)
+        assert all(torch.allclose(f[i : i + 1], e, rtol=0, atol=1e-12) for f, e in zip(final, ends))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_of_values_and_states_are_right(cell: str) -> None:
+    torch.manual_seed(2)
+    layer = cell_class(cell)(3, 3).double()
+    lengths = np.array([2, 4, 1])
+    values = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    start = tuple(torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in layer.state_names)
+    schedule = Schedule.ragged(lengths, 3, CPU, layer.run_order(CPU))
+
+    def run(values: Tensor, *start: Tensor) -> tuple[Tensor, ...]:
+        outputs, final = layer(schedule.place(values), schedule, start)
+        return schedule.take(outputs), *final
+
+    assert torch.autograd.gradcheck(run, (values, *start))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (4, 4, 4)], ids=["ragged", "equal"])
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_bidirectional_backbone_turns_at_ragged_ends(cell: str, lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(4)
+    model = RecurrentModel(_config(cell, bidirectional=True, num_hidden_layers=2, residual=True)).double().eval()
+    samples = _samples(lengths)
+    hidden = model(**ullage.RaggedBatch.from_samples(samples).to_flattened(), use_cache=True)
+    parts = hidden.last_hidden_state[0].split(list(lengths))
+    for i, sample in enumerate(samples):
+        single = model(input_ids=sample["input_ids"][None], use_cache=True)
+        assert torch.allclose(parts[i], single.last_hidden_state[0], rtol=0, atol=1e-12)
+        for whole, alone in zip(hidden.past_key_values.layers, single.past_key_values.layers):
+            assert all(torch.allclose(w[i], a[0], rtol=0, atol=1e-12) for w, a in zip(whole, alone))
+    both = (torch.nn.LSTM if cell == "lstm" else torch.nn.GRU)(12, 12, bidirectional=True).double()
+    first: Any = model.layers[0]
+    for suffix, one in zip(("", "_reverse"), first.cells):
+        for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"):
+            getattr(both, name + suffix).data.copy_(getattr(one, name))
+    embedded = model.embed_tokens(samples[0]["input_ids"])
+    run, *_ = first(embedded, Schedule.dense(1, len(embedded), 12))
+    assert torch.allclose(run, both(embedded)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_states_carry_a_batch_from_part_to_part(cell: str) -> None:
+    model = _model(cell, num_hidden_layers=2, layer_norm=True).double().eval()
+    firsts, seconds = _samples((4, 2, 7), 1), _samples((3, 8, 1), 2)
+    joined = [torch.cat([a["input_ids"], b["input_ids"]])[None] for a, b in zip(firsts, seconds)]
+    whole = [model(input_ids=ids).logits[0, len(a["input_ids"]) :] for ids, a in zip(joined, firsts)]
+    state = model(**ullage.RaggedBatch.from_samples(firsts).to_flattened(), use_cache=True).past_key_values
+    assert isinstance(state, RecurrentState)
+    assert state.num_sequences == 3
+    rows, mask = padded(seconds, "right", 5)
+    del rows["labels"]
+    outputs = model(**rows, past_key_values=state.detach(), use_cache=True)
+    assert torch.allclose(outputs.logits[mask], torch.cat(whole), rtol=0, atol=1e-12)
+    alone = model(input_ids=joined[1], use_cache=True).past_key_values
+    for found, expected in zip(outputs.past_key_values.layers, alone.layers):
+        assert all(torch.allclose(f[1], e[0], rtol=0, atol=1e-12) for f, e in zip(found, expected))
+
+
+def test_the_loss_counts_what_it_is_told_to_count() -> None:
+    model = _model().double().train()
+    batch = ullage.RaggedBatch.from_samples(_samples())
+    counted = sum(length - 1 for length in LENGTHS)
+    with torch.no_grad():
+        mean = float(model(**batch.to_flattened()).loss)
+        total = float(model(**batch.to_flattened(), num_items_in_batch=torch.tensor(2 * counted)).loss)
+        shifted = float(model(**batch.with_shift_labels().to_flattened()).loss)
+        raw = batch.to_flattened()
+        raw["labels"] = batch["labels"][None]  # first labels not ignored: they count nowhere all the same
+        unmarked = float(model(**raw).loss)
+        silent = float(model(**batch.placeholder().to_flattened(), num_items_in_batch=counted).loss)
+    assert mean == pytest.approx(2 * total, abs=1e-12)
+    assert shifted == pytest.approx(mean, abs=1e-12)
+    assert unmarked == pytest.approx(mean, abs=1e-12)
+    assert silent == 0.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_gradient_checkpointing_changes_no_gradient(cell: str, reentrant: bool) -> None:
+    model = _model(cell, num_hidden_layers=3, residual=True).double().train()
+    batch = ullage.RaggedBatch.from_samples(_samples()).to_flattened()
+    model(**batch).loss.backward()
+    plain = _gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    layers: Any = model.model.layers
+    assert all(layer.gradient_checkpointing for layer in layers)
+    model(**batch).loss.backward()
+    again = _gradients(model)
+    assert all(torch.allclose(again[name], plain[name], rtol=0, atol=1e-12) for name in plain)
+
+
+def test_dropout_works_in_training_alone() -> None:
+    model = _model(num_hidden_layers=2, dropout=0.5)
+    batch = ullage.RaggedBatch.from_samples(_samples()).to_flattened()
+    model.eval()
+    assert torch.equal(model(**batch).logits, model(**batch).logits)
+    model.train()
+    assert not torch.equal(model(**batch).logits, model(**batch).logits)
+
+
+def test_embeddings_given_equal_embeddings_looked_up() -> None:
+    model = _model().eval()
+    rows, _ = padded(_samples(), "left", 0)
+    embedded = model.model.embed_tokens(rows["input_ids"])
+    given = model(inputs_embeds=embedded, attention_mask=rows["attention_mask"])
+    looked_up = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
+    assert torch.equal(given.logits, looked_up.logits)

@@ -1,0 +1,70 @@
+"""``TransformerCost.from_config`` against what torch counts while the model runs; attention as matrix products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from ullage import InputError, TransformerCost
+
+pytestmark = pytest.mark.parity
+
+_SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "vocab_size": 67,
+}
+_KEYS = {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": (transformers.LlamaConfig, _SMALL | _KEYS),
+    "llama, wide heads": (transformers.LlamaConfig, _SMALL | _KEYS | {"head_dim": 20}),
+    "mistral": (transformers.MistralConfig, _SMALL | _KEYS | {"sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, _SMALL | _KEYS),
+    "qwen3": (transformers.Qwen3Config, _SMALL | _KEYS | {"head_dim": 16}),
+    "gemma": (transformers.GemmaConfig, _SMALL | _KEYS | {"head_dim": 8}),
+    "phi": (transformers.PhiConfig, _SMALL),
+    "gpt_neox": (transformers.GPTNeoXConfig, _SMALL),
+    "gpt2": (transformers.GPT2Config, {"n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 67}),
+    "opt": (transformers.OPTConfig, {"hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
+                                     "vocab_size": 67, "word_embed_proj_dim": 48}),
+    "mixtral": (transformers.MixtralConfig, _SMALL | _KEYS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [[1], [7], [19, 5, 33]])
+def test_forward_flops_are_exact(name: str, lengths: list[int]) -> None:
+    kind, fields = CONFIGS[name]
+    config = kind(**fields)
+    config._attn_implementation = "eager"
+    if name == "mixtral":
+        config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    counted = 0
+    for length in lengths:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros((1, length), dtype=torch.long), use_cache=False)
+        counted += counter.get_total_flops()
+    cost = TransformerCost.from_config(config)
+    assert cost.flops(sum(lengths), sum(length**2 for length in lengths)) == counted
+    assert TransformerCost.from_config(config.to_dict()) == cost
+
+
+def test_training_takes_three_times_as_many() -> None:
+    config = transformers.LlamaConfig(**_SMALL)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros((1, 11), dtype=torch.long), use_cache=False).logits.sum().backward()
+    assert 3 * TransformerCost.from_config(config).flops(11, 121) == counter.get_total_flops()
+
+
+def test_a_config_without_a_formula_is_refused() -> None:
+    with pytest.raises(InputError, match=r"lacks a field.*hidden_size or n_embd or d_model"):
+        TransformerCost.from_config({})
+    with pytest.raises(InputError, match=r"mixture of experts.*deepseek_v3"):
+        TransformerCost.from_config(transformers.DeepseekV3Config())

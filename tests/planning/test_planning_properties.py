@@ -1,0 +1,149 @@
+"""What holds for every plan: each sequence once, nothing over capacity, never below the bound, the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from tests.support.drawing import lengths as drawn
+from ullage.planning.bounds import bin_bound
+
+pytestmark = pytest.mark.property
+
+_SHAPES = ("uniform", "small", "heavy", "equal", "two", "zeros", "edges")
+
+
+def _lengths(generator: np.random.Generator, shape: str, n: int, capacity: int) -> np.ndarray:
+    if shape == "uniform":
+        return generator.integers(0, capacity + 1, n)
+    if shape == "small":
+        return generator.integers(0, max(1, capacity // 8) + 1, n)
+    if shape == "heavy":
+        return np.minimum(1 + capacity / 40 * generator.pareto(1.0, n), capacity).astype(np.int64)
+    if shape == "equal":
+        return np.full(n, generator.integers(1, capacity + 1))
+    if shape == "two":
+        return np.where(generator.random(n) < 0.2, capacity // 2 + 1, capacity // 9 + 1)
+    if shape == "edges":
+        edges = np.array([0, 1, capacity // 2, capacity // 2 + 1, capacity - 1, capacity, capacity + 1])
+        return generator.choice(edges, n)
+    return generator.integers(0, 2, n)
+
+
+def instance(seed: int) -> tuple[np.ndarray, dict]:
+    """Lengths and options of a random request that can be met."""
+    generator = np.random.default_rng(seed)
+    capacity = int(generator.integers(4, 4000))
+    options: dict = {
+        "ranks": int(generator.choice([1, 2, 3, 4, 7, 8, 16])),
+        "capacity": capacity,
+        "strategy": str(generator.choice(["balanced", "balanced", "balanced", "next_fit"])),
+        "sync": str(generator.choice(["microbatch", "step"])),
+        "microbatch_multiple": int(generator.choice([1, 1, 2, 3])),
+        "pad_to_multiple_of": int(generator.choice([1, 1, 2, 4])),
+        "oversize": str(generator.choice(["truncate", "drop"])),
+    }
+    lengths = _lengths(generator, str(generator.choice(_SHAPES)), int(generator.integers(0, 120)), capacity)
+    if generator.random() < 0.2:
+        options["max_sequences"] = int(generator.integers(1, 9))
+    if generator.random() < 0.2:
+        options["cost"] = [ullage.TransformerCost(1, 0), lambda x: np.sqrt(x), lambda x: 0 * x][generator.integers(3)]
+    if generator.random() < 0.2 and options["strategy"] == "balanced":
+        options["context_parallel"] = "auto"
+        lengths = lengths * int(generator.integers(1, 3))
+    if generator.random() < 0.15 and "max_sequences" not in options:
+        lengths = np.minimum(lengths, capacity // 3)
+        groups = generator.integers(-6, max(1, len(lengths) // 2), len(lengths))
+        fits = (
+            np.bincount(
+                groups + 6, weights=-(-lengths // options["pad_to_multiple_of"]) * options["pad_to_multiple_of"]
+            )
+            <= capacity
+        )
+        options["keep_together"] = np.where(fits[groups + 6], groups, -1)
+    return lengths, options
+
+
+def check_instance(lengths: np.ndarray, options: dict) -> ullage.Plan:
+    plan = ullage.plan(lengths, **options)
+    assert plan.problems() == []
+    found = plan.statistics()
+    assert found.tokens_in == int(lengths.sum()) == found.num_tokens + found.truncated_tokens + found.dropped_tokens
+    assert found.num_microbatches >= found.lower_bound
+    assert found.critical_path >= found.critical_path_bound * (1 - 1e-9)
+    assert found.rank_imbalance >= found.rank_imbalance_bound * (1 - 1e-9)
+    assert found.critical_path >= found.rank_imbalance * (1 - 1e-9)
+    assert ullage.Plan.from_json(plan.to_json()) == plan
+    if "context_parallel" not in options:
+        longest = options["capacity"] // options["pad_to_multiple_of"] * options["pad_to_multiple_of"]
+        if options["oversize"] == "drop":
+            assert np.array_equal(plan.bins >= 0, lengths <= longest), "one exactly as long as the capacity is kept"
+        assert np.array_equal(plan.lengths[plan.order], np.minimum(lengths, longest)[plan.order])
+    groups = options.get("keep_together")
+    if groups is not None:
+        for group in np.unique(groups[groups >= 0]):
+            assert len(np.unique(plan.bins[(groups == group) & (plan.bins >= 0)])) <= 1
+    return plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_request_that_can_be_met_is_met(seed: int) -> None:
+    check_instance(*instance(seed))
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests() -> None:
+    for seed in range(10_000):
+        lengths, options = instance(1_000_000 + seed)
+        try:
+            check_instance(lengths, options)
+        except Exception as error:
+            raise AssertionError(f"instance {1_000_000 + seed}: {options}") from error
+
+
+def digest_of_many(seeds: range) -> str:
+    digest = hashlib.sha256()
+    for seed in seeds:
+        lengths, options = instance(seed)
+        digest.update(ullage.plan(lengths, **options).digest.encode())
+    return digest.hexdigest()
+
+
+def test_another_process_makes_the_same_plans() -> None:
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]; import tests.planning.test_planning_properties as t;"
+        "print(t.digest_of_many(range(200)))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, *sys.path[:3], "."], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert other.stdout.strip() == digest_of_many(range(200))
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn(150, high=300, max_size=200), st.sampled_from([300, 301, 450, 599, 600, 900]))
+def test_pack_dataset_fills_bins_that_hold_everything_once(lengths: list[int], capacity: int) -> None:
+    ids, cu_ids = ullage.pack_lengths(lengths, capacity)
+    assert sorted(ids.tolist()) == list(range(len(lengths)))
+    held = [sum(lengths[i] for i in ids[a:b]) for a, b in itertools.pairwise(cu_ids)]
+    assert max(held, default=0) <= capacity
+    assert len(held) >= bin_bound(np.array(lengths, np.int64), capacity)
+    # Best fit never leaves two bins that would fit into one.
+    assert all(a + b > capacity for a, b in itertools.pairwise(sorted(held)))
+
+
+def test_order_of_arrival_does_not_change_the_quality() -> None:
+    generator = np.random.default_rng(5)
+    lengths = generator.integers(1, 500, 200)
+    first = ullage.plan(lengths, ranks=4, capacity=1000).statistics()
+    again = ullage.plan(lengths[generator.permutation(200)], ranks=4, capacity=1000).statistics()
+    assert first.critical_path == again.critical_path

@@ -1,0 +1,34 @@
+"""The pages that say torchrun run on several processes as they stand: their snippets, top to bottom, on every rank."""
+
+import re
+import socket
+
+import pytest
+
+from tests.support.launch import ROOT
+from tests.support.page_cases import blocks, run_page
+from tests.support.processes import run, values
+
+pytestmark = pytest.mark.distributed
+
+WORLDS = {"context_parallel.md": 4, "exchange.md": 2, "fsdp.md": 2}
+
+
+def test_every_page_that_joins_torchruns_processes_runs_on_several():
+    pages = [
+        page for page in (ROOT / "docs").rglob("*.md") if re.search("WORLD_SIZE|make_topology", "".join(blocks(page)))
+    ]
+    assert {page.name for page in pages} == set(WORLDS)
+
+
+@pytest.mark.parametrize(
+    ("page", "world"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md")) for case in WORLDS.items()],
+)
+def test_the_snippets_of_a_distributed_page_run_on_several_processes(page, world, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = values(run(run_page, world, str(ROOT / "docs" / page), str(tmp_path), port, joined=False))
+    assert found == [found[0]] * world
+    assert found[0] > 1

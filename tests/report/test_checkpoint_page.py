@@ -1,0 +1,150 @@
+"""The page of a checkpoint: what it draws is what the layout says, and it is one file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from ullage.checkpoint.inventory import Group, Inventory, Problem, Topology
+from ullage.report.checkpoint import checkpoint_page, draw
+from ullage.report.page import size
+
+
+def group(lengths: list[int], ranks: int, names: list[str] | None = None, booked: tuple[int, ...] = ()) -> Group:
+    """A group of stage 1: parameters end to end, partitions of equal, even size."""
+    layout = ullage.Layout(lengths)
+    part = -(-layout.size // (2 * ranks)) * 2
+    names = names or [f"layers.{i}.weight" for i in range(len(lengths))]
+    return Group(0, 0, tuple(names), layout.pieces(np.arange(ranks + 1) * part), part, ranks, booked)
+
+
+def page(*groups: Group, problems: tuple[Problem, ...] = ()) -> str:
+    topology = Topology(1, "BF16_Optimizer", dp=groups[0].num_shards if groups else 1)
+    return checkpoint_page(Inventory(Path("runs/global_step7"), "zero", topology, (), (), groups), problems)
+
+
+def story() -> Group:
+    """266,240 elements over 768 ranks of 348, all padding booked on the last."""
+    return group([4096] * 65, 768, booked=(0,) * 767 + (1024,))
+
+
+class Bars(HTMLParser):
+    """The bars of a page: label → [(class, x, width)], in per cent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars: dict[str, list[tuple[str, float, float]]] = {}
+        self.open: list[str] = []
+        self.label = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        assert not {"src", "href"} & found.keys(), found
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+        if tag == "svg" and "bar" in found.get("class", "").split():
+            self.label = found["aria-label"]
+            self.bars[self.label] = []
+        if tag == "rect" and found.get("x"):
+            self.bars[self.label].append((found["class"], float(found["x"][:-1]), float(found["width"][:-1])))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def bars_of(text: str) -> dict[str, list[tuple[str, float, float]]]:
+    parser = Bars()
+    parser.feed(text)
+    assert parser.open == []
+    return parser.bars
+
+
+def test_a_padding_of_1024_over_three_shards_can_be_seen() -> None:
+    text = page(story())
+    bars = bars_of(text)
+    assert "1,024 elements of padding" in text
+    assert "20 + 328 padding" in text
+    assert text.count("0 + 348 padding") == 2
+    for rank, width in (("rank 765", 100 * 328 / 348), ("rank 766", 100.0), ("rank 767", 100.0)):
+        hatched = [w for style, _, w in bars[rank] if style == "padding"]
+        assert len(hatched) == 1
+        assert abs(hatched[0] - width) < 0.001
+    assert all(style != "padding" for style, _, _ in bars["rank 764"])
+    tail = [w for style, _, w in bars["ranks 764–767"] if style == "padding"]
+    assert len(tail) == 1
+    assert abs(tail[0] - 100 * 1024 / (4 * 348)) < 0.001
+    assert "768 shards of 348" in text
+    assert "book 1,024 of it on rank 767" in text
+    assert "−676" in text
+
+
+def test_the_page_stands_alone() -> None:
+    text = page(story())
+    assert "<script" not in text
+    assert not re.findall(r"https?://|url\((?!#)|@import", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert len(text) < 200_000
+
+
+def test_names_are_escaped_and_problems_said() -> None:
+    text = page(group([5], 1, ["<b>&.weight"]), problems=(Problem("a shard is missing", rank=3),))
+    assert "<b>" not in text
+    assert "&lt;b&gt;&amp;.weight" in text
+    assert "a shard is missing (rank 3)" in text
+
+
+def test_a_page_without_groups() -> None:
+    assert bars_of(page()) == {}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=30), st.integers(1, 40))
+def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[int], ranks: int) -> None:
+    drawn = group(lengths if sum(lengths) else [1], ranks)
+    drawing = draw(drawn)
+    padding = drawn.padding_of()
+    rows = [row for row in (*drawing.shards, drawing.whole, drawing.tail) if row is not None and row.boxes]
+    assert rows
+    for row in rows:
+        at = 0.0
+        for box in row.boxes:
+            assert abs(box.start - at) < 0.001
+            at = box.start + box.width
+        assert abs(at - 100) < 0.001
+    for row in drawing.shards:
+        if row.boxes:
+            rank = int(row.label.split()[1])
+            hatched = sum(box.width for box in row.boxes if box.style == "padding")
+            assert abs(hatched * drawn.shard_size / 100 - padding[rank]) < 0.01
+
+
+def test_sizes_read_with_three_digits() -> None:
+    said = [size(n) for n in (0, 999, 1000, 12345, 999_499, 999_500, 3_000_000_000)]
+    assert said == ["0 B", "999 B", "1 kB", "12.3 kB", "999 kB", "1 MB", "3 GB"]
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path: Path, width: int, dark: bool) -> None:
+    long = group([300, 5, 70, 1], 3, [f"model.decoder.layers.{i}.self_attn.{'q' * 60}_proj.weight" for i in range(4)])
+    trouble = Problem("elements are in no fragment", "mp_rank_00/" + "x" * 90 + ".pt", parameter="q" * 90)
+    for number, content in enumerate([page(story()), page(long, problems=(trouble,))]):
+        (tmp_path / f"{number}.html").write_text(content, encoding="utf-8")
+    parts = "h1,h2,h3,p,dt,dd,td,th,li,summary,footer,.label,.number,.swatches span,.bar"
+    for facts in lay_out(sorted(tmp_path.glob("?.html")), tmp_path, parts=parts, width=width, dark=dark).values():
+        check_laid_out(facts, width=width, dark=dark, least=20)

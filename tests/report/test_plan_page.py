@@ -1,0 +1,185 @@
+"""The page of a plan: what its drawings say agrees with the plan, and a browser lays it out without overflow."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import ullage
+from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from ullage.datasets import CAPACITIES, WORKLOADS
+from ullage.report import plan as drawing
+from ullage.report.histogram import histogram, short
+from ullage.report.plan import plan_page
+from ullage.report.timeline import timeline
+
+
+def planned(name, n, ranks, **how):
+    return ullage.plan(WORKLOADS[name](n, 1), ranks=ranks, capacity=CAPACITIES[name], **how)
+
+
+def page_of(name, n, ranks, **how):
+    return plan_page(
+        planned(name, n, ranks, **how), reference=planned(name, n, ranks, **how, strategy="next_fit"), source=name
+    )
+
+
+class Bars(HTMLParser):
+    """The rectangles of each bar, in order, as (class, x, width, title)."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.bars, self.open, self.in_title, self.in_bar = [], [], False, False
+        self.feed(page)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in ("meta", "line", "br"):
+            self.open.append(tag)
+        if tag == "svg":
+            self.in_bar = "bar" in attrs.get("class", "").split()
+            if self.in_bar:
+                self.bars.append([])
+        if tag == "rect" and self.in_bar:
+            self.bars[-1].append([attrs["class"], float(attrs["x"][:-1]), float(attrs["width"][:-1]), ""])
+        self.in_title = tag == "title"
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in ("meta", "line", "br"):
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self.in_title = False
+
+    def handle_data(self, data):
+        if self.in_title and self.in_bar:
+            self.bars[-1][-1][3] += data
+
+
+@pytest.mark.parametrize("how", [{}, {"sync": "step"}, {"pad_to_multiple_of": 64}, {"microbatch_multiple": 4}])
+def test_every_sequence_is_drawn_once_where_the_plan_has_it(how):
+    plan = planned("bimodal", 96, 4, **how)
+    bars = Bars(plan_page(plan)).bars
+    time, memory = bars[1:5], bars[5:9]
+    for rank in range(plan.ranks):
+        expected = np.concatenate([plan.members(m, rank) for m in range(plan.num_microbatches)]).tolist()
+        for row in (time[rank], memory[rank]):
+            titles = " | ".join(title for style, _, _, title in row if style.startswith("s"))
+            drawn = [
+                int(i) for part in re.findall(r"sequences?:? ([\d, ]+)", titles) for i in part.strip(", ").split(", ")
+            ]
+            assert drawn == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"sync": "step"}])
+def test_boxes_of_a_bar_neither_overlap_nor_leave_it(how):
+    for row in Bars(page_of("chat", 300, 6, **how)).bars:
+        end = 0.0
+        for _, x, width, _ in row:
+            assert x >= end - 0.01
+            assert width >= 0
+            end = x + width
+        assert end <= 100.01
+
+
+def test_what_is_hatched_is_what_is_lost():
+    plan = planned("chat", 300, 6)
+    stats, times = plan.statistics(), timeline(plan)
+    bars = Bars(plan_page(plan)).bars
+    waiting = sum(width for row in bars[1:7] for style, _, width, _ in row if style == "wait") / 6
+    assert waiting == pytest.approx(100 * (1 - 1 / stats.critical_path), abs=0.1)
+    ullage_drawn = sum(width for row in bars[7:13] for style, _, width, _ in row if style == "padding") / 6
+    assert ullage_drawn == pytest.approx(100 * stats.ullage, abs=0.1)
+    assert times.end / times.ideal == pytest.approx(stats.critical_path)
+
+
+def test_work_of_a_rank_is_as_wide_as_its_cost():
+    plan = planned("pareto", 64, 4, sync="step")
+    bars = Bars(plan_page(plan)).bars
+    loads = plan.loads.sum(axis=0)
+    for rank in range(4):
+        drawn = sum(width for style, _, width, _ in bars[1 + rank] if style.startswith("s"))
+        assert drawn == pytest.approx(100 * loads[rank] / loads.max(), abs=0.2)
+
+
+def test_dearer_sequences_are_never_paler():
+    plan = planned("uniform", 64, 2)
+    shades = drawing._Shades.of(plan)
+    styles = [int(shades.style(cost)[1:]) for cost in np.sort(plan.costs).tolist()]
+    assert styles == sorted(styles)
+    assert styles[-1] == drawing.NUM_SHADES - 1
+
+
+@pytest.mark.parametrize(
+    ("n", "ranks", "limit"), [(4096, 32, 1_500_000), (20_000, 200, 2_500_000), (30_000, 4, 2_500_000)]
+)
+def test_large_plans_make_pages_of_bounded_size(n, ranks, limit):
+    page = page_of("megatron", n, ranks)
+    assert len(page) < limit
+    bars = Bars(page).bars
+    assert max(map(len, bars)) < 2 * drawing.MAX_BLOCKS
+    assert len(bars) <= 2 + 3 * drawing.MAX_RANKS
+    assert (f"of {ranks} ranks, the dearest among them" in page) == (ranks > drawing.MAX_RANKS)
+    dearest = planned("megatron", n, ranks).loads.sum(axis=0).argmax()
+    assert f'aria-label="rank {dearest}: ' in page
+
+
+def test_page_reaches_for_nothing():
+    page = page_of("chat", 64, 4)
+    for word in ("http:", "https:", "//", "<script", "<link", "@import", "<img", "<iframe", "src=", "onload"):
+        assert word not in page, word
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#hatch", "#wait"}
+
+
+def test_names_are_escaped():
+    page = plan_page(planned("chat", 8, 2), source='<b onclick="x">&')
+    assert "<b onclick" not in page
+    assert "&lt;b onclick" in page
+
+
+def test_lost_sequences_are_said():
+    plan = ullage.plan([10, 200, 30, 400], ranks=2, capacity=100, oversize="truncate")
+    assert "2 sequences truncated by 400 tokens" in plan_page(plan)
+    plan = ullage.plan([10, 200, 30, 400], ranks=2, capacity=100, oversize="drop")
+    assert "2 sequences of 600 tokens dropped" in plan_page(plan)
+
+
+@pytest.mark.parametrize("lengths", [[5], [0, 0, 7], [7, 7, 7], [1, 100_000]])
+def test_small_plans_have_a_page(lengths):
+    plan = ullage.plan(lengths, ranks=4, capacity=100_000)
+    Bars(plan_page(plan, reference=plan))
+
+
+def test_histogram_counts_every_sequence():
+    lengths = WORKLOADS["chat"](1000, 0)
+    picture = histogram(lengths, lengths**2)
+    found = [re.search(r": ([\d,]+) sequences .*?, ([\d.]+) % of the cost", b.title) for b in picture.buckets]
+    assert sum(int(one[1].replace(",", "")) for one in found) == 1000
+    assert sum(float(one[2]) for one in found) == pytest.approx(100, abs=2)
+    assert picture.logarithmic
+    assert max(b.height for b in picture.buckets) == max(b.depth for b in picture.buckets) == 100
+    assert all(0 <= tick.place <= 100 for tick in picture.ticks)
+    assert 2 <= len(picture.ticks) <= 7
+    assert not histogram(np.arange(100, 200), np.arange(100)).logarithmic
+    assert histogram(np.empty(0, np.int64), np.empty(0, np.int64)).buckets == []
+    assert (short(512), short(131_072), short(1536)) == ("512", "128k", "1.5k")
+
+
+PARTS = "h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg"
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    [("chat", 1280, False), ("chat", 400, True), ("megatron", 1280, True), ("megatron", 400, False)],
+)
+def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path, name, width, dark):
+    n, ranks = (64, 4) if name == "chat" else (2048, 32)
+    page = tmp_path / "page.html"
+    page.write_text(page_of(name, n, ranks), encoding="utf-8")
+    [facts] = lay_out([page], tmp_path, parts=PARTS, width=width, dark=dark).values()
+    check_laid_out(facts, width=width, dark=dark, least=40)

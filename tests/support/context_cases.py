@@ -1,0 +1,262 @@
+"""What the ranks of the context-parallel tests run: real models on slices of packed rows, against one process."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
+
+from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
+from ullage import Layout, RaggedBatch
+from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
+from ullage.attention.gathered import computed_pairs, gathered
+from ullage.attention.slices import cut
+from ullage.exchange import Topology
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+
+MODELS = {
+    "llama": {},
+    "llama-grouped": {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 96},
+    "gemma3_text": GEMMA3,
+}
+MORE_MODELS = {
+    "mistral": WINDOWED,
+    "gpt2": GPT2,
+    "qwen3": {},
+    "phi3": {"sliding_window": 100},
+    "deepseek_v3": LATENT,
+    "mixtral": {"num_local_experts": 4},
+}
+WAYS = [(method, order) for method in ("ulysses", "gather") for order in ("zigzag", "contiguous")]
+#: Unequal sequences: of one token, shorter than the slices, longer than all the others together.
+ROWS = ((1, 7, 33, 2, 20, 7, 7, 150, 1), (3,), (1, 1, 1, 1, 1))
+
+
+def groups_of(rank, sizes):
+    """A group of the first ranks for each size, and whether this rank is in it."""
+    return {size: (dist.new_group(list(range(size))), rank < size) for size in sizes}
+
+
+def relative(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def reference(model, batch):
+    out = model(**batch.to_flattened())
+    loss = out.loss.detach().nan_to_num()
+    if int((batch.with_shift_labels()["shift_labels"] != -100).sum()):
+        out.loss.backward()
+    return out.logits[0].detach(), float(loss), gradients(model)
+
+
+def differences(model, batch, group, expected, method, order, **settings):
+    """The worst relative difference of logits, loss and gradients from one process."""
+    keywords = shard_batch(batch, group, order=order)
+    with context_parallel(group, method=method, **settings):
+        out = model(**keywords)
+    out.loss.backward()  # what is recomputed is recomputed outside
+    index = keywords["context_slices"].index
+    real = torch.from_numpy(np.flatnonzero(index < batch.layout.size))
+    logits, total, wanted = expected
+    worst = [relative(out.logits[0].detach()[real], logits[torch.from_numpy(index)[real]]) if len(real) else 0.0]
+    loss = out.loss.detach().clone()
+    dist.all_reduce(loss, group=group)
+    worst.append(abs(float(loss) - total) / max(total, 1e-12))
+    found = gradients(model)
+    for name, gradient in wanted.items():
+        dist.all_reduce(found[name], group=group)
+        worst.append(relative(found[name], gradient))
+    return max(worst)
+
+
+def models_in_worlds(rank, world, names):
+    groups = groups_of(rank, range(1, world + 1))
+    worst = {}
+    for name in names:
+        model = build(name, **{**MODELS, **MORE_MODELS}[name])
+        require_context_parallel(model)
+        for number, lengths in enumerate(ROWS[: 3 if name == "llama" else 1]):
+            batch = RaggedBatch.from_samples(samples_of(lengths))
+            expected = reference(model, batch)
+            for size, (group, member) in groups.items():
+                for method, order in WAYS if member else ():
+                    case = f"{name}, row {number}, cp {size}, {method}, {order}"
+                    worst[case] = differences(model, batch, group, expected, method, order)
+    return worst
+
+
+def checkpointed(rank, world):
+    """Layers that are recomputed in the backward pass, after the context has been left."""
+    model = build("llama")
+    batch = RaggedBatch.from_samples(samples_of(ROWS[0]), pad_to_multiple_of=2 * world)  # and slots with padding
+    expected = reference(model, batch)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return [differences(model, batch, dist.group.WORLD, expected, *way) for way in WAYS]
+
+
+def with_tensor_parallel(rank, world):
+    """tp 2 times cp 2: half of the heads on a rank, and an axis of a topology as the group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    topology = Topology.from_device_mesh(mesh)
+    worst = []
+    for method in ("ulysses", "gather"):
+        batch = RaggedBatch.from_samples(samples_of(ROWS[0]))
+        model = build("llama")
+        logits, loss, _ = reference(model, batch)
+        for layer in model.model.layers:
+            plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+            parallelize_module(layer, mesh["tp"], {**plan, "self_attn.o_proj": RowwiseParallel()})
+        with context_parallel(topology.cp, method=method, fallback=False):
+            keywords = shard_batch(batch, topology.cp)
+            out = model(**keywords)
+        index = torch.from_numpy(keywords["context_slices"].index)
+        total = out.loss.detach().clone()
+        dist.all_reduce(total, group=mesh["cp"].get_group())
+        worst += [relative(out.logits[0].detach(), logits[index]), abs(float(total) - loss) / loss]
+    return max(worst)
+
+
+class CountPairs(TorchFunctionMode):
+    """Pairs of a query and a key in the calls of scaled dot product attention; half of them in causal ones."""
+
+    pairs = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            (count, heads, queries, _), keys = args[0].shape, args[1].shape[2]
+            assert not kwargs.get("is_causal") or queries == keys
+            self.pairs += count * heads * (queries * (queries + 1) // 2 if kwargs.get("is_causal") else queries * keys)
+        return func(*args, **kwargs)
+
+
+def random_attention(rank, world, draws):
+    """The gathered keys against the attention of the whole row, in float64, on drawn lengths, windows and shapes."""
+    groups = groups_of(rank, range(2, world + 1))
+    worst, counted = 0.0, True
+    for draw in range(draws):
+        random = np.random.default_rng(draw)
+        lengths = random.lognormal(2.5, 1.5, random.integers(1, 12)).astype(int).clip(0, 400)
+        lengths[-1] = max(lengths[-1], world)
+        window = [None, 1, 5, 70, 10_000][draw % 5]
+        kv, copies, dim, wide = (int(n) for n in random.integers(1, 4, 4))
+        torch.manual_seed(draw)
+        row = [torch.randn(int(lengths.sum()), heads, size, dtype=torch.float64)
+               for heads, size in ((kv * copies, dim), (kv, dim), (kv, wide))]  # fmt: skip
+        up = torch.randn(len(row[0]), kv * copies, wide, dtype=torch.float64)
+        whole = [tensor.clone().requires_grad_() for tensor in row]
+        expected = packed_attention(whole[0], whole[1], whole[2], lengths.tolist(), window=window, scale=0.3)
+        expected.backward(up)
+        for size, (group, member) in groups.items():
+            if not member:
+                continue
+            slices = cut(Layout(lengths), size, rank, ("zigzag", "contiguous")[draw % 2])
+            index = torch.from_numpy(slices.index)
+            mine = [tensor[index].requires_grad_() for tensor in row]
+            with CountPairs() as count:
+                found = gathered(mine[0], mine[1], mine[2], slices, group, window=window, scale=0.3)
+            counted &= count.pairs == computed_pairs(slices, window) * kv * copies
+            found.backward(up[index])
+            pairs = [(found.detach(), expected.detach())]
+            pairs += [(a.grad, b.grad) for a, b in zip(mine, whole) if a.grad is not None and b.grad is not None]
+            assert len(pairs) == 4
+            worst = max([worst, *(float((a - b[index]).abs().max()) for a, b in pairs if len(index))])
+    return worst, counted
+
+
+def raised(function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def faults(rank, world):
+    """What each rank raises for each fault, and whether the ranks go on to work together after it."""
+    group = dist.group.WORLD
+    model = build("llama")  # four heads, on three ranks
+    batch = RaggedBatch.from_samples(samples_of(ROWS[0]))
+    other = RaggedBatch.from_samples(samples_of((5, *ROWS[0][1:], 1)))
+    expected = reference(model, batch)
+    good = shard_batch(batch, group)
+    last = rank == world - 1
+
+    def forward(keywords, model=model, method="auto", **settings):
+        with context_parallel(group, method=method, **settings):
+            model(**keywords)
+
+    def mask():
+        return {**shard_batch(batch, group), **({"attention_mask": torch.ones_like(good["input_ids"])} if last else {})}
+
+    def short():
+        keywords = shard_batch(batch, group)
+        names = ("input_ids", "position_ids", "labels", "shift_labels")
+        return {**keywords, **({name: keywords[name][:, 1:] for name in names} if last else {})}
+
+    plain = build("llama", "sdpa")
+
+    def at_once():
+        with context_parallel(group):
+            plain(**shard_batch(batch, group))  # no name keeps the row
+
+    def cut_before():
+        rows = [shard_batch(batch, group)]
+        with context_parallel(group):
+            plain(**rows.pop())
+
+    def second_of_two():
+        with context_parallel(group):
+            model(**shard_batch(batch, group))
+        at_once()
+
+    def inner_of_two():
+        with context_parallel(group):
+            model(**shard_batch(batch, group))
+            at_once()
+
+    def own_error():
+        with context_parallel(group):
+            plain(**shard_batch(batch, group))
+            raise ZeroDivisionError("the caller's own")
+
+    def quiet():
+        """What is no fault: blocks without a row, around another, after an error, and after a row that nobody ran."""
+        with context_parallel(group), context_parallel(group, method="gather"):
+            model(**shard_batch(batch, group))
+        raised(own_error)
+        shard_batch(batch, group)
+        with context_parallel(group):
+            pass
+
+    config = RecurrentConfig(vocab_size=97, hidden_size=8)
+    recurrent = RecurrentForCausalLM(config)
+    lines = {
+        "nothing": raised(forward, good),
+        "heads": raised(forward, shard_batch(batch, group), method="ulysses", fallback=False),
+        "heads, auto": raised(forward, shard_batch(batch, group), fallback=False),
+        "another size": raised(forward, shard_batch(batch, 2, 0) if last else shard_batch(batch, group)),
+        "another size everywhere": raised(forward, shard_batch(batch, 2, rank % 2)),
+        "another row": raised(forward, shard_batch(other if last else batch, group)),
+        "another order": raised(forward, shard_batch(batch, group, order="contiguous" if last else "zigzag")),
+        "another method": raised(forward, shard_batch(batch, group), method="gather" if last else "auto"),
+        "mask": raised(forward, mask()),
+        "short": raised(forward, short()),
+        "not cut": raised(forward, batch.to_flattened() if last else shard_batch(batch, group)),
+        "padded": raised(forward, {"input_ids": batch["input_ids"][None]}),
+        "no context": raised(model, **shard_batch(batch, group)),
+        "sdpa": raised(forward, shard_batch(batch, group), build("llama", "sdpa")),
+        "sdpa at once": raised(at_once),
+        "sdpa, cut before": raised(cut_before),
+        "sdpa, second of two": raised(second_of_two),
+        "sdpa, inner of two": raised(inner_of_two),
+        "own error": raised(own_error),
+        "quiet": raised(quiet),
+        "recurrent": raised(forward, shard_batch(batch, group), recurrent),
+        "check sdpa": raised(require_context_parallel, build("llama", "sdpa")),
+        "check recurrent": raised(require_context_parallel, recurrent),
+        "after all": raised(forward, shard_batch(batch, group)),
+    }
+    return lines, differences(model, batch, group, expected, "auto", "zigzag")

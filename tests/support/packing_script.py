@@ -1,0 +1,204 @@
+"""Packed training on one process or several; run by torchrun. ``packing_script.py FOLDER '[[model, stage, options], ...]'``.
+
+Options are those of the arguments, and ``data``: a name of ``DATA``, by rank. A list under ``by_rank`` gives each rank its own.
+"""
+
+import json
+import logging
+import os
+import sys
+
+import datasets
+import torch
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+)
+
+from tests.support import own_losses
+from ullage.errors import UllageError
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.training import RaggedCollator, TrainingArguments
+
+VOCAB = 61
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+#: Of every four sequences three fill most of a microbatch: two ranks get two microbatches, one of the four empty.
+LENGTHS = [100, 99, 97, 20, 88, 20, 100, 95, 90, 19, 99, 98, 96, 100, 21, 93, 97, 95, 99, 22]
+
+
+def make_model(name):
+    torch.manual_seed(0)
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **SPECIAL))
+    if name == "mixtral":
+        experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+        return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
+    if name == "bert":
+        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForTokenClassification(BertConfig(num_labels=VOCAB, **quiet, **SIZES, **SPECIAL))
+    return RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCAB, hidden_size=32, **SPECIAL))
+
+
+def make_samples(lengths=LENGTHS):
+    return [{"input_ids": [(i + k * (i % 7 + 1)) % VOCAB for k in range(n)]} for i, n in enumerate(lengths)]
+
+
+def stream(*sizes):
+    """A data set of a shard per rank, read from beginning to end, the shards of unequal sizes."""
+
+    def read(shards):
+        for shard in shards:
+            first = sum(sizes[:shard])
+            yield from make_samples([10 + first + i for i in range(sizes[shard])])
+
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": list(range(len(sizes)))})
+
+
+def masked(samples, first, last):
+    """The samples, with labels that count nowhere in those from ``first`` to before ``last``."""
+    return [
+        {**sample, "labels": [-100] * len(sample["input_ids"]) if first <= i < last else sample["input_ids"]}
+        for i, sample in enumerate(samples)
+    ]
+
+
+#: What a rank trains on: the same everywhere if not said otherwise.
+DATA = {
+    "lengths": lambda rank: make_samples(),
+    "uneven stream": lambda rank: stream(6, 17),
+    "uneven list": lambda rank: make_samples(LENGTHS[: 12 + 4 * rank]),
+    "empty on rank 0": lambda rank: make_samples(LENGTHS[: 12 * rank]),
+    "other order": lambda rank: make_samples(LENGTHS if rank == 0 else LENGTHS[10:] + LENGTHS[:10]),
+    "other content": lambda rank: [{"input_ids": [rank + i] * 9} for i in range(20)],
+    "a step without labels": lambda rank: masked(make_samples(), 4, 8),
+    "a rank without labels": lambda rank: masked(make_samples(), 4, 6),
+    "one over the capacity": lambda rank: Unmeasured(make_samples([*LENGTHS[:9], 129, *LENGTHS[10:]])),
+}
+
+
+class Unmeasured(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return self.samples[i]
+
+
+class Watch(TrainerCallback):
+    """Wishes to stop on rank 1, after the first step; notes what was agreed before each step."""
+
+    def __init__(self):
+        self.agreed = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.agreed.append(self.trainer._stop_agreed)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer._stop_wish = 15 * (args.process_index == 1 or args.world_size == 1)
+
+
+def zero(stage):
+    sharding = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    return {
+        "zero_optimization": sharding,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **sizes,
+    }
+
+
+def make_trainer(
+    name, folder, stage=0, samples=None, data=None, by_rank=None, collator=None, trainer="Trainer", **options
+):
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    options = {
+        "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
+        "max_steps": 5, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
+        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential", "deepspeed": zero(stage) if stage else None, **options,
+        **{option: values[rank] for option, values in (by_rank or {}).items()},
+    }  # fmt: skip
+    samples = DATA[data or "lengths"](rank) if samples is None else samples
+    return own_losses.ALL[trainer](
+        make_model(name),
+        TrainingArguments(folder, **options),
+        data_collator=collator or RaggedCollator(labels_from="input_ids"),
+        train_dataset=samples,
+        eval_dataset=make_samples(LENGTHS[:7]),
+    )
+
+
+def run(name, folder, stage=0, resume=None, **options):
+    trainer = make_trainer(name, folder, stage, **options)
+    watch = Watch()
+    watch.trainer = trainer
+    trainer.add_callback(watch)
+    real, planned, lengths, pack = [], [], [], trainer._pack
+
+    def counting(batches):
+        packed = pack(batches)
+        real.append(sum(len(microbatch) > 0 for microbatch in packed.microbatches))
+        planned.append(packed.plan.num_microbatches)
+        lengths.append(packed.plan.original_lengths.tolist())
+        return packed
+
+    trainer._pack = counting
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ullage").addHandler(handler)
+    try:
+        metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
+    finally:
+        logging.getLogger("ullage").removeHandler(handler)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logged],
+        "norms": [entry["grad_norm"] for entry in logged],
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "real": real,
+        "planned": planned,
+        "lengths": lengths,
+        "watched": sorted(logged[0]),
+        "metrics": metrics,
+        "said": said,
+        "agreed": watch.agreed,
+        "flos": trainer.state.total_flos,
+    }
+
+
+def run_or_fail(name, folder, stage, **options):
+    """What :func:`run` returns, or the error of a run that is refused."""
+    try:
+        return run(name, folder, stage, **options)
+    except UllageError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main():
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    results = [run_or_fail(name, folder, stage, **options) for name, stage, options in cases]
+    with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
+        json.dump(results, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Which checkpoint is converted for which layout, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import real_zero
+from ullage.errors import CheckpointError
+from ullage.training.continuing import Layout, conversion_for, load_optimizer, load_weights
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A Trainer's folder: DeepSpeed's, at ZeRO 2 on three ranks, with a copy of the weights beside it."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoint-7"
+    groups = [{"first.weight": (5, 3), "first.bias": (5,)}, {"last.weight": (2, 5)}]
+    truth = real_zero.write(folder, real_zero.Recipe(stage=2, dp=3, groups=groups))
+    (folder / "latest").write_text("global_step7")
+    (folder / "model.safetensors").write_bytes(b"a copy without an optimizer")
+    return folder, truth
+
+
+def model(width: int = 5) -> torch.nn.Module:
+    return torch.nn.ModuleDict({"first": torch.nn.Linear(3, width), "last": torch.nn.Linear(width, 2, bias=False)})
+
+
+def test_only_another_layout_is_converted(written):
+    folder, _ = written
+    assert conversion_for(folder, Layout(2, 3)) is None
+    for here, format in ((Layout(2, 2), "universal"), (Layout(3, 3), "universal"), (Layout(0, 1), "safetensors")):
+        conversion = conversion_for(folder, here)
+        assert conversion is not None
+        assert (conversion.written, conversion.here, conversion.is_there) == (Layout(2, 3), here, False)
+        assert conversion.target == folder / f"global_step7_{format}"
+    assert str(conversion_for(folder, Layout(0, 1))) == (
+        f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 1 process, without DeepSpeed it is converted to "
+        "global_step7_safetensors"
+    )
+    assert conversion_for(folder.parent, Layout(2, 1)) is None  # no checkpoint of DeepSpeed's
+
+
+def test_what_was_trained_without_deepspeed_is_refused_under_zero(tmp_path):
+    (tmp_path / "optimizer.pt").write_bytes(b"")
+    assert conversion_for(tmp_path, Layout(0, 2)) is None
+    with pytest.raises(CheckpointError, match=r"without DeepSpeed cannot be continued under ZeRO .*optimizer.pt"):
+        conversion_for(tmp_path, Layout(2, 2))
+
+
+def test_weights_and_state_arrive_by_name_bit_for_bit(written):
+    folder, truth = written
+    conversion = conversion_for(folder, Layout(0, 1))
+    assert conversion is not None
+    conversion.run()
+    ours = model()
+    load_weights(ours, conversion)
+    reversed_groups = [{"params": [ours["last"].weight]}, {"params": [ours["first"].bias, ours["first"].weight]}]  # type: ignore[index]
+    optimizer = torch.optim.AdamW(reversed_groups, lr=0.5)
+    load_optimizer(optimizer, ours, conversion)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter.detach(), torch.from_numpy(truth.tensor(name, "fp32").copy()))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[parameter][key], torch.from_numpy(truth.tensor(name, key).copy()))
+        assert float(optimizer.state[parameter]["step"]) == real_zero.STEP
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    again = conversion_for(folder, Layout(0, 2))
+    assert again is not None
+    assert again.is_there
+
+
+def test_what_does_not_fit_is_named_before_anything_is_copied(written):
+    folder, _ = written
+    conversion = conversion_for(folder, Layout(0, 1))
+    assert conversion is not None
+    conversion.run()
+    wider = model(6)
+    before = [parameter.detach().clone() for parameter in wider.parameters()]
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the model .*first.bias: \[5\] in the checkpoint, \[6\] here"
+    ):
+        load_weights(wider, conversion)
+    assert all(torch.equal(a, b) for a, b in zip(before, wider.parameters(), strict=True))
+    more = model()
+    more["extra"] = torch.nn.Linear(2, 2)  # type: ignore[operator]
+    with pytest.raises(
+        CheckpointError, match=r"extra.weight: not in the checkpoint; extra.bias: not in the checkpoint"
+    ):
+        load_weights(more, conversion)
+    with pytest.raises(CheckpointError, match=r"lacks the optimizer's state of these parameters .*extra.weight"):
+        load_optimizer(torch.optim.AdamW(more.parameters()), more, conversion)
+
+
+def test_what_we_cannot_read_is_left_to_deepspeed_and_refused_without_it(written, tmp_path: Path):
+    folder, _ = written
+    torn = tmp_path / "checkpoint-7"
+    shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*optim_states.pt", "*_safetensors"))
+    (torn / "global_step7" / "layer_0_expert_0_mp_rank_00_model_states.pt").write_bytes(b"")
+    assert conversion_for(torn, Layout(1, 1)) is None
+    with pytest.raises(CheckpointError):
+        conversion_for(torn, Layout(0, 1))

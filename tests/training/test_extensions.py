@@ -1,0 +1,94 @@
+"""DeepSpeed's communication starts without a compiler; a lock that a killed process left is removed, a held one not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from tests.support import processes
+from ullage.cli.train_process import one_line_errors
+from ullage.errors import TrainingError
+from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
+from ullage.training.extensions import remove_abandoned_locks
+
+ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+
+
+def without_a_compiler(folder):
+    """Nothing to compile with, and an empty folder of extensions."""
+    os.environ.update(CXX="no-such-compiler", PATH=str(folder), TORCH_EXTENSIONS_DIR=str(folder))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+def start_communication(rank, world, folder):
+    without_a_compiler(folder)
+    import deepspeed
+
+    from ullage.training.deepspeed import init_distributed
+
+    before = vars(deepspeed.ops).get("__compatible_ops__")
+    init_distributed()
+    assert vars(deepspeed.ops).get("__compatible_ops__") is before
+    return deepspeed.comm.comm.cdb.shm_comm_op is None
+
+
+def make_a_trainer(rank, world, folder):
+    """With transformers' own arguments, which tell DeepSpeed nothing."""
+    without_a_compiler(folder)
+    import deepspeed
+    import torch
+    import transformers
+
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, deepspeed=ZERO, report_to=[])
+    Trainer(torch.nn.Linear(2, 2), arguments, train_dataset=[{"input": torch.zeros(2)}])
+    return deepspeed.comm.comm.cdb.shm_comm_op is None
+
+
+@pytest.mark.parametrize("start", [start_communication, make_a_trainer])
+def test_deepspeeds_communication_starts_without_a_compiler(start, tmp_path):
+    outcome = processes.run(start, 1, tmp_path, method="fork")
+    assert processes.values(outcome) == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def compile_an_optimizer(rank, world, folder):
+    without_a_compiler(folder)
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with pytest.raises(TrainingError) as raised, one_line_errors():
+        DeepSpeedCPUAdam([torch.zeros(2, requires_grad=True)])
+    return str(raised.value)
+
+
+def test_an_optimizer_that_cannot_be_compiled_is_said_in_one_line(tmp_path):
+    (said,) = processes.values(processes.run(compile_an_optimizer, 1, tmp_path, method="fork"))
+    assert said.startswith(
+        "DeepSpeed compiles the optimizer that its configuration asks for, and there is no C++ compiler (--deepspeed): "
+        "expected 'no-such-compiler' on the path, found "
+    )
+    assert said.endswith(
+        "Install one (Debian: apt install g++), or leave optimizer and offload_optimizer out of the configuration, "
+        "which then trains with torch's own"
+    )
+    assert "\n" not in said
+
+
+def test_only_locks_that_nobody_holds_are_removed(tmp_path):
+    for name in ("held", "left"):
+        (tmp_path / name).mkdir()
+    held = FileBaton(str(tmp_path / "held" / "lock"))
+    assert held.try_acquire()
+    script = "import os, sys; from torch.utils.file_baton import FileBaton; FileBaton(sys.argv[1]).try_acquire(); os._exit(9)"
+    left = tmp_path / "left" / "lock"
+    assert subprocess.run([sys.executable, "-c", script, str(left)], check=False).returncode == 9
+    assert left.exists()
+    assert remove_abandoned_locks(tmp_path, grace=0.01) == [left]
+    assert not left.exists()
+    assert (tmp_path / "held" / "lock").exists()
+    held.release()
+    assert remove_abandoned_locks(tmp_path, grace=0.01) == []

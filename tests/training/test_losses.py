@@ -1,0 +1,425 @@
+"""Losses that are not the model's own: smoothed labels, functions, overridden methods, and how packing divides them."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.support import own_losses, packing_script
+from ullage import InputError
+from ullage.models import (
+    RecurrentConfig,
+    RecurrentEncoderDecoder,
+    RecurrentEncoderDecoderConfig,
+    RecurrentForCausalLM,
+    RecurrentForTokenClassification,
+)
+from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
+from ullage.training.losses import loss_divides_by_count, loss_shifts
+
+SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+LENGTHS = (9, 3, 14, 1, 6, 11)
+SAMPLES = [{"input_ids": [(i * 5 + k) % 20 + 3 for k in range(n)]} for i, n in enumerate(LENGTHS)]
+
+
+class Renamed(LlamaForCausalLM):
+    """One whose name tells nothing, and whose forward is its base's."""
+
+
+class Extended(LlamaForCausalLM):
+    """One that hands on to its base."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    """One that computes a loss of its own, of which nothing is known but its name."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return {"loss": self.model(input_ids)[0].mean()}
+
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    if issubclass(kind, (RecurrentForCausalLM, RecurrentForTokenClassification)):
+        return kind(RecurrentConfig(cell="gru", **{"vocab_size": 23, "hidden_size": 8, **options}))
+    if kind is RecurrentEncoderDecoder:
+        return kind(RecurrentEncoderDecoderConfig(vocab_size=23, hidden_size=8, pad_token_id=0, bos_token_id=1))
+    if issubclass(kind, LlamaForCausalLM):
+        return kind(LlamaConfig(**SIZES))
+    if kind is GPT2LMHeadModel:
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+        return kind(GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, **quiet))
+    if kind is T5ForConditionalGeneration:
+        special = {"pad_token_id": 0, "decoder_start_token_id": 0}
+        return kind(
+            T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special)
+        )
+    if kind is BartForCausalLM:
+        return kind(
+            BartConfig(vocab_size=23, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8)
+        )
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return kind(BertConfig(num_labels=23, **SIZES, **quiet))
+
+
+def trainer(folder, model, *, kind=Trainer, samples=SAMPLES, collator=None, loss=None, **options):
+    options = {
+        "max_steps": 1, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "logging_steps": 1,
+        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "optim": "sgd",
+        "learning_rate": 0.1, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", **options,
+    }  # fmt: skip
+    return kind(
+        model,
+        TrainingArguments(str(folder), **options),
+        data_collator=collator or RaggedCollator(labels_from="input_ids"),
+        train_dataset=samples,
+        eval_dataset=samples,
+        compute_loss_func=loss,
+    )
+
+
+def trained(*args, **options):
+    """The losses and gradient norms of a run."""
+    mine = trainer(*args, **options)
+    mine.train()
+    return [(entry["loss"], entry["grad_norm"]) for entry in mine.state.log_history if "loss" in entry]
+
+
+def close(one, other, rel=1e-5):
+    return [pytest.approx(pair, rel=rel) for pair in one] == other
+
+
+# Where labels are shifted.
+
+
+@pytest.mark.parametrize(
+    ("kind", "shifts", "divides"),
+    [
+        (LlamaForCausalLM, True, True),
+        (GPT2LMHeadModel, True, True),  # its class is in none of transformers' lists of losses
+        (BartForCausalLM, False, False),  # named as if it shifted; its labels are "not shifted inside the model"
+        (BertForMaskedLM, False, False),
+        (BertForTokenClassification, False, False),
+        (T5ForConditionalGeneration, False, False),
+        (RecurrentForCausalLM, True, True),
+        (RecurrentForTokenClassification, False, True),
+        (RecurrentEncoderDecoder, False, True),
+        (Renamed, True, True),
+        (Extended, True, False),
+        (OwnForCausalLM, True, False),
+    ],
+)
+def test_what_a_loss_does_is_read_off_its_source(kind, shifts, divides):
+    model = make(kind)
+    assert (loss_shifts(model), loss_divides_by_count(model)) == (shifts, divides)
+
+
+def slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def smoothed(logits, targets, factor=0.1):
+    return float(cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=factor))
+
+
+def by_hand(model, samples, *, next_token):
+    """The smoothed loss of sequences run one by one."""
+    total, number = 0.0, 0
+    with torch.no_grad():
+        for sample in samples:
+            ids = torch.tensor([sample["input_ids"]])
+            logits = model(input_ids=ids).logits
+            logits, targets = (logits[:, :-1], ids[:, 1:]) if next_token else (logits, ids)
+            if targets.numel():
+                total, number = total + smoothed(logits, targets) * targets.numel(), number + targets.numel()
+    return total / number
+
+
+RAGGED, PACKED_SEQUENCES = RaggedCollator(labels_from="input_ids"), PackedSequenceCollator("input_ids")
+
+
+@pytest.mark.parametrize(
+    ("kind", "collator", "capacities"),
+    [
+        (RecurrentForCausalLM, RAGGED, (None, 20)),
+        slowly(RecurrentForCausalLM, PACKED_SEQUENCES, (None,)),
+        slowly(LlamaForCausalLM, RAGGED, (None, 20)),
+        slowly(Renamed, RAGGED, (None, 20)),
+        slowly(Extended, RAGGED, (None, 20)),
+    ],
+)
+def test_smoothed_labels_are_shifted_where_the_loss_shifts(kind, collator, capacities, tmp_path):
+    expected = by_hand(make(kind), SAMPLES, next_token=True)
+    assert abs(expected - by_hand(make(kind), SAMPLES, next_token=False)) > 3e-4
+    for packing in ({"packing_capacity": capacity} for capacity in capacities):
+        mine = trainer(tmp_path, make(kind), collator=collator, label_smoothing_factor=0.1, **packing)
+        assert mine.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+        mine.train()
+        assert mine.state.log_history[-2]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_smoothed_labels_of_tokens_stay_under_their_tokens(tmp_path):
+    model = make(RecurrentForTokenClassification, num_labels=23)
+    expected = by_hand(model, SAMPLES, next_token=False)
+    for packing in ({}, {"packing_capacity": 20}):
+        (loss, _), = trained(tmp_path, make(RecurrentForTokenClassification, num_labels=23), label_smoothing_factor=0.1, **packing)  # fmt: skip
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [{}, {"packing_capacity": 40}])
+def test_a_smoothed_recurrent_model_learns_the_next_token_not_its_input(packing, tmp_path):
+    samples = [{"input_ids": [(i + k) % 19 + 3 for k in range(4 + i % 9)]} for i in range(24)]
+    mine = trainer(
+        tmp_path, make(RecurrentForCausalLM, hidden_size=24), samples=samples, label_smoothing_factor=0.1,
+        max_steps=80, per_device_train_batch_size=8, optim="adamw_torch", learning_rate=0.02, **packing,
+    )  # fmt: skip
+    mine.train()
+    ids = torch.tensor([samples[3]["input_ids"]])
+    guesses = mine.model(input_ids=ids).logits.argmax(-1)
+    assert (guesses[:, :-1] == ids[:, 1:]).all()
+    assert not (guesses == ids).any()
+
+
+@pytest.mark.parametrize("flattened", [False, slowly(True)])
+def test_an_encoder_decoder_reads_its_labels_where_they_are_smoothed(flattened, tmp_path):
+    """The labels are taken away before the model runs, and with them what its decoder would have read."""
+    samples = [{"input_ids": s["input_ids"], "labels": s["input_ids"][::-1][:4]} for s in SAMPLES]
+    model, total, number = make(RecurrentEncoderDecoder), 0.0, 0
+    with torch.no_grad():
+        for sample in samples:
+            labels = torch.tensor([sample["labels"]])
+            logits = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels).logits
+            total, number = total + smoothed(logits, labels) * labels.numel(), number + labels.numel()
+    collator = Seq2SeqCollator(flattened=flattened)
+    mine = trainer(
+        tmp_path, model, samples=samples, collator=collator, label_smoothing_factor=0.1, remove_unused_columns=False
+    )
+    mine.train()
+    assert mine.state.log_history[-2]["loss"] == pytest.approx(total / number, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_auxiliary_loss_that_smoothing_leaves_out_is_not_weighed(tmp_path):
+    losses = []
+    for packing in ({"packing_capacity": None}, {"packing_capacity": 128}):
+        mine = packing_script.make_trainer("mixtral", str(tmp_path), max_steps=1, label_smoothing_factor=0.1, **packing)
+        mine.model.set_attn_implementation("ullage")
+        mine.train()
+        losses.append(mine.state.log_history[-2]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+# Means and sums without packing.
+
+
+def with_labels(samples):
+    return [{**sample, "labels": sample["input_ids"]} for sample in samples]
+
+
+def padded(samples):
+    """As a collator of transformers would: lengths differ between batches, and so do the labels that count."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    rows = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    full = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in samples]
+    return {
+        name: torch.tensor([sample[name] + [fill] * (width - len(sample[name])) for sample in full])
+        for name, fill in rows.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [BertForTokenClassification, slowly(T5ForConditionalGeneration), slowly(GPT2LMHeadModel), slowly(Extended)],
+)
+def test_accumulated_batches_are_one_batch_whatever_the_model_does_with_the_count(kind, tmp_path):
+    """Most heads of transformers take keywords, and give a mean whatever number of labels they are told."""
+    runs = [
+        trained(tmp_path, make(kind), samples=with_labels(SAMPLES), collator=padded, **options)
+        for options in (
+            {"per_device_train_batch_size": 6},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+        )
+    ]
+    assert close(runs[0], runs[1])
+
+
+# Losses of one's own under packing.
+
+
+def packed_and_not(name, folder, **options):
+    results = []
+    for packing in ({"packing_capacity": None}, {"packing_capacity": 128}):
+        mine = packing_script.make_trainer("llama", str(folder), trainer=name, max_steps=2, **options, **packing)
+        mine.model.set_attn_implementation("ullage")
+        mine.train()
+        results.append([(entry["loss"], entry["grad_norm"]) for entry in mine.state.log_history if "loss" in entry])
+    return results
+
+
+@pytest.mark.parametrize("name", ["Penalised", slowly("Masked"), slowly("Summed")])
+def test_a_declared_loss_is_the_same_with_and_without_packing(name, tmp_path):
+    apart, packed = packed_and_not(name, tmp_path)
+    assert close(apart, packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("Swallowing", "does not take num_items_in_batch"), slowly("Flagged", "has loss_is_scaled_for_ga=False")],
+)
+def test_a_mean_that_nobody_declared_is_taken_for_one_and_said_once(name, reason, tmp_path, caplog):
+    apart, packed = packed_and_not(name, tmp_path)
+    assert close(apart, packed)
+    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.packing"]
+    assert len(told) == 1
+    assert told[0].startswith(f"{name}.compute_loss {reason}: under packing its loss is taken for a mean over labels")
+
+
+def run_packed(folder, kind, **options):
+    mine = trainer(folder, make(RecurrentForCausalLM), kind=kind, packing_capacity=20, **options)
+    mine.train()
+    return mine
+
+
+def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(tmp_path):
+    message = (
+        r"packing must know how a loss of one's own is divided \(Undeclared.compute_loss\): expected packing_loss on the "
+        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)"
+    )
+    with pytest.raises(InputError, match=message):
+        run_packed(tmp_path, own_losses.Undeclared)
+
+    class Unknown(own_losses.Undeclared):
+        packing_loss = "mean"
+
+    message = r"packing_loss is not a known division \(Unknown\): expected 'sum' or 'token_mean' or 'sequence_mean', found mean"
+    with pytest.raises(InputError, match=message):
+        run_packed(tmp_path, Unknown)
+
+
+@pytest.mark.slow
+def test_a_declaration_holds_for_the_loss_that_it_stands_beside(tmp_path):
+    class Later(own_losses.Summed):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return own_losses.mean_loss(model, inputs)
+
+    class Inherits(own_losses.Summed):
+        pass
+
+    with pytest.raises(InputError, match=r"packing must know .* \(Later.compute_loss\)"):
+        run_packed(tmp_path, Later)
+    run_packed(tmp_path, Inherits)
+
+
+@pytest.mark.slow
+def test_a_loss_without_labels_is_divided_by_sequences_or_refused(tmp_path):
+    class ByTokens(own_losses.Contrastive):
+        packing_loss = "token_mean"
+
+    with pytest.raises(InputError, match=r"packing_loss='token_mean' needs labels to count \(ByTokens\)"):
+        run_packed(tmp_path, ByTokens, collator=RaggedCollator())
+
+    class Silent(own_losses.Contrastive):
+        packing_loss = None
+
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            return super().compute_loss(model, inputs, return_outputs)
+
+    with pytest.raises(InputError, match=r"\(Silent.compute_loss\): .* found there are no labels by token"):
+        run_packed(tmp_path, Silent, collator=RaggedCollator())
+
+
+def test_the_models_own_loss_without_labels_is_refused_too(tmp_path):
+    class Energy(RecurrentForCausalLM):
+        def forward(self, input_ids=None, cu_seq_lens_q=None, **kwargs):
+            return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
+
+    arguments = {"collator": RaggedCollator(), "packing_capacity": 20}
+    with pytest.raises(
+        InputError, match=r"packing must know .* \(the model's loss\): .* found there are no labels to count"
+    ):
+        trained(tmp_path, make(Energy), **arguments)
+
+
+def captured(mine):
+    """Trains a step without learning; the plan's microbatches of this rank."""
+    kept, pack = [], mine._pack
+    mine._pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    mine.train()
+    return kept[0].microbatches
+
+
+@pytest.mark.slow
+def test_an_in_batch_contrastive_loss_contrasts_within_a_microbatch(tmp_path):
+    """Weighed by sequences; and where one microbatch holds the batch, it is the loss without packing."""
+    options = {"kind": own_losses.Contrastive, "learning_rate": 0.0, "collator": RaggedCollator()}
+    (alone,) = trained(tmp_path, make(RecurrentForCausalLM), **options)
+    (whole,) = trained(tmp_path, make(RecurrentForCausalLM), packing_capacity=100, **options)
+    assert whole == pytest.approx(alone, rel=1e-5)
+    mine = trainer(tmp_path, make(RecurrentForCausalLM), packing_capacity=20, **options)
+    microbatches = captured(mine)
+    assert [len(each) for each in microbatches].count(0) == 0 < len(microbatches) - 1
+    expected = sum(mine.compute_loss(mine.model, each.to_flattened()).item() * len(each) for each in microbatches)
+    assert mine.state.log_history[-2]["loss"] == pytest.approx(expected / len(SAMPLES), rel=1e-5)
+
+
+def test_a_mean_over_nothing_harms_nothing(tmp_path):
+    """A microbatch in which no label counts, of a loss that is 0 / 0 there."""
+    samples = with_labels(SAMPLES)
+    samples[2] = {**samples[2], "labels": [-100] * 14}
+    runs = [
+        trained(tmp_path, make(RecurrentForCausalLM), kind=own_losses.Masked, samples=samples, **packing)
+        for packing in ({}, {"packing_capacity": 14, "packing_plan_strategy": "next_fit"})
+    ]
+    assert close(runs[0], runs[1])
+
+
+# A function in the place of the model's loss.
+
+
+def mean_of(outputs, labels, **kwargs):
+    return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sum_of(outputs, labels, num_items_in_batch=None):
+    loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return loss / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [mean_of, sum_of])
+def test_a_loss_function_gets_labels_under_their_tokens_and_shifts_them_itself(function, tmp_path):
+    expected = trained(tmp_path, make(RecurrentForCausalLM), max_steps=2)
+    for packing in ({}, {"packing_capacity": 20}):
+        runs = trained(tmp_path, make(RecurrentForCausalLM), loss=function, max_steps=2, **packing)
+        assert close(expected, runs)
+
+
+def strict_sum_of(outputs, labels, num_items_in_batch):
+    return (
+        cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        / num_items_in_batch
+    )
+
+
+def test_a_loss_function_is_given_the_number_of_labels_in_evaluation_too(tmp_path):
+    model = make(RecurrentForCausalLM)
+    expected = trainer(tmp_path, model).evaluate(SAMPLES)["eval_loss"]
+    assert trainer(tmp_path, model, loss=strict_sum_of).evaluate(SAMPLES)["eval_loss"] == pytest.approx(
+        expected, rel=1e-6
+    )

@@ -1,0 +1,221 @@
+"""Metrics on sequences of true length: what they are given at the edges, and what the Trainer does with them."""
+
+import json
+import math
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.modeling_outputs import ModelOutput
+
+from tests.support import metrics_script, story
+from ullage import InputError
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def predict(model, samples, folder, *, batch_size=3, **options):
+    arguments = TrainingArguments(
+        str(folder), per_device_eval_batch_size=batch_size, report_to=[], disable_tqdm=True, **options
+    )
+    return Trainer(model.eval(), arguments, data_collator=RaggedCollator()).predict(samples)
+
+
+def bert(kind, **options):
+    torch.manual_seed(0)
+    return kind(BertConfig(vocab_size=story.VOCAB, max_position_embeddings=16, num_labels=3, **{**SIZES, **options}))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_a_classifier_gives_rows_even_where_they_look_like_tokens(tmp_path, length):
+    """As many classes as tokens, as many sequences as tokens; without labels that would tell."""
+    samples = [{"input_ids": [5 + i] * length} for i in range(5)]
+    output = predict(bert(BertForSequenceClassification), samples, tmp_path)
+    assert output.predictions.shape == (5, 3)
+    assert output.label_ids is None
+
+
+def test_what_is_nested_comes_back_nested_and_without_padding(tmp_path):
+    """Logits, hidden states of each layer, and attention, whose heads are as many as the longest row has tokens."""
+    lengths = [1, 4, 2, 3, 1]
+    samples = [{"input_ids": [3 + i] * n, "labels": [-100] + [1] * (n - 1)} for i, n in enumerate(lengths)]
+    eager = bert(
+        BertForTokenClassification, output_hidden_states=True, output_attentions=True, attn_implementation="eager"
+    )
+    logits, hidden, attentions = predict(eager, samples, tmp_path).predictions
+    assert [entry.shape for entry in logits] == [(n, 3) for n in lengths]
+    assert (len(hidden), len(attentions)) == (3, 2)
+    for layer in hidden:
+        assert [entry.shape for entry in layer] == [(n, 16) for n in lengths]
+    for layer in attentions:
+        assert [entry.shape for entry in layer] == [(4, n, n) for n in lengths]
+        assert all(np.allclose(entry.sum(-1), 1, atol=1e-5) for entry in layer)  # nobody looks at what was cut
+
+
+class Verbose(nn.Module):
+    """A user's own: bfloat16, a dict inside, and things that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(story.VOCAB, 4)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        logits = self.embedding(input_ids).bfloat16()
+        more = {"sizes": input_ids.sum(1), "nothing": None, "text": "no prediction", "pair": (logits[..., 0], None)}
+        loss = None if labels is None else logits.float().mean()
+        return ModelOutput(loss=loss, logits=logits, more=more)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_bfloat16_dicts_and_strangers_among_the_outputs(tmp_path, number):
+    samples = [{"input_ids": list(range(1, n + 1)), "labels": [0] * n} for n in (2, 1, 3, 5)[:number]]
+    logits, more = predict(Verbose(), samples, tmp_path, batch_size=2).predictions
+    lengths = [len(s["labels"]) for s in samples]
+    assert [entry.shape for entry in logits] == [(n, 4) for n in lengths]
+    assert all(entry.dtype == np.float32 for entry in logits)
+    assert more.keys() == {"sizes", "pair"}
+    assert [entry.shape for entry in more["pair"][0]] == [(n,) for n in lengths]
+    assert more["sizes"].tolist() == [sum(s["input_ids"]) for s in samples]
+
+
+def test_batches_may_stay_apart(tmp_path):
+    samples = [{"input_ids": [3] * n, "labels": [4] * n} for n in (2, 1, 3, 5)]
+    output = predict(Verbose(), samples, tmp_path, eval_do_concat_batches=False)
+    assert [[entry.tolist() for entry in batch] for batch in output.label_ids] == [[[4, 4], [4], [4, 4, 4]], [[4] * 5]]
+
+
+@pytest.mark.parametrize("batchwise", [False, True])
+def test_a_stream_without_samples_is_refused(tmp_path, batchwise):
+    options = {"compute_metrics": lambda given, compute_result=None: {}, "batch_eval_metrics": batchwise}
+    trainer = metrics_script.make_trainer("bert tagger", tmp_path, samples=story.Stream([]), **options)
+    with pytest.raises(InputError, match=r"the dataset is empty \(evaluation\)"):
+        trainer.evaluate()
+
+
+def test_metrics_batch_by_batch_are_given_tensors(tmp_path):
+    """As transformers gives them, who says that they are computed with torch."""
+    seen = []
+
+    def compute(given, compute_result):
+        seen.append((given, compute_result))
+        right = [(guess.argmax(-1) == label).float().mean() for guess, label in zip(given.predictions, given.label_ids)]
+        return {"accuracy": torch.stack(right).mean()}
+
+    options = {"compute_metrics": compute, "batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]}
+    trainer = metrics_script.make_trainer("bert tagger", tmp_path, **options)
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
+    for given, _ in seen:
+        assert all(isinstance(entry, torch.Tensor) for entry in (*given.predictions, *given.label_ids, *given.inputs))
+        assert isinstance(given.losses, torch.Tensor)
+
+
+def test_several_datasets_have_metrics_of_their_own(tmp_path):
+    samples = metrics_script.samples_for("bert tagger")
+    trainer = metrics_script.make_trainer(
+        "bert tagger", tmp_path, compute_metrics=lambda given: {"number": np.float32(len(given.label_ids))}
+    )
+    metrics = trainer.evaluate({"one": samples[:1], "all": samples})
+    assert (metrics["eval_one_number"], metrics["eval_all_number"]) == (1.0, 13.0)
+    json.dumps(metrics)
+
+
+# What the Trainer does with a metric.
+
+
+def next_token_accuracy(given):
+    hits = [guess[:-1] == label[1:] for guess, label in zip(given.predictions, given.label_ids)]
+    return {"accuracy": np.concatenate(hits).mean()}
+
+
+def language_model(trial=None):
+    width = 8 if trial is None else trial.suggest_categorical("hidden_size", [4, 8])
+    return RecurrentForCausalLM(RecurrentConfig(vocab_size=8, hidden_size=width))
+
+
+def searching(folder, model_init=language_model, **options):
+    defaults = {
+        "max_steps": 12, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 4,
+        "learning_rate": 0.1, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "report_to": [],
+        "disable_tqdm": True, "save_total_limit": 1,
+    }  # fmt: skip
+    samples = [{"input_ids": [1, 2, 3, 4, 5, 6, 7][i % 3 :][: 2 + i % 5]} for i in range(12)]
+    return Trainer(
+        model_init=model_init,
+        args=TrainingArguments(str(folder), **{**defaults, **options}),
+        data_collator=RaggedCollator(labels_from="input_ids"),
+        train_dataset=samples,
+        eval_dataset=samples,
+        compute_metrics=next_token_accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        callbacks=[EarlyStoppingCallback(2)],
+    )
+
+
+def test_the_best_model_is_loaded_and_training_stops_early(tmp_path):
+    trainer = searching(tmp_path, max_steps=60)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    accuracies = [entry["eval_accuracy"] for entry in log]
+    best = accuracies.index(max(accuracies))
+    assert best > 0  # it learned something
+    assert trainer.state.best_metric == max(accuracies)
+    assert trainer.state.best_global_step == log[best]["step"]
+    assert len(log) == best + 1 + 2  # two evaluations without improvement
+    assert trainer.state.global_step < 60
+    assert trainer.evaluate()["eval_accuracy"] == max(accuracies)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{log[best]['step']}")
+
+
+def test_five_trials_choose_model_and_arguments(tmp_path):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trainer = searching(tmp_path, max_steps=4)
+    seen = []
+
+    def objective(metrics):
+        seen.append((sum(p.numel() for p in trainer.model.parameters()), trainer.args.learning_rate))
+        return metrics["eval_accuracy"]
+
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 0.3, log=True)},
+        compute_objective=objective,
+        direction="maximize",
+        n_trials=5,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=1),
+    )
+    assert {path.name for path in tmp_path.glob("run-*")} == {f"run-{k}" for k in range(5)}
+    assert len({rate for _, rate in seen}) == 5
+    assert len({size for size, _ in seen}) == 2
+    assert 0 < best.objective <= 1
+    assert best.hyperparameters.keys() == {"learning_rate", "hidden_size"}
+
+
+def test_each_fresh_model_is_packed_as_the_first(tmp_path):
+    """A model that ``model_init`` makes anew keeps packed sequences apart, too."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def make():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+
+    losses = []
+    for options in ({}, {"packing_capacity": 64}):
+        trainer = searching(tmp_path / str(len(losses)), make, max_steps=2, logging_steps=1, **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert trainer.model.config._attn_implementation == "ullage"
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert all(map(math.isfinite, losses[0]))

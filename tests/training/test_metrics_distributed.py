@@ -1,0 +1,130 @@
+"""``compute_metrics`` gets sequences of true length, each once and in order, on every number of processes."""
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import metrics_script
+from tests.support.launch import torchrun
+
+pytestmark = pytest.mark.distributed
+
+#: Which model, and which of its samples, a case of the script asks.
+ASKED = {
+    "padded": "bert tagger",
+    "inputs and loss": "llama tagger",
+    "accumulated": "bert tagger",
+    "tuple": "packed llama",
+}
+BATCH_SIZE = 3
+
+
+@functools.cache
+def one_by_one(name):
+    """What a model says of each sample alone, without padding, packing or a batch: outputs and mean losses."""
+    model = metrics_script.MODELS[name]()
+    if name == "packed llama":
+        model.set_attn_implementation("eager")
+    outputs, losses = [], []
+    for sample in metrics_script.samples_for(name):
+        with torch.no_grad():
+            whole = model(**{key: torch.tensor(value)[None] for key, value in sample.items()})
+        token_aligned = name != "bert classifier"
+        if name == "bert answers":
+            outputs.append((whole.start_logits[0].numpy(), whole.end_logits[0].numpy()))
+        else:
+            outputs.append((whole.logits[0] if token_aligned else whole.logits.squeeze(0)).numpy())
+        losses.append(float(whole.loss))
+    return outputs, losses
+
+
+def assert_close(mine, theirs):
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs):
+        assert np.shape(one) == other.shape  # nothing of the padding is left
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def joined(calls, key):
+    return [entry for call in calls for entry in call[key]]
+
+
+def check_whole(results):
+    for case in (*metrics_script.MODELS, *ASKED):
+        name = ASKED.get(case, case)
+        samples, (outputs, _) = metrics_script.samples_for(name), one_by_one(name)
+        (call,) = results[case]["calls"]
+        if name == "bert answers":
+            assert call["label_ids"] == [[s["start_positions"] for s in samples], [s["end_positions"] for s in samples]]
+            for k in range(2):
+                assert_close(call["predictions"][k], [output[k] for output in outputs])
+            continue
+        assert call["label_ids"] == [s["labels"] for s in samples], case
+        assert results[case]["metrics"]["eval_number"] == len(samples)
+        if case == "accumulated":
+            assert call["predictions"] == [output.argmax(-1).tolist() for output in outputs]
+        elif case == "tuple":  # the labels that the model saw: a sequence's first one has nothing before it
+            assert call["predictions"][0] == [output.argmax(-1).tolist() for output in outputs]
+            assert call["predictions"][1] == [[-100, *s["labels"][1:]] for s in samples]
+        else:
+            assert_close(call["predictions"], outputs)
+
+
+def check_inputs_and_losses(results):
+    (call,) = results["inputs and loss"]["calls"]
+    samples = metrics_script.samples_for("llama tagger")
+    assert call["inputs"] == [s["input_ids"] for s in samples]
+    counts = [sum(label != -100 for label in s["labels"]) for s in samples]
+    sums = [loss * n for loss, n in zip(one_by_one("llama tagger")[1], counts)]
+    batches = [slice(k, k + BATCH_SIZE) for k in range(0, len(samples), BATCH_SIZE)]
+    means = [sum(sums[b]) / sum(counts[b]) for b in batches]
+    np.testing.assert_allclose(call["losses"], np.repeat(means, BATCH_SIZE)[: len(samples)], rtol=1e-5)
+
+
+def check_batch_by_batch(results, world):
+    for name in ("bert tagger", "bert classifier"):
+        for kind in ("list", "stream"):
+            result, samples = results[f"{name} batchwise {kind}"], metrics_script.samples_for(name)
+            calls = result["calls"]
+            assert len(calls) == math.ceil(len(samples) / BATCH_SIZE / world)
+            assert [call["compute_result"] for call in calls] == [False] * (len(calls) - 1) + [True]
+            assert joined(calls, "label_ids") == [s["labels"] for s in samples]
+            assert joined(calls, "inputs") == [s["input_ids"] for s in samples]
+            assert len(joined(calls, "losses")) == len(samples)
+            assert_close(joined(calls, "predictions"), one_by_one(name)[0])
+            assert result["metrics"]["eval_number"] == len(samples)
+            whole = results[name]["metrics"]["eval_loss"]
+            assert result["metrics"]["eval_loss"] == pytest.approx(whole, abs=1e-6)
+
+
+def check(results, world):
+    check_whole(results)
+    check_inputs_and_losses(results)
+    check_batch_by_batch(results, world)
+
+
+def test_on_one_process(tmp_path):
+    check(json.loads(json.dumps(metrics_script.everything(tmp_path))), 1)
+    assert metrics_script.faults(tmp_path) == {
+        "data": "ValueError: sample 4 is broken",
+        "metric": "ValueError: no metric",
+    }
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_on_several_processes(tmp_path, processes):
+    torchrun(processes, metrics_script.__file__, tmp_path)
+    ranks = [json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in range(processes)]
+    check(ranks[0], processes)
+    for rank in ranks[1:]:
+        assert rank["recurrent"]["calls"] == ranks[0]["recurrent"]["calls"]
+    elsewhere = "DistributedError: another rank could not evaluate its batches. See its error"
+    said = [rank["faults"] for rank in ranks]
+    assert [each["data"] for each in said] == [
+        "ValueError: sample 4 is broken" if r == 1 else elsewhere for r in range(processes)
+    ]
+    assert [each["metric"] for each in said] == [*[elsewhere] * (processes - 1), "ValueError: no metric"]

@@ -1,0 +1,300 @@
+"""What packing refuses before it trains, how it resumes, and how auxiliary losses are weighed."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import PromptTuningConfig, get_peft_model
+from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM, TrainerCallback
+from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
+
+from tests.support import packing_script
+from ullage import CheckpointError, InputError, RaggedBatch
+from ullage.attention import supports_packing
+from ullage.attention.support import PADDING_FREE
+from ullage.datasets import tokenize
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments, forms
+
+
+def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
+    message = r"packing takes no gradient_accumulation_steps: each optimizer step is one global batch, .*: expected 1, found 2"
+    with pytest.raises(InputError, match=message):
+        packing_script.make_trainer("llama", str(tmp_path), gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("capacity", [0, -5])
+def test_a_capacity_must_be_positive(tmp_path, capacity):
+    with pytest.raises(
+        InputError, match=f"packing_capacity must be positive: expected tokens a microbatch, .*, found {capacity}"
+    ):
+        packing_script.make_trainer("llama", str(tmp_path), packing_capacity=capacity)
+
+
+OVER = r"a sequence does not fit into a microbatch \({}\): expected at most packing_capacity=64 tokens, found 65"
+
+
+class Read(torch.utils.data.Dataset):
+    """Samples whose lengths nobody knows before they are read, and which were."""
+
+    def __init__(self, samples):
+        self.samples, self.read = samples, []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return self.samples[i]
+
+
+def short_ones(over):
+    """Twenty samples, of which only those at ``over`` are above 64 tokens, by one."""
+    return packing_script.make_samples([65 if i in over else 64 - i for i in range(20)])
+
+
+def in_arrow(samples):
+    return datasets.Dataset.from_list(samples)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (lambda: short_ones([7, 12]), r"train_dataset\[7\] and 1 more"),
+        (lambda: in_arrow(short_ones([7])), r"train_dataset\[7\]"),
+        (lambda: in_arrow(short_ones([7])).select([3, 19, 7, 2]), r"train_dataset\[2\]"),
+        (lambda: in_arrow(short_ones([7])).shuffle(seed=3).select(range(1, 20)), r"train_dataset\[\d+\]"),
+        (lambda: in_arrow([{**s, "length": len(s["input_ids"])} for s in short_ones([7])]), r"train_dataset\[7\]"),
+        (lambda: torch.utils.data.Subset(short_ones([7]), [3, 7]), r"train_dataset\[1\]"),
+        (lambda: tokenize([s["input_ids"] for s in short_ones([7])], None), r"train_dataset\[7\]"),
+    ],
+    ids=["list", "arrow", "selected", "shuffled", "length column", "subset", "tokens"],
+)
+def test_a_sequence_over_the_capacity_is_found_before_training(tmp_path, monkeypatch, dataset, place):
+    """Where lengths are known without reading samples; exactly the capacity fits."""
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=dataset())
+    monkeypatch.setattr(Trainer, "_prepare_for_training", None)  # never reached
+    with pytest.raises(InputError, match=OVER.format(place)):
+        trainer.train()
+
+
+def test_lengths_that_fit_are_let_through_and_padding_is_no_length(tmp_path):
+    padded = [{"input_ids": s["input_ids"] + [0] * 9, "attention_mask": [1] * len(s["input_ids"]) + [0] * 9}
+              for s in short_ones([])]  # fmt: skip
+    for samples in (short_ones([]), in_arrow(short_ones([])), in_arrow(padded)):
+        trainer = packing_script.make_trainer(
+            "recurrent", str(tmp_path), packing_capacity=64, max_steps=1, samples=samples
+        )
+        assert trainer.train().global_step == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sequence_over_the_capacity_met_in_a_step_is_named_by_its_index(tmp_path, workers):
+    samples = Read(short_ones([13]))
+    options = {"train_sampling_strategy": "random", "dataloader_num_workers": workers, "max_steps": 5}
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=samples, **options)
+    with pytest.raises(InputError, match=OVER.format(r"train_dataset\[13\]")):
+        trainer.train()
+    assert trainer.state.global_step < 5
+
+
+def test_the_index_is_right_after_a_checkpoint_too(tmp_path):
+    """Batches that were trained on before are skipped, not drawn."""
+    samples = Read(short_ones([]))
+    options = {"packing_capacity": 64, "train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 2}
+    packing_script.make_trainer("recurrent", str(tmp_path), samples=samples, max_steps=2, **options).train()
+    spoilt = []
+
+    class SpoilTheLastBatch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if not spoilt:  # the third batch is trained on, the fourth is read ahead
+                spoilt.append(next(i for i in range(20) if i not in samples.read))
+                samples.samples[spoilt[0]] = {"input_ids": [5] * 65}
+
+    again = packing_script.make_trainer("recurrent", str(tmp_path), samples=samples, max_steps=5, **options)
+    again.add_callback(SpoilTheLastBatch())
+    with pytest.raises(InputError, match="found 65") as error:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert error.value.where == f"train_dataset[{spoilt[0]}]"
+    assert again.state.global_step == 4
+
+
+def test_of_a_stream_the_place_in_the_batch_is_told(tmp_path):
+    from tests.support.story import Stream
+
+    samples = Stream(short_ones([6]))
+    with pytest.raises(InputError, match=OVER.format("sample 2 of the batch")):
+        packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=samples).train()
+
+
+# What is dropped or truncated.
+
+
+def padded_reference(folder, samples, **options):
+    """transformers' own Trainer on padded batches: losses and gradient norms."""
+    arguments = transformers.TrainingArguments(
+        folder, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, optim="adamw_torch",
+        learning_rate=1e-2, lr_scheduler_type="constant", train_sampling_strategy="sequential", **options,
+    )  # fmt: skip
+    theirs = transformers.Trainer(packing_script.make_model("llama"), arguments, padded, train_dataset=samples)
+    theirs.train()
+    return loss_and_norm(theirs)
+
+
+def padded(samples):
+    batch = RaggedBatch.from_samples([{"input_ids": s["input_ids"]} for s in samples]).to_padded()
+    labels = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
+    return {**batch, "labels": labels}
+
+
+def loss_and_norm(trainer):
+    return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+
+
+def test_what_is_dropped_counts_in_no_loss(tmp_path):
+    """As on the data without what is too long: loss and gradient are divided by the labels that are left."""
+    samples = packing_script.make_samples([100, 30, 64, 20, 65, 10, 40, 99])
+    kept = [sample for sample in samples if len(sample["input_ids"]) <= 64]
+    assert len(kept) == 5
+    reference = padded_reference(str(tmp_path), kept, max_steps=1, per_device_train_batch_size=5)
+    options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 8, "max_steps": 1}
+    mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
+    metrics = mine.train().metrics
+    np.testing.assert_allclose(loss_and_norm(mine), reference, rtol=1e-4)
+    (entry,) = (e for e in mine.state.log_history if "loss" in e)
+    assert (entry["dropped_sequences"], entry["dropped_tokens"]) == (3, 264)
+    assert (metrics["total_dropped_sequences"], metrics["total_dropped_tokens"]) == (3, 264)
+    assert not any("truncated" in name for name in [*entry, *metrics])
+
+
+def test_what_is_truncated_counts_in_no_loss(tmp_path):
+    """As on the data cut beforehand; logged by step, and in sum at the end."""
+    lengths = [100, 30, 64, 20, 65, 10, 40, 99]
+    samples = packing_script.make_samples(lengths)
+    cut = [{"input_ids": sample["input_ids"][:64]} for sample in samples]
+    reference = padded_reference(str(tmp_path), cut, max_steps=4, per_device_train_batch_size=2)
+    options = {"packing_capacity": 64, "packing_oversize": "truncate", "per_device_train_batch_size": 2, "max_steps": 4}
+    mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
+    metrics = mine.train().metrics
+    np.testing.assert_allclose(loss_and_norm(mine), reference, rtol=1e-4)
+    entries = [e for e in mine.state.log_history if "loss" in e]
+    assert [(e["truncated_sequences"], e["truncated_tokens"]) for e in entries] == [(1, 36), (0, 0), (1, 1), (1, 35)]
+    assert (metrics["total_truncated_sequences"], metrics["total_truncated_tokens"]) == (3, 72)
+    assert mine.state.log_history[-1]["total_truncated_tokens"] == 72
+
+
+def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
+    samples = packing_script.make_samples([100, 99, 20, 30, 98, 97])
+    options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 2, "max_steps": 3}
+    mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
+    metrics = mine.train().metrics
+    found = loss_and_norm(mine)
+    assert found[0] == found[2] == (0.0, 0.0)
+    assert found[1][0] > 1
+    assert (metrics["total_empty_steps"], metrics["total_dropped_sequences"]) == (2, 4)
+
+
+def test_nothing_is_told_of_oversize_where_it_is_an_error(alone_metrics):
+    assert not any(word in name for name in alone_metrics for word in ("dropped", "truncated", "empty"))
+
+
+@pytest.fixture
+def alone_metrics(tmp_path):
+    mine = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1)
+    return [*mine.train().metrics, *mine.state.log_history[0]]
+
+
+def test_a_model_whose_sequences_would_see_each_other_is_refused(tmp_path):
+    config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(InputError, match="would let packed sequences see each other"):
+        Trainer(
+            BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[])
+        )
+
+
+def test_one_list_says_which_attentions_are_padding_free():
+    """Whoever asks whether a model packs and whoever feeds it: else a batch would be padded after all, unsaid."""
+    assert {f"flash_attention_{version}" for version in FLASH_ATTENTION_COMPATIBILITY_MATRIX} < set(PADDING_FREE)
+    model = packing_script.make_model("llama")
+    for implementation in (*PADDING_FREE, "sdpa", "eager", "flex_attention"):
+        model.config._attn_implementation_internal = implementation
+        flat = implementation in PADDING_FREE
+        assert supports_packing(model) == flat, implementation
+        assert forms.form_of(model) == ("flattened" if flat else "mask"), implementation
+
+
+def test_a_model_without_an_attention_hook_is_refused(tmp_path):
+    model = GPTJForCausalLM(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
+    with pytest.raises(InputError, match="would let packed sequences see each other"):
+        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
+
+
+def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(packing_script.make_model("llama"), config)
+    message = r"a learned prompt cannot be packed: .* \(PeftModelForCausalLM\): expected an adapter in the layers .*, such as LoRA"
+    with pytest.raises(InputError, match=message):
+        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[]))
+
+
+def test_a_collator_that_does_not_know_its_sequences_is_refused(tmp_path):
+    trainer = packing_script.make_trainer("llama", str(tmp_path))
+    for collator in (PackedSequenceCollator("input_ids"), RaggedCollator(True, "input_ids")):
+        trainer.data_collator = collator
+        with pytest.raises(
+            InputError,
+            match="packing needs batches that know their sequences: expected a collator that gives a RaggedBatch",
+        ):
+            trainer.train()
+
+
+def test_packed_training_resumes_exactly(tmp_path):
+    whole = packing_script.make_trainer("recurrent", str(tmp_path / "a"), save_strategy="steps", save_steps=2)
+    whole.train()
+    again = packing_script.make_trainer("recurrent", str(tmp_path / "b"))
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    losses = [
+        {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > 2}
+        for trainer in (whole, again)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    packing_script.make_trainer("recurrent", str(tmp_path / "a"), save_strategy="steps", save_steps=5).train()
+    message = r"this checkpoint is of another model .*: expected model_type=llama, .* found model_type=ullage_recurrent"
+    with pytest.raises(CheckpointError, match=message):
+        packing_script.make_trainer("llama", str(tmp_path / "b")).train(str(tmp_path / "a" / "checkpoint-5"))
+    with pytest.raises(CheckpointError, match=r"this is no checkpoint \(.*\): expected a folder, found nothing there"):
+        packing_script.make_trainer("llama", str(tmp_path / "b")).train(resume_from_checkpoint=str(tmp_path / "none"))
+
+
+def test_an_iterable_dataset_is_packed(tmp_path):
+    from tests.support.story import Stream
+
+    listed = packing_script.run("recurrent", str(tmp_path))
+    streamed = packing_script.run("recurrent", str(tmp_path), samples=Stream(packing_script.make_samples()))
+    assert streamed["losses"] == listed["losses"]
+
+
+def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
+    trainer = packing_script.make_trainer("mixtral", str(tmp_path), max_steps=1)
+    model = packing_script.make_model("mixtral")
+    model.set_attn_implementation("ullage")
+    kept, pack = [], trainer._pack
+    trainer._pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    trainer.train()
+    (packed,) = kept
+    assert len(packed.microbatches) > 1
+    expected, labels = 0.0, sum(m.numel() - len(m) for m in packed.microbatches)
+    with torch.no_grad():
+        for microbatch in packed.microbatches:
+            keywords = microbatch.to_flattened()
+            out = model.train()(**keywords)
+            count = microbatch.numel() - len(microbatch)
+            own = out.loss - model.config.router_aux_loss_coef * out.aux_loss
+            expected += float(own) * count / labels
+            expected += model.config.router_aux_loss_coef * float(out.aux_loss) * microbatch.numel() / packed.num_tokens
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([expected], rel=1e-5)
