@@ -40,9 +40,9 @@ class PackedIterator:
     whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own; ``None``
     compares the ranks' datasets to find out. ``global_batch_size``: sequences over all data-parallel ranks; the last
     step may be shorter. ``capacity``: slots that a rank holds in one microbatch, so that with context parallelism a
-    microbatch has ``cp`` times as many. ``pad_to_multiple_of``: what each rank's part of a slot is
-    a multiple of. ``prefetch``: steps made ahead, 0 to make them when they are asked for. ``fields``: those to carry,
-    which every sample must have; all if ``None``. ``per_sequence``: fields with one entry a sequence although they are arrays.
+    microbatch has ``cp`` times as many. ``pad_to_multiple_of``: what each rank's part of a slot is a multiple of.
+    ``prefetch``: steps made ahead, 0 to make them when they are asked for. ``fields``: those to carry, which every
+    sample must have; all if ``None``. ``per_sequence``: fields with one entry per sequence although they are arrays.
     ``stage_fields``: a function of pipeline stage and number of stages to the fields that this stage gets.
     ``cp_order``: how ``shards`` are cut, ``None`` not to. ``device``: where steps are put when they are taken;
     ``None`` leaves them on the host. ``timeout``: of the iterator's own process groups, by default that of the
