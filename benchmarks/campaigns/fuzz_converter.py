@@ -144,7 +144,7 @@ def damaged_sources(source: Path, work: Path, count: int, seed: int, format: str
     """Converts ``count`` mutations of ``source`` to ``format``; (outcomes, failures)."""
     chance = random.Random(f"{seed}/source/{format}")
     whole = work / "whole"
-    checkpoint.convert(source, whole, format, optimizer=True)
+    checkpoint.convert(source, whole, format=format, optimizer=True)
     names = sorted(p.name for p in source.iterdir() if p.suffix == ".pt")
     damaged = work / "damaged" / source.name
     shutil.copytree(source, damaged)
@@ -173,7 +173,7 @@ def damaged_targets(source: Path, work: Path, count: int, seed: int, format: str
     """Asks ``verify`` of ``count`` mutations of a conversion of ``source``, and of each file removed."""
     chance = random.Random(f"{seed}/target/{format}")
     target = work / "target"
-    checkpoint.convert(source, target, format, optimizer=True)
+    checkpoint.convert(source, target, format=format, optimizer=True)
     inventory = checkpoint.read(source)
     paths = sorted(p for p in target.rglob("*") if p.is_file() and p.name != "ullage.json")
     names = [str(p.relative_to(target)) for p in paths]

@@ -32,7 +32,7 @@ def verify(
     checkpoint.
     """
     from ullage.checkpoint import read
-    from ullage.checkpoint.convert import default_workers
+    from ullage.checkpoint.converting import default_workers
 
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
