@@ -36,7 +36,8 @@ from rich.table import Table
 
 import ullage
 from ullage.datasets import MockSamples, mock_lengths
-from ullage.exchange import Lengths, PackedIterator, Topology, exchange, gather_lengths, reroute, route
+from ullage.exchange import Lengths, PackedIterator, exchange, gather_lengths, reroute, route
+from ullage.ranks import Topology
 
 CAPACITY = 8192
 BYTES_PER_TOKEN = 8 + 8 + 4 + 8  # tokens, labels, loss mask, positions

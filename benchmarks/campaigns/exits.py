@@ -1,7 +1,7 @@
 """How runs end: exit statuses of many processes, with gloo's threads slowed at the moment that matters, and without.
 
 A process may die at its end, "terminate called without an active exception", because a thread of gloo lets go of a
-tensor while the interpreter ends (``src/ullage/exchange/ending.py``). *Slowed*: every layout of ``ullage train``,
+tensor while the interpreter ends (``src/ullage/ranks/ending.py``). *Slowed*: every layout of ``ullage train``,
 packed and padded, stopped and finished, and scripts with our Trainer or ``PackedIterator``, with gloo's threads pausing
 after each collective and the interpreter taking longer to end (``tests/support/slow_gloo.c``, ``exit_server.py``).
 *Natural*: two-process evaluations under torchrun, one after another, with nothing slowed.

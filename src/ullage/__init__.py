@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         models,
         movement,
         planning,
+        ranks,
         report,
         training,
     )
@@ -53,7 +54,7 @@ _HOME = {
 }
 _ROOMS = (
     "attention", "batch", "checkpoint", "columns", "datasets", "engines", "errors", "exchange", "layout", "models",
-    "movement", "planning", "report", "training",
+    "movement", "planning", "ranks", "report", "training",
 )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ __all__ = [
     "pack_lengths",
     "plan",
     "planning",
+    "ranks",
     "report",
     "to_device",
     "training",

@@ -58,3 +58,6 @@ class TrainingError(UllageError, RuntimeError):
 
 class DistributedError(UllageError, RuntimeError):
     """Ranks disagree, or another rank failed; raised on every rank."""
+
+    #: Where other ranks failed: each of those ranks and its error in one line.
+    failures: tuple[tuple[int, str], ...] = ()

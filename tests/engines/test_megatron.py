@@ -18,7 +18,7 @@ from ullage.engines.megatron import (
 from ullage.engines.megatron.samples import read_items
 from ullage.engines.megatron.settings import Settings
 from ullage.engines.megatron.wrapping import _fill_up
-from ullage.exchange import Topology
+from ullage.ranks import Topology
 
 pytest.importorskip("megatron.core")
 

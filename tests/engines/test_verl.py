@@ -236,8 +236,8 @@ def test_ranks_agree_on_the_number_of_microbatches_and_on_errors():
     first, second = values(run(_on_each_rank, 2))
     assert [first[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 3, 3]
     assert [second[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 5, 5]
-    assert "another rank failed" in first["oversize"]
-    assert "rank 1: a sequence does not fit into a microbatch" in first["oversize"]
+    assert "another rank failed while reading the rows of its batch (rank 1)" in first["oversize"]
+    assert "InputError: a sequence does not fit into a microbatch" in first["oversize"]
     assert "sequence 1" in second["oversize"]
     assert first["few"] == second["few"]
     assert "fewer rows than microbatches (on some rank): expected at least 5, found 1" in first["few"]

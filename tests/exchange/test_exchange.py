@@ -12,7 +12,6 @@ from ullage.datasets import MockSamples
 from ullage.exchange import (
     Lengths,
     PackedIterator,
-    Topology,
     exchange,
     gather_lengths,
     materialize,
@@ -21,7 +20,8 @@ from ullage.exchange import (
     share,
 )
 from ullage.exchange.sharing import share_or_fail
-from ullage.exchange.topology import Axis
+from ullage.ranks import Topology
+from ullage.ranks.topology import Axis
 
 
 def samples_of(lengths):

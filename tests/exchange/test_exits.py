@@ -1,6 +1,6 @@
 """A run that went well ends with 0, whatever gloo's threads are doing when the interpreter ends; an error with its own.
 
-The slow ones end real processes through the end of their interpreter, where as many die without ``exchange/ending.py``;
+The slow ones end real processes through the end of their interpreter, where as many die without ``ranks/ending.py``;
 ``benchmarks/campaigns/exits.py`` does so many times over.
 """
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from tests.support.exits import RUNS, Server, texts
 from tests.support.processes import run, values
-from ullage.exchange import PackedIterator, Topology, ending, lease
+from ullage.exchange import PackedIterator, lease
+from ullage.ranks import Topology, ending
 
 pytestmark = pytest.mark.distributed
 

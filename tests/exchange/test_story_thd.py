@@ -20,7 +20,8 @@ import ullage
 from tests.support import exchange_cases as cases
 from tests.support.processes import run, values
 from ullage.datasets import MockSamples
-from ullage.exchange import Lengths, PackedIterator, Topology, exchange, materialize, route, shard
+from ullage.exchange import Lengths, PackedIterator, exchange, materialize, route, shard
+from ullage.ranks import Topology
 
 pytestmark = pytest.mark.regression
 

@@ -67,8 +67,9 @@ def exchange(folder: str) -> dict[str, Any]:
     """The exchange over the device's own backend: every byte where the plan says, and the same without communication."""
     import ullage
     from tests.support.exchange_cases import dataset, lengths_of, same
-    from ullage.exchange import Topology, gather_lengths, materialize
     from ullage.exchange import exchange as exchanged
+    from ullage.exchange import gather_lengths, materialize
+    from ullage.ranks import Topology
 
     _join()
     rank, world = dist.get_rank(), dist.get_world_size()

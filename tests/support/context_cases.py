@@ -12,8 +12,8 @@ from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
 from ullage.attention.gathered import computed_pairs, gathered
 from ullage.attention.slices import cut
-from ullage.exchange import Topology
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.ranks import Topology
 
 MODELS = {
     "llama": {},

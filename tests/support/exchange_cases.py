@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ullage
 from ullage.exchange import (
-    Axis,
     PackedIterator,
-    Topology,
     exchange,
     gather_lengths,
     materialize,
@@ -22,6 +20,7 @@ from ullage.exchange import (
     share,
     unshard,
 )
+from ullage.ranks import Axis, Topology
 
 ALL_DTYPES = [
     torch.bool,
@@ -221,9 +220,9 @@ def failures_of_steps(rank, world):
     attempt("long header", lambda: exchange(plan, [odd if rank == culprit else many], topology, gathered))
     exchange(plan, [many], topology, gathered)  # and the groups still work
     batch = ullage.RaggedBatch.from_samples([{"input_ids": [1, 2]}])
-    attempt("share of nothing", lambda: share(None, dist.group.WORLD, source=culprit))
-    attempt("share of no such field", lambda: share([batch], dist.group.WORLD, source=culprit, fields=["labels"]))
-    got = share([batch] if rank == culprit else None, dist.group.WORLD, source=culprit)
+    attempt("share of nothing", lambda: share(None, Axis.world(), source=culprit))
+    attempt("share of no such field", lambda: share([batch], Axis.world(), source=culprit, fields=["labels"]))
+    got = share([batch] if rank == culprit else None, Axis.world(), source=culprit)
     assert got[0]["input_ids"].tolist() == [1, 2]
     return raised
 
@@ -235,15 +234,15 @@ def share_cases(rank, world):
         plan = ullage.plan(lengths_of(everything), ranks=2, capacity=64, pad_to_multiple_of=8, microbatch_multiple=4)
         want = materialize(plan, everything, 0, per_sequence=["logits"])
         mine = want if rank == source else None
-        for a, b in zip(share(mine, dist.group.WORLD, source), want, strict=True):
+        for a, b in zip(share(mine, Axis.world(), source), want, strict=True):
             same(a, b)
-        some = share(mine, dist.group.WORLD, source, fields=["labels", "id"])
+        some = share(mine, Axis.world(), source, fields=["labels", "id"])
         assert [batch.names for batch in some] == [("labels", "id")] * len(want)
         assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(some, want))
-        none = share(mine, dist.group.WORLD, source, fields=())
+        none = share(mine, Axis.world(), source, fields=())
         assert [batch.layout for batch in none] == [batch.layout for batch in want]
         assert [batch.names for batch in none] == [()] * len(want)
-        assert share([] if rank == source else None, dist.group.WORLD, source) == []
+        assert share([] if rank == source else None, Axis.world(), source) == []
     return True
 
 

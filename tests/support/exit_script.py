@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from ullage.exchange import PackedIterator, Topology
+from ullage.exchange import PackedIterator
+from ullage.ranks import Topology
 from ullage.training import RaggedCollator, Trainer
 
 case, folder = sys.argv[1:]

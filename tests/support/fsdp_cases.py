@@ -32,8 +32,9 @@ from transformers import (
 from tests.support import packing_script, processes
 from tests.support.launch import full_disk
 from ullage.engines import fsdp
-from ullage.exchange import PackedIterator, Topology
+from ullage.exchange import PackedIterator
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.ranks import Topology
 
 VOCAB = 61  # which no tp divides
 STEPS = 5

@@ -17,7 +17,7 @@ from ullage.engines.megatron import (
     packed_step,
     wrap_data_iterator,
 )
-from ullage.exchange import Topology
+from ullage.ranks import Topology
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 

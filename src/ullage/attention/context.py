@@ -30,8 +30,8 @@ from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import DistributedError, InputError, UllageError
-from ullage.exchange.topology import Axis
 from ullage.layout import Layout
+from ullage.ranks.topology import Axis
 
 #: How the attention of a row is shared.
 METHODS = ("auto", "ulysses", "gather")

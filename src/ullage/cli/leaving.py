@@ -19,7 +19,7 @@ _TO_FLUSH = 1.0
 
 def can_leave(status: int) -> bool:
     """End the process groups; whether the interpreter can end as well and the status will be ``status``."""
-    ending = sys.modules.get("ullage.exchange.ending")
+    ending = sys.modules.get("ullage.ranks.ending")
     if ending is None:  # nothing of this process talked to another one
         return True
     return ending.end_groups() if status == 0 else ending.end_groups(_AFTER_ERROR)

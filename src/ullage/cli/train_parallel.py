@@ -24,8 +24,8 @@ from ullage.cli.train_layout import WEIGHTS
 from ullage.engines import fsdp
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
-from ullage.exchange.wire import device_of
 from ullage.planning import Statistics, TransformerCost
+from ullage.ranks.wire import device_of
 from ullage.training.arguments import form_process_group
 from ullage.training.costing import cost_of
 from ullage.training.counting import LeftOut

@@ -22,19 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ullage.engines.dealing import bins_of, fill_empty
 from ullage.errors import InputError
-from ullage.exchange.lengths import raise_together
-from ullage.exchange.topology import Axis
-from ullage.exchange.wire import gather_int64, tried
 from ullage.layout import Int64, as_lengths
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan, slots_of
 from ullage.planning.request import as_positive
+from ullage.ranks import Axis, agree, tried
+from ullage.ranks.wire import gather_int64
 
 #: A largest partition this near the bound that holds for every division is not tried to be improved.
 _LEVEL = 1.0002
@@ -130,7 +128,7 @@ def rearrange_micro_batches(
     ``max_token_len``, and if there are fewer rows than microbatches: on every rank, if there is a group.
     """
     size = max(1, int(force_group_size))
-    axis = _axis(dp_group) if dp_group is not None and same_micro_num_in_dp else None
+    axis = Axis.from_group(dp_group, "dp") if dp_group is not None and same_micro_num_in_dp else None
     read, failure = tried(lambda: _read_items(batch, max_token_len, size))
     if failure is not None and axis is None:
         raise failure
@@ -139,7 +137,7 @@ def rearrange_micro_batches(
     if axis is not None:
         rows = gather_int64(np.array([-1 if failure else count, available]), axis)
         if (rows[:, 0] < 0).any():
-            raise_together(failure, axis, where="rearrange_micro_batches")
+            agree(failure, axis, "reading the rows of its batch")
         count, available = int(rows[:, 0].max()), int(rows[:, 1].min())
     multiple = num_batches_divided_by or 1
     count = -(-count // multiple) * multiple
@@ -157,11 +155,6 @@ def rearrange_micro_batches(
         items = items[::2][::-1] + items[1::2]
     parts = [[i * size + k for i in ids for k in range(size)] for ids in items]
     return [select_rows(batch, part) for part in parts], parts
-
-
-def _axis(group: ProcessGroup) -> Axis:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis("dp", len(ranks), dist.get_rank(group), ranks, group)
 
 
 def _read_items(batch: Any, max_token_len: int, size: int) -> tuple[Int64, Int64, int]:

@@ -11,16 +11,13 @@ from ullage.exchange.reroute import Route, exchange, materialize, route
 from ullage.exchange.sharding import Shard, shard, shard_index, unshard
 from ullage.exchange.sharing import share
 from ullage.exchange.steps import PackedStep
-from ullage.exchange.topology import Axis, Topology
 
 __all__ = [
-    "Axis",
     "Lengths",
     "PackedIterator",
     "PackedStep",
     "Route",
     "Shard",
-    "Topology",
     "exchange",
     "gather_lengths",
     "materialize",

@@ -1,4 +1,4 @@
-"""What all ranks must mean alike before the first step: settings, coordinates and sources, compared once.
+"""Comparison of settings, coordinates and sources of all ranks, once before the first step.
 
 One gather of small objects over the whole world, on the caller's thread. What does not agree raises on every rank and
 names the one that differs.
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.source import MAP, Stream, fingerprint, kind_of
-from ullage.exchange.topology import Topology
+from ullage.ranks import Axis, Topology, agree
+from ullage.ranks.wire import gather_objects
 
 
 def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str, Any] | None:
@@ -30,24 +29,21 @@ def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str,
     return {"kind": kind, "size": len(samples), "digest": digest, "dp": topology.dp.rank}
 
 
-def verify(topology: Topology, record: dict[str, Any] | None, failure: Exception | None) -> list[dict[str, Any]]:
-    """Collective: what every rank was given, by global rank. Raises on every rank if one cannot go on with it."""
+def compare_ranks(topology: Topology, record: dict[str, Any] | None, failure: Exception | None) -> list[dict[str, Any]]:
+    """Gather what every rank was given, by global rank; raise on every rank if one failed or if they do not agree.
+
+    Collective over the world. ``record``: this rank's, or its ``failure``.
+    """
     places = {axis.name: (axis.size, axis.rank, axis.ranks) for axis in topology.axes}
-    mine = {"failure": failure and str(failure), "coordinates": [axis.rank for axis in topology.axes]}
-    mine |= {"sizes": [axis.size for axis in topology.axes], "owners": topology.owners, **(record or {})}
-    if topology.world_size == 1:
-        records = [mine]
-    else:
+    mine = {"coordinates": [axis.rank for axis in topology.axes], "sizes": [axis.size for axis in topology.axes]}
+    mine |= {"owners": topology.owners, **(record or {})}
+    world = Axis("world") if topology.world_size == 1 else Axis.world()
+    if topology.world_size > 1:
         for axis in topology.axes:
             if axis.size > 1:
                 axis.require_group()
-        records: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(records, mine)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(records):
-        if other["failure"]:
-            raise DistributedError("another rank failed", where=f"rank {rank}", found=other["failure"])
+    agree(failure, world, "describing its samples and settings")
+    records = gather_objects(mine, world)
     _require_same(records)
     _require_grid(records, places)
     return records

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from ullage.exchange.ending import before_the_end
+from ullage.ranks.ending import before_the_end
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ lengths, both ends of a transfer know the size and the place of every value, so 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +20,8 @@ from torch import Tensor
 from ullage.batch import RaggedBatch
 from ullage.columns import fill_value, sample_value
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.wire import aligned
 from ullage.layout import Int64, Layout
+from ullage.ranks.wire import aligned
 
 
 @dataclass(frozen=True)
@@ -238,8 +237,3 @@ def _raise_difference(rank: int, mine: frozenset[Field], usual: frozenset[Field]
 
 def schema_record(schema: Schema | None) -> list[Any] | None:
     return None if schema is None else schema.to_list()
-
-
-def dumps(record: dict[str, Any]) -> bytes:
-    """A record as bytes: JSON, so that what another rank sends is data and nothing else."""
-    return json.dumps(record, separators=(",", ":")).encode()

@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from ullage.errors import InputError
-from ullage.exchange.agreement import describe, stream_of, verify
+from ullage.exchange.agreement import compare_ranks, describe, stream_of
 from ullage.exchange.background import Background
 from ullage.exchange.lease import lease
 from ullage.exchange.sharding import ORDERS
 from ullage.exchange.source import Reader
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
-from ullage.exchange.topology import Topology
-from ullage.exchange.wire import tried
 from ullage.planning import plan
+from ullage.ranks import Topology, tried
 
 #: What the iterator decides itself, or what would have to be another list for every step.
 _NOT_OPTIONS = ("lengths", "ranks", "capacity", "pad_to_multiple_of", "keep_together", "assignment", "context_parallel")
@@ -85,7 +84,7 @@ class PackedIterator:
             settings |= {"fields": fields and list(fields), "per_sequence": sorted(per_sequence)}
             return {"settings": settings, "source": describe(samples, topology, shared)}
 
-        records = verify(topology, *tried(local))
+        records = compare_ranks(topology, *tried(local))
         stream = stream_of(records, topology, shared)
         self._device = device
         self._prefetch = prefetch

@@ -13,8 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ullage.exchange.ending import before_the_end, end_groups_at_exit
-from ullage.exchange.topology import Topology
+from ullage.ranks.ending import before_the_end, end_groups_at_exit
+from ullage.ranks.topology import Topology
 
 Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
 

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ullage.errors import DistributedError, InputError
-from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import agree, gather_int64, settling, tried
+from ullage.errors import InputError
 from ullage.layout import Int64, Integers, as_lengths
+from ullage.ranks import Topology, agree, tried
+from ullage.ranks.wire import gather_int64
 
 _FAILED = -1
 
@@ -67,21 +67,10 @@ def gather_or_fail(mine: Int64 | None, failure: Exception | None, topology: Topo
         mine = np.zeros(0, np.int64)
     counts = gather_int64(np.array([_FAILED if mine is None else len(mine)]), axis)[:, 0]
     if (counts == _FAILED).any():
-        raise_together(failure, axis, where="before the lengths were gathered")
+        agree(failure, axis, "reading its samples and their lengths")
     assert mine is not None
     widest = int(counts.max())
     padded = np.zeros(widest, np.int64)
     padded[: len(mine)] = mine
     rows = gather_int64(padded, axis) if widest else np.zeros((axis.size, 0), np.int64)
     return Lengths(rows[np.arange(widest) < counts[:, None]], counts)
-
-
-def raise_together(failure: Exception | None, axis: Axis, where: str | None = None) -> None:
-    """Collective: raises on every rank if any failed, its own error where it arose, ``DistributedError`` elsewhere."""
-    text = None if failure is None else f"rank {axis.ranks[axis.rank] if axis.ranks else axis.rank}: {failure}"
-    first = agree(axis, text)
-    with settling(axis):
-        if failure is not None:
-            raise failure
-        if first is not None:
-            raise DistributedError("another rank failed", where=where, found=first)

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.fields import Columns, Schema, common_schema, dumps, read_columns, schema_record
+from ullage.exchange.fields import Columns, Schema, common_schema, read_columns, schema_record
 from ullage.exchange.lengths import Lengths
-from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import aligned, all_to_all_bytes, block_order, gather_records, scratch, settling, tried
 from ullage.layout import Int64
 from ullage.planning.plans import Plan
+from ullage.ranks import Axis, Topology, tried
+from ullage.ranks.wire import aligned, all_to_all_bytes, block_order, dumps, gather_records, scratch, settling
 
 Samples = Sequence[Mapping[str, Any]]
 

@@ -10,49 +10,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError
-from ullage.exchange.fields import Schema, dumps
-from ullage.exchange.topology import Axis
-from ullage.exchange.wire import aligned, broadcast_bytes, broadcast_record, device_of, settling, tried
+from ullage.errors import InputError
+from ullage.exchange.fields import Schema
 from ullage.layout import Layout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ullage.ranks import Axis, raise_failures, report, tried
+from ullage.ranks.wire import aligned, broadcast_bytes, broadcast_record, device_of, dumps
 
 
 def share(
     microbatches: Sequence[RaggedBatch] | None,
-    group: ProcessGroup | Axis,
+    axis: Axis,
     source: int = 0,
     fields: Sequence[str] | None = None,
 ) -> list[RaggedBatch]:
-    """The source's microbatches, on every member of the group.
+    """Give the source's microbatches to every rank along the axis.
 
-    ``microbatches``: what the source has; ignored elsewhere, where it may be ``None``. ``group``: a process group, or
-    an axis of a topology. ``source``: the rank within the group (the coordinate, for an axis). ``fields``: those that
-    the source sends, all if it is ``None``; with ``()`` the layouts alone travel. The source gets its own tensors back.
+    ``microbatches``: what the source has; ignored elsewhere, where it may be ``None``. ``axis``: of a topology, or
+    ``Axis.from_group(group)``. ``source``: its coordinate on the axis. ``fields``: those that the source sends, all if
+    it is ``None``; with ``()`` the layouts alone travel. The source gets its own tensors back.
 
-    Collective over the group; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
+    Collective over the axis; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
     source if it cannot send, and then ``DistributedError`` on the others.
     """
-    axis = group if isinstance(group, Axis) else axis_of(group)
     if not 0 <= source < axis.size:
-        raise InputError("no such source in the group", expected=f"0 to {axis.size - 1}", found=source)
+        raise InputError("no such source on the axis", expected=f"0 to {axis.size - 1}", found=source)
     return share_or_fail(microbatches, None, axis, source, fields)
-
-
-def axis_of(group: ProcessGroup) -> Axis:
-    """A process group as an axis, its coordinates the ranks within the group."""
-    ranks = dist.get_process_group_ranks(group)
-    return Axis("group", len(ranks), ranks.index(dist.get_rank()), tuple(ranks), group)
 
 
 def share_or_fail(
@@ -72,21 +61,13 @@ def share_or_fail(
             if prepared is not None:
                 chosen, record = prepared
         if failure is not None:
-            record = {"failure": str(failure)}
+            record = {"failed": report(failure, axis)}
     if axis.size == 1:
         if failure is not None:
             raise failure
         return chosen
     header = json.loads(broadcast_record(dumps(record) if mine else None, axis, source))
-    if "failure" in header:
-        with settling(axis):
-            if failure is not None and mine:
-                raise failure
-            raise DistributedError(
-                "the rank that shares microbatches failed",
-                where=f"rank {axis.ranks[source]}",
-                found=header["failure"],
-            )
+    raise_failures(failure if mine else None, [header.get("failed", [])], "sharing microbatches", axis)
     schema, counts = Schema.from_list(header["schema"]), header["sequences"]
     payload = _payload(chosen, schema, header["bytes"], axis) if mine else None
     received = broadcast_bytes(payload, header["bytes"], axis, source)

@@ -19,16 +19,16 @@ import torch
 
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError
-from ullage.exchange.fields import Columns, Schema, dumps, read_columns
-from ullage.exchange.lengths import Lengths, gather_or_fail, raise_together
+from ullage.exchange.fields import Columns, Schema, read_columns
+from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.reroute import exchange_columns
 from ullage.exchange.sharding import Shard, shard
 from ullage.exchange.sharing import share_or_fail
 from ullage.exchange.source import ITERABLE, Reader, Stream, deal
-from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import broadcast_record, gather_int64, gather_records, settle, settling, tried
 from ullage.layout import Int64
 from ullage.planning.plans import Plan, sum_of_squares
+from ullage.ranks import Axis, Topology, agree, tried
+from ullage.ranks.wire import broadcast_record, dumps, gather_int64, gather_records, settle, settling
 
 StageFields = Callable[[int, int], Sequence[str] | None]
 
@@ -161,7 +161,7 @@ class StepMaker:
             samples, failure = tried(partial(self._read, 0 if mine is None else int(quota[mine])))
             counts = gather_int64(np.array([-1 if samples is None else len(samples)]), axis)[: stream.streams, 0]
             if (counts < 0).any():
-                raise_together(failure, axis, where="while samples were read")
+                agree(failure, axis, "reading its samples")
             taken += samples or []
             given += counts
             wanted -= int(counts.sum())

@@ -24,7 +24,7 @@ from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError, TrainingError
-from ullage.exchange.ending import end_groups_at_exit
+from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.continuing import ContinuingMixin

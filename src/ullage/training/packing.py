@@ -27,10 +27,11 @@ from transformers.utils import logging
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.exchange import Topology, exchange, gather_lengths, materialize
+from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.layout import Layout
 from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
+from ullage.ranks import Topology
 from ullage.training import forms
 from ullage.training.arguments import PackingOptions
 from ullage.training.collators import RaggedCollator

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ullage.errors import DistributedError, InputError
-from ullage.exchange import Topology
-from ullage.exchange.ending import end_groups_at_exit
+from ullage.ranks import Topology
+from ullage.ranks.ending import end_groups_at_exit
 
 AXES = ("dp", "cp", "tp")
 

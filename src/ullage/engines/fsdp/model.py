@@ -19,7 +19,7 @@ import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.mesh import device_of_rank, mesh_of
 from ullage.errors import InputError
-from ullage.exchange import Topology
+from ullage.ranks import Topology
 from ullage.training.agreement import agreement
 
 _ATTRIBUTE = "_ullage_parallel"

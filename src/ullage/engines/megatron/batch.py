@@ -8,9 +8,8 @@ on one is an error on all; then rank 0 shares what this stage wants. Where every
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,11 @@ from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.samples import FIELDS
 from ullage.engines.megatron.wrapping import Microbatch, home_device, padding_mask
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.fields import dumps
 from ullage.exchange.sharding import shard, shard_index
-from ullage.exchange.sharing import axis_of, share_or_fail
-from ullage.exchange.topology import Axis, Topology
-from ullage.exchange.wire import gather_records, settling, tried
+from ullage.exchange.sharing import share_or_fail
 from ullage.layout import Layout
+from ullage.ranks import Axis, Topology, gather_agreed, tried
+from ullage.ranks.wire import settling
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -88,12 +86,7 @@ def _inner_axes(groups: Any) -> Topology:
     """The axes within one data-parallel coordinate; a collection need not have more than these."""
     if groups is None:
         return Topology.from_megatron()
-    cp, tp, pp = (_axis(name, getattr(groups, name, None)) for name in ("cp", "tp", "pp"))
-    return Topology(cp=cp, tp=tp, pp=pp)
-
-
-def _axis(name: str, group: ProcessGroup | None) -> Axis:
-    return Axis(name) if group is None else replace(axis_of(group), name=name)
+    return Topology(**{name: Axis.from_group(getattr(groups, name, None), name) for name in ("cp", "tp", "pp")})
 
 
 def _take(data_iterator: Any, wanted: list[str], topology: Topology) -> Microbatch | None:
@@ -141,22 +134,12 @@ def _layout(given: Mapping[str, Any]) -> Layout:
 
 
 def _agree(axis: Axis, failure: Exception | None, everywhere: bool) -> None:
-    if axis.size == 1:
-        if failure is not None:
-            raise failure
-        return
-    record = {"failure": failure and str(failure), "everywhere": everywhere}
-    records = [json.loads(text) for text in gather_records(dumps(record), axis)]
-    with settling(axis):
-        if failure is not None:
-            raise failure
-        for rank, other in zip(axis.ranks, records):
-            if other["failure"]:
-                raise DistributedError("another rank has no microbatch", where=f"rank {rank}", found=other["failure"])
-        if len({other["everywhere"] for other in records}) > 1:
+    """Raise on every rank if one has no microbatch, or if only some of them have their own."""
+    answers = gather_agreed(everywhere, axis, "taking its next microbatch", failure)
+    if len(set(answers)) > 1:
+        with settling(axis):
             raise DistributedError(
-                "some tensor-parallel ranks have microbatches of their own and some have none",
-                found=[other["everywhere"] for other in records],
+                "some tensor-parallel ranks have microbatches of their own and some have none", found=answers
             )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ullage.exchange.topology import Axis
+from ullage.ranks.topology import Axis
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

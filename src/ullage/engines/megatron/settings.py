@@ -11,11 +11,11 @@ import numpy as np
 
 from ullage.engines.megatron.flops import transformer_terms
 from ullage.errors import InputError
-from ullage.exchange.topology import Topology
 from ullage.layout import Int64
 from ullage.planning import TransformerCost, plan
 from ullage.planning.plans import Plan
 from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names
+from ullage.ranks.topology import Topology
 
 #: The scheduler that gives each microbatch a context-parallel degree of its own.
 DYNAMIC = "default_dynamic_cp"

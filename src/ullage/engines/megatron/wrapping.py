@@ -24,13 +24,12 @@ from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_items
 from ullage.engines.megatron.settings import Settings, is_dynamic
 from ullage.errors import InputError
-from ullage.exchange.agreement import verify
+from ullage.exchange.agreement import compare_ranks
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker
-from ullage.exchange.topology import Topology
-from ullage.exchange.wire import tried
 from ullage.layout import Layout
 from ullage.planning.plans import Plan
+from ullage.ranks import Topology, tried
 
 
 class Microbatch(dict[str, Any]):
@@ -93,7 +92,7 @@ def packed_step(
         raise InputError("no such owners", expected="'ends' or 'every'", found=repr(owners))
     dynamic = is_dynamic(config)
     topology = Topology.from_megatron(pg_collection, owners=owners, flatten_cp=dynamic)
-    _verify_once(topology)
+    _compare_once(topology)
     source = None
     if settings is not None:
         source, failure = tried(lambda: _source(data_iterator, settings, topology))
@@ -108,16 +107,16 @@ def packed_step(
     return WrappedStep(iterators, made.num_microbatches, made.num_tokens, made.sum_squared_lengths, made.plan)
 
 
-_verified: dict[tuple[Any, ...], object] = {}
+_compared: dict[tuple[Any, ...], object] = {}
 
 
-def _verify_once(topology: Topology) -> None:
+def _compare_once(topology: Topology) -> None:
     """Collective the first time that these groups are seen: raises on every rank unless they make up a grid."""
     world = dist.group.WORLD if dist.is_initialized() else None
     key = (topology.owners, *(tuple(axis.ranks) for axis in topology.axes))
-    if key not in _verified or _verified[key] is not world:
-        verify(topology, {"settings": {}, "source": None}, None)
-        _verified[key] = world
+    if key not in _compared or _compared[key] is not world:
+        compare_ranks(topology, {"settings": {}, "source": None}, None)
+        _compared[key] = world
 
 
 def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:

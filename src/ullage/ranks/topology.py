@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ullage.errors import InputError
-from ullage.exchange.ending import end_groups_at_exit
+from ullage.ranks.ending import end_groups_at_exit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,11 +49,30 @@ class Axis:
     ranks: Sequence[int] = ()
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
+    @classmethod
+    def from_group(cls, group: ProcessGroup | None, name: str = "group") -> Axis:
+        """The axis of a process group, or of this process alone for ``None``; coordinates are ranks in the group.
+
+        Raises ``InputError`` for what is no process group, and on a rank that is not in it.
+        """
+        ranks = _members(group, name)
+        return cls(name, len(ranks), ranks.index(_global_rank()), tuple(ranks), group)
+
+    @classmethod
+    def world(cls) -> Axis:
+        """The axis of all ranks; of this process alone without ``torch.distributed``."""
+        return cls.from_group(dist.group.WORLD if _initialized() else None, "world")
+
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise InputError(
                 f"a rank does not lie on its {self.name} axis", expected=f"0 to {self.size - 1}", found=self.rank
             )
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all, where it is known, else its coordinate: what an error calls it."""
+        return self.ranks[self.rank] if self.ranks else self.rank
 
     @property
     def order(self) -> list[int]:
@@ -151,11 +170,7 @@ class Topology:
         the world size, and on a rank that is no member.
         """
         given = {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
-        axes = {}
-        for name, group in given.items():
-            ranks = _members(group, name)
-            axes[name] = Axis(name, len(ranks), ranks.index(_global_rank()), tuple(ranks), group)
-        topology = cls(**axes, owners=owners)
+        topology = cls(**{name: Axis.from_group(group, name) for name, group in given.items()}, owners=owners)
         topology._require_world()
         return topology
 

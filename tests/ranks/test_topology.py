@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 import ullage
-from ullage.exchange import Topology, gather_lengths
-from ullage.exchange.topology import Axis
+from ullage.exchange import gather_lengths
+from ullage.ranks import Topology
+from ullage.ranks.topology import Axis
 
 
 def test_single_is_one_rank_that_owns_its_data():

@@ -1,16 +1,17 @@
 """The few collectives that samples travel by, of bytes and int64: gloo on host tensors, NCCL on device tensors.
 
-Every function counts by coordinates of an :class:`~ullage.exchange.topology.Axis` and translates to the ranks of its
+Every function counts by coordinates of an :class:`~ullage.ranks.topology.Axis` and translates to the ranks of its
 group, so that any rank order works. A peer that dies surfaces as :class:`DistributedError` on the others, at once
 where its connection breaks and after the group's timeout where it does not.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ullage.errors import DistributedError, UllageError
-from ullage.exchange.topology import Axis
 from ullage.layout import Int64
+from ullage.ranks.topology import Axis
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,8 +35,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _scratch = threading.local()
 
-T = TypeVar("T")
-
 
 class PeerLost(DistributedError):
     """A collective could not finish: no further one will, so nobody waits for an agreement."""
@@ -49,9 +48,10 @@ def aligned(num_bytes: int) -> int:
 def device_of(group: ProcessGroup) -> torch.device:
     """Where the tensors of this group's collectives must lie: the host if its backend takes host tensors."""
     backends = dist.get_backend_config(group)
-    if "cpu:" in backends or backends == "gloo":
+    accelerator = torch.accelerator.current_accelerator()
+    if "cpu:" in backends or backends == "gloo" or accelerator is None:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 @contextmanager
@@ -86,6 +86,16 @@ def gather_int64(values: Int64, axis: Axis) -> Int64:
     if axis.size == 1:
         return values[None].copy()
     return _gather(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), axis).numpy()
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The value of each rank, pickled, so between trusted ranks only: slower than records, for what is done once."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    with _peers(axis):
+        dist.all_gather_object(values, value, group=axis.require_group())
+    return [values[i] for i in axis.order]
 
 
 def gather_records(record: bytes, axis: Axis) -> list[bytes]:
@@ -167,12 +177,6 @@ def block_order(axis: Axis) -> list[int]:
     return sorted(range(axis.size), key=axis.order.__getitem__)
 
 
-def agree(axis: Axis, failure: str | None) -> str | None:
-    """The first failure along the axis, the same on every rank, ``None`` if there is none."""
-    records = gather_records((failure or "").encode(), axis)
-    return next((text.decode(errors="replace") for text in records if text), None)
-
-
 def settle(axis: Axis) -> None:
     """Wait until every rank along the axis has come this far, or is gone.
 
@@ -191,23 +195,15 @@ def settling(*axes: Axis) -> Iterator[None]:
         yield
     except PeerLost:
         raise
-    except Exception:
+    except BaseException:  # an interrupt too: the others meet here and would wait for this rank
         for axis in axes:
             settle(axis)
         raise
 
 
-def tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``step`` returns, or what it raised: local work before a collective must not keep others waiting.
-
-    A lost peer is raised at once, because the others will not come to the next collective either.
-    """
-    try:
-        return step(), None
-    except PeerLost:
-        raise
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
-        return None, error
+def dumps(record: Any) -> bytes:
+    """A record as bytes: JSON, so that what another rank sends is data and nothing else."""
+    return json.dumps(record, separators=(",", ":")).encode()
 
 
 def _framed(record: bytes, room: int) -> Tensor:

@@ -1,0 +1,170 @@
+"""One rank failed, so all raise: with real processes, every kind of error, blocks within blocks, several axes."""
+
+import pytest
+
+import ullage
+from tests.support import processes, ranks_cases
+from ullage.errors import DistributedError, InputError
+from ullage.ranks import Axis, Topology, agree, gather_agreed, raise_failures, report, together, tried
+from ullage.ranks.wire import PeerLost
+
+
+@pytest.fixture(scope="module")
+def lines():
+    """What each of four ranks raised, by case and rank."""
+    told = processes.values(processes.run(ranks_cases.blocks, 4))
+    return {name: [each[name] for each in told] for name in told[0]}
+
+
+def others(lines, case, failed):
+    """What the ranks raised that did not fail themselves: one line, the same on all of them."""
+    found = {line for rank, line in enumerate(lines[case]) if rank not in failed}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.distributed
+def test_a_block_in_which_nobody_fails_raises_nothing(lines):
+    assert lines["nobody"] == [None] * 4
+
+
+@pytest.mark.distributed
+def test_one_rank_fails_and_the_others_name_it_and_its_cause(lines):
+    assert lines["one"][1] == "InputError: no such file"
+    assert others(lines, "one", [1]) == (
+        "DistributedError: another rank failed while reading (rank 1): found InputError: no such file. "
+        "The log of rank 1 has the whole error"
+    )
+
+
+@pytest.mark.distributed
+def test_two_ranks_fail_and_the_others_name_both(lines):
+    assert (lines["two"][0], lines["two"][3]) == ("ValueError: zero", "OSError: last")
+    assert others(lines, "two", [0, 3]) == (
+        "DistributedError: another rank failed while reading (ranks 0, 3): found on rank 0 ValueError: zero; "
+        "on rank 3 OSError: last. The log of rank 0 has the whole error"
+    )
+    assert "(ranks 1, 2, 3): found ValueError: full. " in lines["alike"][0]
+    assert lines["all"] == [f"ValueError: {rank}" for rank in range(4)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("case", "own", "quoted"),
+    [
+        ("interrupt", "KeyboardInterrupt: ", "found KeyboardInterrupt. "),
+        ("exit", "SystemExit: 3", "found SystemExit: 3. "),
+        ("without words", "KeyError: ", "found KeyError. "),
+        ("long", "ValueError: " + "x" * 5000, "found ValueError: " + "x" * (2000 - len("ValueError: ")) + "…. "),
+    ],
+)
+def test_every_kind_of_error_is_told(lines, case, own, quoted):
+    assert lines[case][1] == own
+    assert quoted in others(lines, case, [1])
+
+
+@pytest.mark.distributed
+def test_a_stop_of_an_iterator_is_an_error_too(lines):
+    assert lines["stop"][1] == "StopIteration: "
+    assert "found StopIteration. " in others(lines, "stop", [1])
+
+
+@pytest.mark.distributed
+def test_blocks_within_blocks(lines):
+    assert lines["nested"][1] == "ValueError: inside"
+    assert "failed while the inner work (rank 1)" in others(lines, "nested", [1])
+    assert lines["handled"] == [None] * 4
+
+
+@pytest.mark.distributed
+def test_an_error_travels_in_a_header(lines):
+    assert lines["header"][1].startswith("ZeroDivisionError")
+    assert "failed while counting (rank 1): found ZeroDivisionError" in others(lines, "header", [1])
+
+
+@pytest.mark.distributed
+def test_along_several_axes_the_sentence_names_the_rank_where_the_error_arose():
+    told = processes.values(processes.run(ranks_cases.axes, 4))
+    assert [line and line.split(":")[0] for line in (each["row"] for each in told)] == [
+        None,
+        None,
+        "DistributedError",
+        "ValueError",
+    ]
+    for each in told[:3]:
+        assert "another rank failed while the grid's work (rank 3): found ValueError: row" in each["grid"]
+    for each in told[:2]:
+        assert "another rank failed while the grid's work (rank 3): found ValueError: row" in each["both"]
+    assert "a row's work (rank 3)" in told[2]["both"]
+    assert {each[case] for case in ("row", "grid", "both") for each in told[3:]} == {"ValueError: row"}
+
+
+@pytest.mark.distributed
+def test_a_block_costs_one_collective_and_none_on_a_single_rank():
+    assert processes.values(processes.run(ranks_cases.meetings, 2)) == [[1, 0]] * 2
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_gone_keeps_nobody_waiting():
+    told = processes.run(ranks_cases.death, 3, deaths=[1])
+    assert told[0]["value"] == "InputError: mine"
+    assert told[2]["value"].startswith("PeerLost: a collective failed")
+
+
+@pytest.mark.parametrize("ranks", [Axis("dp"), Topology.single(), Axis.world()], ids=["axis", "topology", "world"])
+def test_a_single_rank_raises_its_own_error_and_meets_nobody(ranks):
+    own = ValueError("own")
+    with pytest.raises(ValueError) as raised, together(ranks, "reading"):
+        raise own
+    assert raised.value is own
+    with pytest.raises(SystemExit), together(ranks, "reading"):
+        raise SystemExit(3)
+    with together(ranks, "reading"):
+        pass
+    agree(None, ranks, "reading")
+    with pytest.raises(ValueError, match="own"):
+        agree(own, ranks, "reading")
+
+
+def test_a_header_of_a_single_rank_is_its_own():
+    assert gather_agreed({"n": 1}, Axis("dp"), "counting") == [{"n": 1}]
+    with pytest.raises(ZeroDivisionError):
+        gather_agreed({"n": 1}, Axis("dp"), "counting", ZeroDivisionError())
+
+
+def test_what_was_tried_is_a_value_or_an_error_but_a_lost_peer_is_raised():
+    assert tried(lambda: 5) == (5, None)
+    value, failure = tried(lambda: [][1])
+    assert value is None
+    assert isinstance(failure, IndexError)
+
+    def lost():
+        raise PeerLost("gone")
+
+    with pytest.raises(PeerLost):
+        tried(lost)
+    with pytest.raises(KeyboardInterrupt):
+        tried(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def test_a_report_is_of_the_rank_where_the_error_arose():
+    axis = Axis("tp", 2, 1, (4, 5))
+    assert report(None, axis) == []
+    assert report(InputError("two\nlines"), axis) == [(5, "InputError: two lines")]
+    with pytest.raises(DistributedError) as raised:
+        raise_failures(None, [[], report(InputError("lost"), axis)], "packing")
+    assert raised.value.failures == ((5, "InputError: lost"),)
+    assert report(raised.value, Axis("dp", 3, 0, (7, 8, 9))) == [(5, "InputError: lost")]
+
+
+def test_many_errors_are_quoted_in_part():
+    reports = [[(rank, f"ValueError: {rank}")] for rank in range(20)]
+    with pytest.raises(DistributedError) as raised:
+        raise_failures(None, reports, "packing")
+    assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more)" in str(raised.value)
+    assert "on rank 7 ValueError: 7; and 12 more. " in str(raised.value)
+
+
+def test_the_room_is_an_attribute_of_the_package():
+    assert ullage.ranks.Topology is Topology
+    assert not hasattr(ullage.exchange, "Topology")
