@@ -122,15 +122,15 @@ def write_source(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -
 def write_sparse(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
     """The same with holes for data: files of full size that take no room, for what reads no tensor data."""
     import ullage
-    from ullage.checkpoint.archive import Stream, archive
+    from ullage.checkpoint.archive import TensorCopy, archive
     from ullage.checkpoint.inventory import Tensor
 
     tag = folder / "global_step7"
     tag.mkdir(parents=True)
     layout, names = ullage.Layout([int(np.prod(shape)) for shape in shapes.values()]), list(shapes)
 
-    def hole(shape: tuple[int, ...], dtype: str) -> Stream:
-        return Stream(Tensor("", "", shape, dtype, "parameter", ()), dtype)
+    def hole(shape: tuple[int, ...], dtype: str) -> TensorCopy:
+        return TensorCopy(Tensor("", "", shape, dtype, "parameter", ()), dtype)
 
     def write(name: str, content: Any) -> None:
         target = archive(name, content)
@@ -341,7 +341,7 @@ def paper(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         [*ours, "convert", str(tag), str(folder / "paper" / "target"), "--dry-run", "--json"], folder / "nothing"
     )
     inventory = ullage.checkpoint.read(tag)
-    targets = ullage.checkpoint.plan(inventory)
+    targets = ullage.checkpoint.targets(inventory)
     states = [tensor for tensor in inventory.tensors if tensor.kind == "parameter"]
     num_bytes = sum(target.num_bytes for target in targets)
     reads = sum(

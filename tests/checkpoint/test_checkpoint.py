@@ -124,7 +124,7 @@ def test_pipeline_layer_files_give_the_sizes_and_what_no_group_trains(written, t
     layer = {"weight": torch.zeros(30, 20), "bias": torch.zeros(30), "base": frozen, "mean": mean}
     torch.save(layer, run / "layer_01-model_00-model_states.pt")
     inventory = checkpoint.read(run)
-    assert (inventory.topology.tp, inventory.topology.pp) == (1, 1)
+    assert (inventory.written_by.tp, inventory.written_by.pp) == (1, 1)
     checkpoint.convert(inventory, tmp_path / "out")
     for name, wanted in {"1.base": frozen, "1.mean": mean}.items():
         assert torch.equal(torch.load(tmp_path / "out" / "zero" / name / "fp32.pt")["param"], wanted)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.drawing import lengths as drawn
-from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, Topology, on_paper
+from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy, on_paper
 from ullage.checkpoint.archive import Constant, archive
 from ullage.checkpoint.crc import combine
-from ullage.checkpoint.inventory import Box, Merge
+from ullage.checkpoint.inventory import Band, Merge
 from ullage.checkpoint.reading import cast, count_not_finite
 from ullage.checkpoint.torchfile import TensorRef, read_torch_file
 
@@ -87,11 +87,11 @@ def test_torch_loads_what_we_write_and_we_read_it_back(tmp_path_factory, value, 
 
 def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
     """Sparse files: two tensors of more than 4 GiB, and one that begins beyond them."""
-    from ullage.checkpoint.archive import Stream
+    from ullage.checkpoint.archive import TensorCopy
 
     def tensor(numel):
         part = Slice(0, (numel,), Fragments.of(0, 0, 0, numel))
-        return Stream(Tensor("t", "fp32", (numel,), "float32", "parameter", (part,)), "float32")
+        return TensorCopy(Tensor("t", "fp32", (numel,), "float32", "parameter", (part,)), "float32")
 
     target = archive("x.pt", {"a": tensor(1_200_000_000), "b": tensor(1_100_000_000), "c": tensor(5)})
     path = tmp_path / "x.pt"
@@ -112,10 +112,10 @@ def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
 def _beside(boxes, size):
     """A tensor of ``size`` columns that two model ranks hold parts of."""
     slices = tuple(Slice(rank, (9,), Fragments.of(rank, 0, 0, 9)) for rank in range(2))
-    merge = Merge("columns", 1, size, 1, tuple(Box(*box) for box in boxes))
+    merge = Merge("columns", 1, size, 1, tuple(Band(*box) for box in boxes))
     files = tuple(File(f"f{rank}", 400, "optimizer", 0, rank) for rank in range(2))
     tensor = Tensor("w", "fp32", (size,), "float32", "parameter", slices, merge)
-    return Inventory(Path("nowhere"), "zero", Topology(), files, (tensor,), on_paper=True)
+    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,), on_paper=True)
 
 
 @given(drawn(low=0, high=9, min_size=1, max_size=6).filter(any), st.data())
@@ -161,7 +161,7 @@ def _inventory(starts, lengths, numel):
     fragments = Fragments.of([0] * n, [4 * s for s in starts], list(starts), list(lengths))
     tensor = Tensor("w", "fp32", (numel,), "float32", "parameter", (Slice(0, (numel,), fragments),))
     files = (File("f", 4 * numel + 400, "optimizer", 0, 0),)
-    return Inventory(Path("nowhere"), "zero", Topology(), files, (tensor,), on_paper=True)
+    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,), on_paper=True)
 
 
 @given(

@@ -18,7 +18,7 @@ from ullage.checkpoint.manifest import (
     files_in,
     manifest_name,
     read_manifests,
-    share,
+    share_of_blocks,
     sums,
     write_manifest,
 )
@@ -163,7 +163,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path):
 def test_members_share_every_block_once_and_in_order(sizes, data):
     blocks = blocks_of([(str(number), size) for number, size in enumerate(sizes)])
     parts = data.draw(st.sampled_from([1, 2, 3, 7, 64]))
-    assert [block for part in range(parts) for block in share(blocks, part, parts)] == blocks
+    assert [block for part in range(parts) for block in share_of_blocks(blocks, part, parts)] == blocks
     if sizes:
-        heaviest = max(sum(block.num_bytes for block in share(blocks, part, parts)) for part in range(parts))
+        heaviest = max(sum(block.num_bytes for block in share_of_blocks(blocks, part, parts)) for part in range(parts))
         assert heaviest <= sum(sizes) / parts + 2 * BLOCK_BYTES

@@ -24,7 +24,7 @@ def test_the_weights_of_stage_0_are_converted(tmp_path, dtype):
     written = real_zero.write(tmp_path / "run", Recipe(stage=0, dp=1, dtype=dtype, groups=ALIKE, **EXTRAS))
     inventory = checkpoint.read(written.folder)
     assert inventory.problems() == []
-    assert (inventory.topology.stage, inventory.topology.dp) == (0, 1)
+    assert (inventory.written_by.stage, inventory.written_by.dp) == (0, 1)
     assert inventory.aliases == {"lm_head.weight": "embed.weight"}
     held = torch.bfloat16 if dtype == "bf16" else torch.float32
     checkpoint.convert(inventory, tmp_path / "st", format="safetensors")

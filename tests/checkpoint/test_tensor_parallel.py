@@ -55,7 +55,7 @@ def test_every_pattern_gives_what_deepspeed_gives(tmp_path):
     truth = real_zero.write(tmp_path / "run", recipe)
     inventory = checkpoint.read(truth.folder)
     assert inventory.problems() == []
-    assert (inventory.topology.dp, inventory.topology.tp, inventory.topology.pp) == (2, 2, 2)
+    assert (inventory.written_by.dp, inventory.written_by.tp, inventory.written_by.pp) == (2, 2, 2)
     checkpoint.convert(inventory, tmp_path / "ours")
     convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
     compared = 0

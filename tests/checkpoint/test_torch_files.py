@@ -15,7 +15,7 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint import reading
-from ullage.checkpoint.inventory import File, Inventory, Topology
+from ullage.checkpoint.inventory import File, Inventory, WrittenBy
 from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.torchfile import read_torch_file
 from ullage.errors import CheckpointError
@@ -139,7 +139,7 @@ def test_any_strides_are_read_as_torch_reads_them(tmp_path_factory, dims, start,
     source = read_torch_file(folder / "x.pt")
     files = (File("x.pt", source.num_bytes, "model"),)
     made = whole_tensor("x", "buffer", source.root, 0, source)
-    sources = reading.Sources(Inventory(folder, "zero", Topology(), files, (made,)))
+    sources = reading.Sources(Inventory(folder, "zero", WrittenBy(), files, (made,)))
     before, reading.CHUNK_BYTES = reading.CHUNK_BYTES, block
     try:
         parts = [

@@ -69,7 +69,7 @@ def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
     inventory = checkpoint.read(truth.folder)
     assert inventory.problems() == []
     assert inventory.folder == truth.tag_folder
-    assert (inventory.topology.stage, inventory.topology.dp) == (truth.recipe.stage, truth.recipe.dp)
+    assert (inventory.written_by.stage, inventory.written_by.dp) == (truth.recipe.stage, truth.recipe.dp)
     target = tmp_path / "new" / "universal"
     report = checkpoint.convert(truth.folder, target)
     assert_is_the_truth(target, truth)

@@ -67,7 +67,7 @@ def test_the_table_says_the_same(run):
     for name in ("plan", "next_fit"):
         assert f"{found[name]['critical_path']:.3f}" in out
         assert f"{100 * found[name]['ullage']:.2f} %" in out
-    for word in ("balanced", "next_fit", "lower bound", "ideal", "microbatches a rank", "rank imbalance"):
+    for word in ("balanced", "next_fit", "lower bound", "ideal", "microbatches per rank", "rank imbalance"):
         assert word in out
     assert max(map(len, out.splitlines())) <= 100
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage.checkpoint.inventory import Group, Inventory, Problem, Topology
+from ullage.checkpoint.inventory import Group, Inventory, Problem, WrittenBy
 from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
 
@@ -27,7 +27,7 @@ def group(lengths: list[int], ranks: int, names: list[str] | None = None, booked
 
 
 def page(*groups: Group, problems: tuple[Problem, ...] = ()) -> str:
-    topology = Topology(1, "BF16_Optimizer", dp=groups[0].num_shards if groups else 1)
+    topology = WrittenBy(1, "BF16_Optimizer", dp=groups[0].num_shards if groups else 1)
     return checkpoint_page(Inventory(Path("runs/global_step7"), "zero", topology, (), (), groups), problems)
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage.checkpoint.inventory import Group, Inventory, Topology
-from ullage.report.journey import Journey, Leg, Step, as_data, journey_page, read_steps
+from ullage.checkpoint.inventory import Group, Inventory, WrittenBy
+from ullage.report.journey import Journey, Leg, Step, journey_page, read_steps
 
 
 def step(number: int, loss: float | None = None, speed: float = 1000.0, ullage: float = 0.1) -> Step:
@@ -30,7 +30,7 @@ def journey(error: float = 0.0) -> Journey:
 def page(one: Journey) -> str:
     layout = ullage.Layout([40, 9, 300])
     group = Group(0, 0, ("a.weight", "b.bias", "c.weight"), layout.pieces(np.array([0, 180, 360])), 180, 2)
-    inventory = Inventory(Path("runs/global_step4"), "zero", Topology(2, "", dp=2), (), (), (group,))
+    inventory = Inventory(Path("runs/global_step4"), "zero", WrittenBy(2, "", dp=2), (), (), (group,))
     plan = ullage.plan(np.array([900, 30, 700, 12, 512]), ranks=2, capacity=1024, sync="step")
     return journey_page(one, plan, inventory, ["ullage train --output_dir a", "x" * 300])
 
@@ -43,8 +43,8 @@ def test_the_losses_around_each_change_are_compared_and_a_difference_is_seen():
     assert [c.number for c in one.comparisons(one.legs[2])] == [8, 9, 10, 11]
     assert journey(error=1e-6).agrees
     assert not journey(error=1e-4).agrees
-    assert as_data(journey(error=1e-4))["agrees"] is False
-    rows = as_data(one)["rows"]
+    assert journey(error=1e-4).to_dict()["agrees"] is False
+    rows = one.to_dict()["rows"]
     assert [row["run"] for row in rows] == ["padded", "whole", "stopped", "continued", "continued"]
     assert (rows[0]["tokens/s"], rows[0]["ullage"], rows[0]["imbalance"]) == ("250", "80.0%", "")
     assert (rows[3]["steps"], rows[3]["imbalance"], rows[3]["loss"]) == ("5 to 8", "1.250", "0.625")

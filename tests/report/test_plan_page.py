@@ -10,7 +10,7 @@ import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from ullage.datasets import CAPACITIES, WORKLOADS
 from ullage.report import plan as drawing
-from ullage.report.histogram import histogram, short
+from ullage.report.histogram import histogram, token_label
 from ullage.report.plan import plan_page
 from ullage.report.timeline import timeline
 
@@ -123,9 +123,9 @@ def test_large_plans_make_pages_of_bounded_size(n, ranks, limit):
     bars = Bars(page).bars
     assert max(map(len, bars)) < 2 * drawing.MAX_BLOCKS
     assert len(bars) <= 2 + 3 * drawing.MAX_RANKS
-    assert (f"of {ranks} ranks, the dearest among them" in page) == (ranks > drawing.MAX_RANKS)
-    dearest = planned("megatron", n, ranks).loads.sum(axis=0).argmax()
-    assert f'aria-label="rank {dearest}: ' in page
+    assert (f"of {ranks} ranks, the busiest among them" in page) == (ranks > drawing.MAX_RANKS)
+    busiest = planned("megatron", n, ranks).loads.sum(axis=0).argmax()
+    assert f'aria-label="rank {busiest}: ' in page
 
 
 def test_page_reaches_for_nothing():
@@ -166,7 +166,7 @@ def test_histogram_counts_every_sequence():
     assert 2 <= len(picture.ticks) <= 7
     assert not histogram(np.arange(100, 200), np.arange(100)).logarithmic
     assert histogram(np.empty(0, np.int64), np.empty(0, np.int64)).buckets == []
-    assert (short(512), short(131_072), short(1536)) == ("512", "128k", "1.5k")
+    assert (token_label(512), token_label(131_072), token_label(1536)) == ("512", "128k", "1.5k")
 
 
 PARTS = "h1,h2,p,dt,dd,td,th,summary,footer,.label,.number,.axis span,.swatches span,.bar,.histogram svg"

@@ -10,9 +10,8 @@ Only numpy is needed: neither torch nor DeepSpeed is imported.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ullage.checkpoint.converting import Report, convert, plan
+from ullage.checkpoint.converting import Report, convert
+from ullage.checkpoint.formats import read, targets
 from ullage.checkpoint.inventory import (
     File,
     Fragments,
@@ -22,39 +21,11 @@ from ullage.checkpoint.inventory import (
     Problem,
     Slice,
     Tensor,
-    Topology,
+    WrittenBy,
 )
-from ullage.checkpoint.locate import locate
 from ullage.checkpoint.paper import on_paper
 from ullage.checkpoint.verifying import verify
 from ullage.errors import CheckpointError
-
-
-def read(folder: str | Path) -> Inventory:
-    """What a checkpoint holds: logical tensors and their fragments, topology, paddings. Reads no tensor data.
-
-    ``folder``: the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. Problems are collected, not
-    raised: see :meth:`Inventory.problems`. Raises ``CheckpointError`` for a folder that is no
-    checkpoint, for expert files, and for a file that asks to run code.
-    """
-    path, found = locate(folder)
-    if found == "zero":
-        from ullage.checkpoint.zero import read_zero
-
-        return read_zero(path)
-    if found == "universal":
-        from ullage.checkpoint.universal import read_universal
-
-        return read_universal(path)
-    if found == "safetensors":
-        from ullage.checkpoint.safetensors import read_safetensors
-
-        return read_safetensors(path)
-    from ullage.checkpoint.dcp import read_dcp
-
-    return read_dcp(path)
-
 
 __all__ = [
     "CheckpointError",
@@ -67,10 +38,10 @@ __all__ = [
     "Report",
     "Slice",
     "Tensor",
-    "Topology",
+    "WrittenBy",
     "convert",
     "on_paper",
-    "plan",
     "read",
+    "targets",
     "verify",
 ]

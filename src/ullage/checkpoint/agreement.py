@@ -8,7 +8,7 @@ from typing import Any
 from ullage.checkpoint.folder import Folder
 from ullage.checkpoint.inventory import Problem
 from ullage.checkpoint.metadata import comparable
-from ullage.checkpoint.shards import Shard
+from ullage.checkpoint.shards import ShardFile
 
 #: Missing shards are named one by one up to this many.
 _LISTED = 20
@@ -42,7 +42,7 @@ def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
         extra = sorted(set(ranks.get(model_rank, ())) - set(range(world)))
         if extra:
             shard = folder.shards[model_rank, extra[0]]
-            folder.say(
+            folder.add_problem(
                 "the world size disagrees with the files",
                 shard,
                 expected=f"ranks 0 to {world - 1}",
@@ -100,9 +100,9 @@ def require_agreement(folder: Folder) -> None:
     )
 
 
-def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, Shard]) -> None:
+def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]) -> None:
     """``param_slice_mappings`` against the layout: a cross-check that is never followed."""
-    wrong: list[tuple[Shard, int, str]] = []
+    wrong: list[tuple[ShardFile, int, str]] = []
     total = 0
     for group in (g for g in folder.groups if g.model_rank == model_rank):
         expected: dict[int, dict[str, tuple[int, int]]] = {}
@@ -122,7 +122,7 @@ def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, Shard]) ->
         return
     shard, group_index, name = wrong[0]
     if shard.round_robin is False:
-        folder.say(
+        folder.add_problem(
             "param_slice_mappings and param_shapes disagree, and round_robin_gradients is off",
             shard,
             group=group_index,

@@ -47,7 +47,7 @@ class Target:
     texts: tuple[tuple[int, bytes], ...] = ()
     copy_of: int | None = None
     root: Any = None
-    stored: Callable[[TensorRef], Stream] | None = None
+    stored: Callable[[TensorRef], TensorCopy] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Constant:
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class TensorCopy:
     """A tensor to be copied into the archive, as ``dtype``."""
 
     tensor: Tensor
@@ -77,7 +77,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A value that a function of another package makes when it is loaded."""
 
     module: str
@@ -100,9 +100,9 @@ class _Pickler:
     endless target, no more than ``limit`` bytes are written.
     """
 
-    def __init__(self, stored: Callable[[TensorRef], Stream] | None, limit: int | None = None) -> None:
+    def __init__(self, stored: Callable[[TensorRef], TensorCopy] | None, limit: int | None = None) -> None:
         self.parts: list[bytes] = []
-        self.records: list[Constant | Stream] = []
+        self.records: list[Constant | TensorCopy] = []
         self._stored, self._limit = stored, limit
         self._depth = self._num_bytes = 0
 
@@ -142,7 +142,7 @@ class _Pickler:
             self._mapping(value)
         elif isinstance(value, list):
             self._sequence(b"](", value, b"e")
-        elif isinstance(value, (Constant, Stream, TensorRef)):
+        elif isinstance(value, (Constant, TensorCopy, TensorRef)):
             self._tensor(value)
         elif isinstance(value, Inert):
             self._inert(value)
@@ -151,7 +151,7 @@ class _Pickler:
             write(b")\x81")
             self._save(value.state)
             write(b"b")
-        elif isinstance(value, Call):
+        elif isinstance(value, FunctionCall):
             self._call(value.module, value.name, value.args)
         elif isinstance(value, Named) or (isinstance(value, type) and issubclass(value, Inert)):
             self._name(value.module, value.name)
@@ -246,7 +246,7 @@ class _Pickler:
             self._save(value.state)
             self._write(b"b")
 
-    def _tensor(self, value: Constant | Stream | TensorRef) -> None:
+    def _tensor(self, value: Constant | TensorCopy | TensorRef) -> None:
         requires_grad = is_parameter = False
         if isinstance(value, TensorRef):
             if self._stored is None:
@@ -283,7 +283,7 @@ class _Pickler:
         self.records.append(value)
 
 
-def dumps(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     """The pickle of a value without tensors."""
     return _Pickler(None).dump(value)
 
@@ -291,7 +291,7 @@ def dumps(value: Any) -> bytes:
 def is_writable(value: Any, limit: int) -> bool:
     """Whether ``value`` can be written. Raises ``CheckpointError`` for one without end."""
     try:
-        _Pickler(lambda ref: Stream(_somewhere(ref), ref.dtype), limit).dump(value)
+        _Pickler(lambda ref: TensorCopy(_somewhere(ref), ref.dtype), limit).dump(value)
     except Unwritable:
         return False
     return True
@@ -304,21 +304,21 @@ def _somewhere(ref: TensorRef) -> Tensor:
 def archive(
     name: str,
     root: Any,
-    stored: Callable[[TensorRef], Stream] | None = None,
+    stored: Callable[[TensorRef], TensorCopy] | None = None,
     base: int = 0,
     stem: str = "archive",
     limit: int | None = None,
 ) -> Target:
-    """The target file of ``torch.save(root)``; tensors in ``root`` are :class:`Constant`, :class:`Stream`, or
+    """The target file of ``torch.save(root)``; tensors in ``root`` are :class:`Constant`, :class:`TensorCopy`, or
     ``TensorRef``, which ``stored`` turns into a stream. ``base`` shifts all offsets: an archive within a file.
     ``limit`` bounds the bytes of the description. Raises ``CheckpointError`` for what cannot be written."""
     pickler = _Pickler(stored, limit)
     program = pickler.dump(root)
     fixed: list[tuple[str, bytes]] = [("data.pkl", program), ("byteorder", b"little"), ("version", b"3\n")]
     at, texts, payloads, directory = 0, [], [], []
-    waiting: list[tuple[Stream, int, int, int]] = []  # stream, offset of data, header, entry in the directory
+    waiting: list[tuple[TensorCopy, int, int, int]] = []  # stream, offset of data, header, entry in the directory
     for record, data in [*fixed, *((f"data/{i}", r) for i, r in enumerate(pickler.records))]:
-        stream = data if isinstance(data, Stream) else None
+        stream = data if isinstance(data, TensorCopy) else None
         known = b"" if stream else data.data if isinstance(data, Constant) else data
         assert isinstance(known, bytes)
         size = stream.tensor.numel * ITEM_BYTES[stream.dtype] if stream else len(known)

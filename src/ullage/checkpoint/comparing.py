@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.inventory import Inventory, Problem, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, rows_of, stream
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, row_elements, stream
 from ullage.errors import CheckpointError
 
 #: Two tensors that must be equal (the second perhaps of another dtype), and the file to name where they are not.
@@ -28,7 +28,7 @@ def compare_pairs(
     """The pairs that differ. Where the second is of another dtype, the first is cast to it, as a conversion does."""
     jobs = []
     for number, (tensor, _, _) in enumerate(pairs):
-        row = rows_of(tensor)
+        row = row_elements(tensor)
         step = max(1, _UNIT_BYTES // (row * tensor.item_bytes)) * row
         jobs += [(number, low, min(low + step, tensor.numel)) for low in range(0, tensor.numel, step)]
     total, done = sum(t.num_bytes for t, _, _ in pairs), 0

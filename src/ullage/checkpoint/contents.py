@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.archive import Call, Constant, Instance, Stream, dumps
-from ullage.checkpoint.metadata import short
+from ullage.checkpoint.archive import Constant, FunctionCall, Instance, TensorCopy, pickled
+from ullage.checkpoint.metadata import brief
 from ullage.checkpoint.torchfile import TorchFile, read_bytes
 from ullage.checkpoint.unpickling import Inert, Named, TensorRef
 from ullage.errors import CheckpointError
@@ -26,15 +26,15 @@ class Walk:
     """
 
     source: TorchFile | None
-    stored: Callable[[TensorRef], Stream] | None = None
+    stored: Callable[[TensorRef], TensorCopy] | None = None
     differences: list[str] = field(default_factory=list)
-    tensors: list[tuple[Stream, TensorRef, str]] = field(default_factory=list)
+    tensors: list[tuple[TensorCopy, TensorRef, str]] = field(default_factory=list)
 
     def compare(self, planned: Any, found: Any, where: str = "") -> None:
         """Collects every difference between ``planned`` and ``found``."""
         if isinstance(planned, TensorRef) and self.stored is not None:
             planned = self.stored(planned)
-        if isinstance(planned, (Stream, Constant)):
+        if isinstance(planned, (TensorCopy, Constant)):
             self._tensor(planned, found, where)
         elif isinstance(planned, dict):
             self._mapping(planned, found, where)
@@ -44,19 +44,19 @@ class Walk:
                 return
             for i, (a, b) in enumerate(zip(planned, found)):
                 self.compare(a, b, f"{where}[{i}]")
-        elif isinstance(planned, (Inert, Instance, Call)):
+        elif isinstance(planned, (Inert, Instance, FunctionCall)):
             self._object(planned, found, where)
         elif isinstance(planned, Named) or callable(planned):
             if planned != found:
                 self._differ(planned, found, where)
         elif isinstance(planned, (set, frozenset)):
-            if type(planned) is not type(found) or dumps(planned) != dumps(found):
+            if type(planned) is not type(found) or pickled(planned) != pickled(found):
                 self._differ(planned, found, where)
         elif type(planned) is not type(found) or (planned != found and not (planned != planned and found != found)):
             self._differ(planned, found, where)
 
     def _differ(self, planned: Any, found: Any, where: str) -> None:
-        self.differences.append(f"{where or 'the content'}: {short(found)} instead of {short(planned)}")
+        self.differences.append(f"{where or 'the content'}: {brief(found)} instead of {brief(planned)}")
 
     def _mapping(self, planned: dict[Any, Any], found: Any, where: str) -> None:
         if not isinstance(found, dict):
@@ -71,26 +71,26 @@ class Walk:
             else:
                 self.compare(value, found[key], inner)
 
-    def _object(self, planned: Inert | Instance | Call, found: Any, where: str) -> None:
+    def _object(self, planned: Inert | Instance | FunctionCall, found: Any, where: str) -> None:
         same_class = isinstance(found, Inert) and (found.module, found.name) == (planned.module, planned.name)
         if not isinstance(found, Inert) or not same_class:
             self._differ(planned, found, where)
             return
-        if isinstance(planned, (Inert, Call)):
+        if isinstance(planned, (Inert, FunctionCall)):
             self.compare(tuple(planned.args), tuple(found.args), f"{where}()")
         if isinstance(planned, Inert):
             self.compare(list(planned.items), list(found.items), f"{where}[]")
-        if not isinstance(planned, Call):
+        if not isinstance(planned, FunctionCall):
             self.compare(planned.state, found.state, where)
 
-    def _tensor(self, planned: Stream | Constant, found: Any, where: str) -> None:
+    def _tensor(self, planned: TensorCopy | Constant, found: Any, where: str) -> None:
         shape = tuple(planned.shape if isinstance(planned, Constant) else planned.tensor.shape)
         if not isinstance(found, TensorRef):
             self._differ(f"a tensor of {list(shape)}", found, where)
         elif (found.dtype, tuple(found.shape)) != (planned.dtype, shape):
             given = f"{found.dtype} {list(found.shape)}"
             self.differences.append(f"{where or 'the tensor'}: {given} instead of {planned.dtype} {list(shape)}")
-        elif isinstance(planned, Stream):
+        elif isinstance(planned, TensorCopy):
             self.tensors.append((planned, found, where))
         else:
             try:

@@ -20,19 +20,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import checksums, copying
+from ullage.checkpoint import checksums, copying, formats, universal
 from ullage.checkpoint.archive import Target
 from ullage.checkpoint.comparing import Pair, compare_pairs
 from ullage.checkpoint.copying import Unit
-from ullage.checkpoint.destination import disk_error, partial_of, point_to, refuse_target, require_names
-from ullage.checkpoint.inventory import Inventory, Problem
-from ullage.checkpoint.journal import FOLDER, Journal, fingerprint, read_journals, sync_files
+from ullage.checkpoint.destination import disk_error, partial_of, point_to, require_paths, require_writable
+from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.journal import FOLDER, Journal, mark_of, read_journals, sync_files
 from ullage.checkpoint.meeting import Meeting, remove_other
 from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.torchfile import reading
+from ullage.checkpoint.torchfile import as_checkpoint_error
 from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
-
-FORMATS = ("universal", "safetensors", "dcp")
 
 
 @dataclass
@@ -63,48 +61,6 @@ class Report:
         return asdict(self)
 
 
-def plan(
-    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
-) -> list[Target]:
-    """The files that a conversion would write, without the tensors' bytes. Writes nothing.
-
-    Raises ``InputError`` for options that make no sense, and ``CheckpointError`` for what the format cannot hold: an
-    optimizer's state that belongs to the layout that it was saved on, or names that cannot be files'.
-    """
-    if format not in FORMATS:
-        raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
-    if carries_optimizer(format, optimizer):
-        refuse_problems(inventory, optimizer_problems(inventory, format))
-    if format == "universal":
-        from ullage.checkpoint.universal import plan as make
-
-        if optimizer is False:
-            raise InputError("a universal checkpoint always has the optimizer's state", hint="leave optimizer out")
-        if dtype is not None:
-            raise InputError("a universal checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
-        return make(inventory)
-    if format == "safetensors":
-        from ullage.checkpoint.safetensors import plan as make_safetensors
-
-        return make_safetensors(inventory, dtype=dtype, optimizer=bool(optimizer))
-    from ullage.checkpoint.dcp import plan as make_dcp
-
-    return make_dcp(inventory, dtype=dtype, optimizer=optimizer is not False)
-
-
-def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
-    """Why the optimizer's state cannot be carried to ``format``; ``[]`` when it can."""
-    problems = list(inventory.optimizer_problems)
-    if format != "universal":
-        for rank, uncut in getattr(inventory.details, "uncut", {}).items():
-            hint = "convert the weights only, with --weights-only, or --to universal"
-            problems += [
-                Problem(f"{format} has no place for optimizer state {key}, which is no partition", rank=rank, hint=hint)
-                for key in sorted(uncut.keys)
-            ]
-    return problems
-
-
 def convert(
     source: str | Path | Inventory,
     target: str | Path,
@@ -118,35 +74,39 @@ def convert(
     world_size: int | None = None,
     dry_run: bool = False,
 ) -> Report:
-    """Converts ``source`` to ``target``.
+    """Convert a checkpoint to another format.
 
-    ``source``: as for :func:`ullage.checkpoint.read`, or an inventory. ``target``: a folder that does not exist; its
-    parents are made. ``format``: ``universal``, ``safetensors`` or ``dcp``. ``workers``: threads of this process (by
-    default two for each processor it may use, at most 8). ``dtype``: cast weights to ``bfloat16``, ``float16`` or
-    ``float32`` (safetensors and dcp). ``optimizer``: with the optimizer's state; by default not in safetensors, always
-    in universal. ``progress(done, total)`` is called in bytes, from any thread, never by two at once. ``rank`` and
-    ``world_size`` share the work among processes; by default they are torchrun's, else one process does all.
-    ``dry_run``: proves and plans, writes nothing.
+    Args:
+        source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
+        target: a folder that does not exist; its parents are made.
+        format: ``universal``, ``safetensors`` or ``dcp``.
+        workers: threads of this process; by default two for each processor that it may use, at most 8.
+        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors and dcp).
+        optimizer: whether to carry the optimizer's state; by default not to safetensors, always to universal.
+        progress: called as ``progress(done, total)``, in bytes, from any thread, never from two at once.
+        rank: this process among those that share the work; by default torchrun's, else 0.
+        world_size: processes that share the work; by default torchrun's, else 1.
+        dry_run: prove and lay out, write nothing.
 
-    Raises ``CheckpointError`` for a source that is not whole (the attribute ``problems`` of the error has all), that is
-    damaged, or whose replicas differ, and ``InputError`` for a target that cannot be. NaN and Inf are reported.
+    Returns the report; elements that are NaN or Inf are counted in it. Memory: one chunk of 2 MiB per thread, and the
+    descriptions of the tensors.
+
+    Raises ``CheckpointError`` for a source that is not whole (the error's ``problems`` lists all), that is damaged, or
+    whose replicas differ; ``InputError`` for a target that cannot be written; ``DistributedError`` where another
+    process of the launch fails.
     """
     began = time.monotonic()
-    from ullage.checkpoint import read
-
-    inventory = source if isinstance(source, Inventory) else read(source)
+    inventory = source if isinstance(source, Inventory) else formats.read(source)
     target = Path(os.path.abspath(target))
-    if format not in FORMATS:
-        raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+    formats.require_format(format)
     share = _share(rank, world_size)
-    refuse_problems(inventory, inventory.problems())
-    targets = plan(inventory, format, dtype=dtype, optimizer=optimizer)
-    require_names(targets, target)
+    # Everything that can be refused is refused before a byte is written.
+    formats.require_none(inventory, inventory.problems())
+    targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer)
+    require_paths(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
     if format == "universal":
-        from ullage.checkpoint.universal import notes
-
-        report.notes += notes(inventory)
+        report.notes += universal.notes_on_left_out(inventory)
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()
@@ -155,11 +115,11 @@ def convert(
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
-    options = {"format": format, "dtype": dtype, "optimizer": carries_optimizer(format, optimizer)}
-    with reading(str(inventory.folder)):
-        mark = fingerprint(inventory, targets, options)
+    options = {"format": format, "dtype": dtype, "optimizer": formats.carries_optimizer(format, optimizer)}
+    with as_checkpoint_error(str(inventory.folder)):
+        mark = mark_of(inventory, targets, options)
     partial = partial_of(target)
-    refuse_target(inventory, target, partial, report.num_bytes)
+    require_writable(inventory, target, partial, report.num_bytes)
     job = _Job(inventory, targets, target, partial, mark, share, report, progress, options)
     job.run()
     if share[0] == 0 and format == "universal":
@@ -169,11 +129,6 @@ def convert(
             raise disk_error(error, target.parent / "latest_universal") from error
     report.seconds = time.monotonic() - began
     return report
-
-
-def carries_optimizer(format: str, optimizer: bool | None) -> bool:
-    """Whether a conversion carries the optimizer's state: by default not to safetensors."""
-    return bool(optimizer) if format == "safetensors" else optimizer is not False
 
 
 def default_workers() -> int:
@@ -189,24 +144,6 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise InputError("rank outside the world", expected=f"0 to {world_size - 1}", found=rank)
     return rank, world_size
-
-
-def refuse_problems(inventory: Inventory, problems: list[Problem]) -> None:
-    """Raises ``CheckpointError`` that says the first problem and how many there are; all in its ``problems``."""
-    if not problems:
-        return
-    first = problems[0]
-    more = f" (and {len(problems) - 1} more; `ullage inspect` lists them)" if len(problems) > 1 else ""
-    where = first.where or str(inventory.folder)
-    error = CheckpointError(
-        first.what + more,
-        where=f"{inventory.folder.name}: {where}",
-        expected=first.expected,
-        found=first.found,
-        hint=first.hint,
-    )
-    error.problems = problems  # pyright: ignore[reportAttributeAccessIssue]
-    raise error
 
 
 @dataclass

@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ullage.checkpoint.crc import combine
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.journal import Journal
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, rows_of, stream
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, row_elements, stream
 
 #: Targets up to this size are composed in memory and written at once.
 SMALL_BYTES = 1 << 20
@@ -47,16 +47,6 @@ class Unit:
     start: int = 0
     stop: int = 0
     num_bytes: int = 0
-
-
-@dataclass
-class Outcome:
-    """What all units together found out, from this run and the journals."""
-
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    bytes_resumed: int = 0
 
 
 def is_small(target: Target) -> bool:
@@ -87,7 +77,7 @@ def split(targets: list[Target]) -> list[Unit]:
                 stop = min(start + UNIT_BYTES, target.num_bytes)
                 units.append(Unit(len(units), index, index + 1, -1, start, stop, stop - start))
         for number, payload in enumerate(target.payloads):
-            row = rows_of(payload.tensor)
+            row = row_elements(payload.tensor)
             step = max(1, UNIT_BYTES // (row * ITEM_BYTES[payload.dtype])) * row
             for start in range(0, payload.tensor.numel, step):
                 stop = min(start + step, payload.tensor.numel)

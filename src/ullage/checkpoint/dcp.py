@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint import metadata
-from ullage.checkpoint.archive import Call, Constant, Instance, Payload, Stream, Target, archive, dumps
+from ullage.checkpoint.archive import Constant, FunctionCall, Instance, Payload, Target, TensorCopy, archive, pickled
 from ullage.checkpoint.details import Details, kept_by_group
 from ullage.checkpoint.folder import record_table
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, Topology
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
 from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.safetensors import cast_of
 from ullage.checkpoint.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
@@ -55,7 +55,7 @@ class _Writer:
         self._texts: list[tuple[int, bytes]] = []
 
     def add(self, path: tuple[Any, ...], value: Any) -> Instance:
-        """One item: a :class:`Stream`, a constant tensor, or any other value. Returns where it lies."""
+        """One item: a :class:`TensorCopy`, a constant tensor, or any other value. Returns where it lies."""
         made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
         where = storage_of(self._name(), self._at, made.num_bytes)
         self._payloads += made.payloads
@@ -84,12 +84,12 @@ class _Writer:
     def metadata(self) -> Target:
         content = {"state_dict_metadata": self.entries, "planner_data": self.paths, "storage_data": dict(self.storage)}
         content |= CONSTANTS
-        text = dumps(Instance(_METADATA, "Metadata", content))
+        text = pickled(Instance(_METADATA, "Metadata", content))
         return Target(".metadata", len(text), texts=((0, text),))
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
-    return getattr(value.tensor if isinstance(value, Stream) else value, "shape", None)
+    return getattr(value.tensor if isinstance(value, TensorCopy) else value, "shape", None)
 
 
 def index_of(flat: str, value: Any) -> Instance:
@@ -112,13 +112,13 @@ def entry_of(value: Any) -> Instance:
         return Instance(_METADATA, "BytesStorageMetadata", {})
     zeros, size = Size([0] * len(shape)), Size(shape)
     chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-    memory = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
-    layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
+    memory = FunctionCall(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
+    layout = FunctionCall("torch.serialization", "_get_layout", ("torch.strided",))
     properties = Instance(_METADATA, "TensorProperties", (Named("torch", value.dtype), layout, False, memory, False))
     return Instance(_METADATA, "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
 
 
-def plan(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
+def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
     """The files of the checkpoint, without the tensors' bytes."""
     writer = _Writer()
     tied: dict[str, list[str]] = {}
@@ -141,7 +141,7 @@ def items(
     """
     weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
     found: list[tuple[tuple[Any, ...], Any]] = [
-        (("model", tensor.name), Stream(tensor, cast_of(tensor, dtype))) for tensor in weights
+        (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights
     ]
     return found + _optimizer_items(inventory) if optimizer else found
 
@@ -149,7 +149,7 @@ def items(
 def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
     trained = [t for t in inventory.tensors if t.kind == "parameter"]
     found: list[tuple[tuple[Any, ...], Any]] = [
-        (("optim", "state", t.name, t.key), Stream(t, t.dtype)) for t in trained if t.key != "fp32"
+        (("optim", "state", t.name, t.key), TensorCopy(t, t.dtype)) for t in trained if t.key != "fp32"
     ]
     details = inventory.details
     if not isinstance(details, Details):
@@ -224,7 +224,7 @@ def read_dcp(folder: Path) -> Inventory:
         tensors.append(Tensor(*name_key, shape, dtypes[0] if dtypes else "float32", "parameter", (part,)))
     listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in files)
     tables = {file: _by_offset(parts) for file, parts in records.items()}
-    return Inventory(folder, "dcp", Topology(), listed, tuple(tensors), read_problems=tuple(problems), records=tables)
+    return Inventory(folder, "dcp", WrittenBy(), listed, tuple(tensors), read_problems=tuple(problems), records=tables)
 
 
 def _by_offset(parts: list[Int64]) -> Int64:

@@ -23,7 +23,7 @@ def partial_of(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def require_names(targets: list[Target], target: Path) -> None:
+def require_paths(targets: list[Target], target: Path) -> None:
     """Raises ``InputError`` where two files would have one name, or a path would be too long."""
     names = {t.name for t in targets}
     folders = {parent for name in names for parent in map(str, PurePosixPath(name).parents)}
@@ -38,7 +38,7 @@ def require_names(targets: list[Target], target: Path) -> None:
         )
 
 
-def refuse_target(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
+def require_writable(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
     if os.path.lexists(target):
         raise InputError("the target exists", where=str(target), hint="remove it, or name another")
     source = inventory.folder.resolve()

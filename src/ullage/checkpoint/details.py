@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.shards import Model, Shard
+from ullage.checkpoint.shards import ModelFile, ShardFile
 from ullage.checkpoint.states import Uncut, kept_whole
 
 
@@ -13,8 +13,8 @@ from ullage.checkpoint.states import Uncut, kept_whole
 class Details:
     """The files of data-parallel rank 0, by model rank, and the settings of the optimizer."""
 
-    shards: dict[int, Shard]
-    models: dict[int, Model]
+    shards: dict[int, ShardFile]
+    models: dict[int, ModelFile]
     #: by parameter group: the step, and its dtype as it was saved (None for a Python number)
     steps: dict[int, tuple[Any, str | None]]
     param_groups: list[dict[str, Any]]

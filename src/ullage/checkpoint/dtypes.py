@@ -12,6 +12,9 @@ ITEM_BYTES = {
     "bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
 }  # fmt: skip
 
+#: Dtypes that weights can be cast between.
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
 #: Storage class -> dtype. A dtype without a class of its own is saved as an ``UntypedStorage``, its name apart.
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",

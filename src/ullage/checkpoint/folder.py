@@ -11,7 +11,7 @@ import numpy as np
 
 from ullage.checkpoint import shards
 from ullage.checkpoint.inventory import Group, Problem
-from ullage.checkpoint.shards import Model, Shard
+from ullage.checkpoint.shards import ModelFile, ShardFile
 from ullage.checkpoint.torchfile import TorchFile
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
@@ -23,14 +23,14 @@ class Folder:
 
     path: Path
     files: list[Any]
-    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
-    models: dict[tuple[int, int], Model] = field(default_factory=dict)
+    shards: dict[tuple[int, int], ShardFile] = field(default_factory=dict)
+    models: dict[tuple[int, int], ModelFile] = field(default_factory=dict)
     records: dict[int, Int64] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
 
-    def say(self, what: str, shard: Shard | None = None, **more: Any) -> None:
+    def add_problem(self, what: str, shard: ShardFile | None = None, **more: Any) -> None:
         name, rank = (shard.name, shard.dp_rank) if shard else (None, None)
         self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
 
@@ -62,7 +62,7 @@ def read_files(folder: Folder) -> None:
             continue
         parsed, source = result
         strangers |= dict.fromkeys(source.strangers)
-        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, Shard) else folder.models
+        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, ShardFile) else folder.models
         key = (parsed.model_rank, parsed.dp_rank)
         if key in table:
             both = f"{table[key].name} and {parsed.name}"

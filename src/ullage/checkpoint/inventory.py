@@ -85,7 +85,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Box:
+class Band:
     """``width`` indices of a dim: from ``begin`` in slice number ``slice``, to ``at`` in the whole."""
 
     slice: int
@@ -98,7 +98,7 @@ class Box:
 class Merge:
     """How slices make the whole.
 
-    ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``boxes`` of the slices
+    ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``bands`` of the slices
     lie side by side; the whole is ``[outer, size, inner]`` elements, cut at ``size``. ``replicated``: all slices are
     equal, the first is taken. ``average``: the mean of the slices. ``strided``: one slice, a stretch of a storage, in
     which the elements of the whole lie at ``strides``.
@@ -108,7 +108,7 @@ class Merge:
     outer: int = 1
     size: int = 0
     inner: int = 1
-    boxes: tuple[Box, ...] = ()
+    bands: tuple[Band, ...] = ()
     strides: tuple[int, ...] = ()
 
 
@@ -181,7 +181,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Topology:
+class WrittenBy:
     """Who wrote the checkpoint: ZeRO stage, the class of optimizer wrapper, and the sizes of the parallel dims."""
 
     stage: int | None = None
@@ -234,7 +234,7 @@ class Inventory:
 
     folder: Path
     format: str
-    topology: Topology
+    written_by: WrittenBy
     files: tuple[File, ...]
     tensors: tuple[Tensor, ...]
     groups: tuple[Group, ...] = ()
@@ -331,7 +331,7 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
             file = inventory.files[int(fragments.file[i])]
             yield Problem("a fragment ends beyond its file", file.name, file.dp_rank, tensor.group, tensor.name)
     if tensor.merge.kind == "columns":
-        covered = sorted((b.at, b.at + b.width) for b in tensor.merge.boxes if b.width)
+        covered = sorted((b.at, b.at + b.width) for b in tensor.merge.bands if b.width)
         whole = covered and covered[0][0] == 0 and covered[-1][1] == tensor.merge.size
         if not whole or any(a[1] != b[0] for a, b in itertools.pairwise(covered)):
             yield Problem("the slices of the model ranks do not make the whole", parameter=tensor.name)

@@ -29,7 +29,7 @@ _SYNC_EVERY_SECONDS = 30.0
 _VERSION = 2
 
 
-def fingerprint(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
+def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
     """Changes when any source file, any target file, or any option does."""
     files = []
     for file in inventory.files:

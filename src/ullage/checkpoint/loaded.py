@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint import dcp, metadata, safetensors, universal
-from ullage.checkpoint.archive import Constant, Stream, Target
+from ullage.checkpoint.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.comparing import Pair
 from ullage.checkpoint.contents import Walk
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
@@ -28,9 +28,9 @@ from ullage.checkpoint.unpickling import Inert, TensorRef
 from ullage.errors import CheckpointError
 
 
-def look(ours: Inventory, theirs: Inventory) -> Look:
+def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
     """Compares what a loader of ``theirs`` reads beside the tensors with what ``ours`` says it must be."""
-    found = Look(ours, theirs)
+    found = FileComparison(ours, theirs)
     try:
         if theirs.format == "universal" and ours.format == "zero":
             found.universal()
@@ -62,7 +62,7 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-class Look:
+class FileComparison:
     """One look at a target. ``problems`` are what is missing or other; ``pairs`` what is still to be compared."""
 
     def __init__(self, ours: Inventory, theirs: Inventory) -> None:
@@ -82,7 +82,7 @@ class Look:
         self._files.append(File(name, size, "weights"))
         return len(self._files) - 1
 
-    def _say(self, what: str, file: str, found: object = None, expected: object = None) -> None:
+    def _add(self, what: str, file: str, found: object = None, expected: object = None) -> None:
         self.problems.append(Problem(what, file, expected=_text(expected), found=_text(found)))
 
     def _walk(self, planned: Target, source: TorchFile, name: str, known: bool) -> None:
@@ -93,7 +93,7 @@ class Look:
 
     def _conclude(self, walk: Walk, source: TorchFile | None, name: str, known: bool = False) -> None:
         for line in walk.differences[:3]:
-            self._say("the file holds something else", name, found=line)
+            self._add("the file holds something else", name, found=line)
         file = None
         for stream, ref, where in walk.tensors:
             if source is None or (known and where == "param"):
@@ -102,7 +102,7 @@ class Look:
             try:
                 made = whole_tensor(where or name, "value", ref, file, source)
             except CheckpointError as error:
-                self._say(error.what, name, found=error.found)
+                self._add(error.what, name, found=error.found)
                 continue
             self.pairs.append((replace(stream.tensor, name=where or name, key="value"), made, name))
 
@@ -110,18 +110,18 @@ class Look:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        for planned in universal.plan(self.ours):
+        for planned in universal.universal_targets(self.ours):
             path = self.folder / planned.name
             if not path.is_file():
                 if self.options or not self._is_ours_alone(planned.name):
-                    self._say("a file is missing in the target", planned.name)
+                    self._add("a file is missing in the target", planned.name)
             elif planned.copy_of is not None:
                 self._copy(planned, path)
             else:
                 try:
                     source = read_torch_file(path)
                 except CheckpointError as error:
-                    self._say(error.what, planned.name, found=error.found)
+                    self._add(error.what, planned.name, found=error.found)
                     continue
                 if not self.options and isinstance(source.root, TensorRef) and isinstance(planned.root, dict):
                     continue  # DeepSpeed's at stage 3: the tensor alone, which the inventory has
@@ -129,7 +129,7 @@ class Look:
 
     def _is_ours_alone(self, name: str) -> bool:
         """Files that DeepSpeed's converter does not write: for the other stages, and steps at stage 3."""
-        stage3 = self.ours.topology.stage == 3
+        stage3 = self.ours.written_by.stage == 3
         return (
             name.endswith("step.pt")
             if stage3 and name.startswith("zero/")
@@ -139,7 +139,7 @@ class Look:
     def _copy(self, planned: Target, path: Path) -> None:
         file, size = planned.copy_of or 0, path.stat().st_size
         if size != planned.num_bytes:
-            self._say("a copied file has another size", planned.name, found=size, expected=planned.num_bytes)
+            self._add("a copied file has another size", planned.name, found=size, expected=planned.num_bytes)
             return
         both = (_bytes_of(file, size), _bytes_of(self._file(planned.name), size))
         self.pairs.append((*both, planned.name))
@@ -148,19 +148,19 @@ class Look:
 
     def safetensors(self) -> None:
         """Indexes and headers agree with the files that are there; small files are the source's."""
-        said = {"model": {"format": "pt", **safetensors.tied_names(self.ours)}}
+        said = {"model": {"format": "pt", **safetensors.weights_header(self.ours)}}
         stems = {"model": "model"}
         if has_optimizer(self.theirs):
-            said["optimizer"] = {"format": "pt", **safetensors.numbers_of(self.ours)}
+            said["optimizer"] = {"format": "pt", **safetensors.optimizer_header(self.ours)}
             stems["optimizer"] = "optimizer/optimizer"
         for which, stem in stems.items():
             self._indexed(stem, said[which])
         for planned in safetensors.companions(self.ours):
             path = self.folder / planned.name
             if not path.is_file():
-                self._say("a file is missing in the target", planned.name)
+                self._add("a file is missing in the target", planned.name)
             elif path.read_bytes() != planned.texts[0][1]:
-                self._say("the file is not the source's", planned.name)
+                self._add("the file is not the source's", planned.name)
 
     def _indexed(self, stem: str, said: dict[str, str]) -> None:
         where: dict[str, str] = {}
@@ -171,28 +171,31 @@ class Look:
             held = metadata.mapping(header.get("__metadata__"), "__metadata__", path.name)
             for key, value in said.items():
                 if held.get(key) != value and (self.options or key == "format"):
-                    self._say(
-                        f"the header says something else of {key}", path.name, metadata.short(held.get(key)), value
+                    self._add(
+                        f"the header says something else of {key}",
+                        path.name,
+                        metadata.brief(held.get(key)),
+                        value,
                     )
         index = self.folder / f"{stem}.safetensors.index.json"
         name = str(index.relative_to(self.folder))
         if not index.is_file():
             if self.options or len(paths) > 1:
-                self._say("a file is missing in the target", name)
+                self._add("a file is missing in the target", name)
             return
         try:
             listed = json.loads(index.read_bytes())
         except (ValueError, RecursionError) as error:
-            self._say("the index cannot be read", name, found=error)
+            self._add("the index cannot be read", name, found=error)
             return
         if not isinstance(listed, dict) or listed.get("weight_map") != where:
-            self._say("the index names other tensors or files than are there", name)
+            self._add("the index names other tensors or files than are there", name)
         elif self.options:
             total = sum(t.num_bytes for t in self.theirs.tensors if (t.key == "fp32") == (stem == "model"))
             held = metadata.mapping(listed.get("metadata"), "metadata", name)
             wanted = {"total_size": total, **{k: v for k, v in said.items() if k != "format"}}
             if held != wanted:
-                self._say("the index says something else", name, metadata.short(held), metadata.short(wanted))
+                self._add("the index says something else", name, metadata.brief(held), metadata.brief(wanted))
 
     # Distributed checkpoints
 
@@ -210,33 +213,33 @@ class Look:
             flat = ".".join(map(str, path))
             entry = entries.get(flat)
             if entry is None:
-                self._say(f"{flat} is missing in the target", ".metadata")
+                self._add(f"{flat} is missing in the target", ".metadata")
                 continue
             if paths.get(flat) != path and (self.options or flat in paths):
-                self._say(f"{flat} has another path", ".metadata", metadata.short(paths.get(flat)), path)
+                self._add(f"{flat} has another path", ".metadata", metadata.brief(paths.get(flat)), path)
             self._item(flat, path, value, entry, places.get(flat, []))
 
     def _item(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
         self._described(flat, path, value, entry, places)
-        if isinstance(value, Stream) and path[1] not in self.ours.aliases:
+        if isinstance(value, TensorCopy) and path[1] not in self.ours.aliases:
             return  # among the tensors of the inventory
         if len(places) != 1:
-            self._say(f"{flat} is in {len(places)} places", ".metadata", expected=1)
+            self._add(f"{flat} is in {len(places)} places", ".metadata", expected=1)
             return
         try:
             source = places[0].open(self.folder)
         except CheckpointError as error:
-            self._say(f"{flat}: {error.what}", places[0].file, found=error.found)
+            self._add(f"{flat}: {error.what}", places[0].file, found=error.found)
             return
         walk = Walk(source)
-        if isinstance(value, Stream) and isinstance(source.root, TensorRef):
+        if isinstance(value, TensorCopy) and isinstance(source.root, TensorRef):
             value = replace(value, dtype=source.root.dtype)  # perhaps cast
         walk.compare(value, source.root, flat)
         self._conclude(walk, source, places[0].file)
 
     def _described(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
         """What ``.metadata`` says of an item agrees with the item; of a tensor's chunks, with the places they have."""
-        if isinstance(value, Stream):
+        if isinstance(value, TensorCopy):
             key = "fp32" if path[0] == "model" else value.tensor.key
             held = (value.tensor.name, key) in self.theirs
             value = replace(value, dtype=self.theirs.tensor(value.tensor.name, key).dtype) if held else value
@@ -246,7 +249,7 @@ class Look:
             for place in places:
                 planned = dcp.index_of(flat, value), dcp.storage_of(place.file, place.offset, place.length)
                 walk.compare(planned, place.said, flat)
-        elif isinstance(value, (Stream, Constant)):
+        elif isinstance(value, (TensorCopy, Constant)):
             shape = value.shape if isinstance(value, Constant) else value.tensor.shape
             walk.compare(tuple(shape), metadata.shape(entry.get("size"), f"size of {flat}", ".metadata"), flat)
         self._conclude(walk, None, ".metadata")
@@ -256,7 +259,7 @@ class Look:
             for chunk in metadata.sequence(entry.get("chunks"), what, ".metadata")
         ]
         if chunks and sorted(chunks) != sorted(place.offsets for place in places):
-            self._say(f"{flat} has chunks without a place", ".metadata")
+            self._add(f"{flat} has chunks without a place", ".metadata")
 
 
 def _compared(planned: Any, found: Any, where: str) -> Walk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ullage.checkpoint.torchfile import reading
+from ullage.checkpoint.torchfile import as_checkpoint_error
 from ullage.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
@@ -28,13 +28,13 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         path = folder / pointer
         if not path.is_file():
             continue
-        with reading(str(path)), open(path, "rb") as stream:
+        with as_checkpoint_error(str(path)), open(path, "rb") as stream:
             tag = stream.read(_LONGEST_TAG).decode("utf-8", "replace").strip()
         candidates = [tag]
         if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
             candidates += [f"global_step{tag}", f"iter_{int(tag):07d}"]
         for name in candidates:
-            with reading(str(path)):
+            with as_checkpoint_error(str(path)):
                 there = bool(name) and (folder / name).is_dir()
             if there and _format(folder / name):
                 return folder / name, _format(folder / name) or ""
@@ -51,7 +51,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 
 
 def _format(folder: Path) -> str | None:
-    with reading(str(folder)):
+    with as_checkpoint_error(str(folder)):
         names = [p.name for p in folder.iterdir()]
     if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"

@@ -103,7 +103,7 @@ def blocks_of(files: Iterable[tuple[str, int]]) -> list[Block]:
     ]
 
 
-def share(blocks: Sequence[Block], part: int, parts: int) -> list[Block]:
+def share_of_blocks(blocks: Sequence[Block], part: int, parts: int) -> list[Block]:
     """The blocks that member ``part`` of ``parts`` sums: neighbours, and about as many bytes for each member."""
     costs = [block.num_bytes + _FILE_COST for block in blocks]
     total, done, mine = sum(costs), 0, []

@@ -22,10 +22,10 @@ _MAX_NUMEL = MAX_BYTES // 16
 
 def malformed(entry: str, where: str, expected: str, found: Any) -> CheckpointError:
     """The error for an entry of the wrong kind."""
-    return CheckpointError(f"{entry} is malformed", where=where, expected=expected, found=short(found))
+    return CheckpointError(f"{entry} is malformed", where=where, expected=expected, found=brief(found))
 
 
-def short(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value in at most 80 characters, without walking through all of it."""
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
@@ -40,10 +40,10 @@ def comparable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)) and len(value) <= 64:
-        return tuple(short(v) if isinstance(v, (list, tuple)) else comparable(v) for v in value)
+        return tuple(brief(v) if isinstance(v, (list, tuple)) else comparable(v) for v in value)
     if isinstance(value, TensorRef):
         return f"a tensor of {list(value.shape)}"
-    return short(value)
+    return brief(value)
 
 
 def integer(value: Any, entry: str, where: str, least: int = 0) -> int:
@@ -109,7 +109,7 @@ def shapes(value: Any, entry: str, where: str) -> Shapes:
     return made
 
 
-def aliases(value: Any, where: str) -> dict[str, str]:
+def shared_params(value: Any, where: str) -> dict[str, str]:
     """``shared_params``: tied name -> the name that is stored. A dict, or a list of pairs."""
     entry = "shared_params"
     pairs = list(value.items()) if isinstance(value, dict) else sequence(value, entry, where)

@@ -25,7 +25,7 @@ from ullage.layout import Layout
 Kind = Literal["parameter", "frozen", "buffer"]
 
 
-def aliases(folder: Folder) -> dict[str, str]:
+def aliases_of(folder: Folder) -> dict[str, str]:
     """Tied names -> the name that is stored."""
     return {alias: owner for model in folder.models.values() for alias, owner in model.aliases.items()}
 
@@ -37,7 +37,7 @@ def frozen_and_buffers(
 
     Also the pairs of frozen parameters that two pipeline stages hold.
     """
-    tied = aliases(folder)
+    tied = aliases_of(folder)
     stage3 = any(s.stage == 3 for s in folder.shards.values())
     frozen: Stages = {}
     whole: dict[str, Tensor] = {}
@@ -79,11 +79,11 @@ def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFi
     return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
 
 
-def _of_module(folder: Folder, model: shards.Model, trained: set[str], tied: dict[str, str]) -> dict[str, Tensor]:
+def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str], tied: dict[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in (model.module or {}).items():
         if not isinstance(value, TensorRef):
-            _say_no_tensor(folder, name, value, model.name)
+            _note_other_value(folder, name, value, model.name)
             continue
         if not isinstance(name, str) or name in trained or (name in tied and name not in model.buffer_names):
             continue
@@ -95,17 +95,17 @@ def _of_module(folder: Folder, model: shards.Model, trained: set[str], tied: dic
     return found
 
 
-def _say_no_tensor(folder: Folder, name: Any, value: Any, file: str) -> None:
+def _note_other_value(folder: Folder, name: Any, value: Any, file: str) -> None:
     """A value of the module that is no plain tensor: of another kind, which is a problem, or none at all."""
     is_tensor = isinstance(value, Inert) and value.module.startswith("torch._") and value.name.startswith("_rebuild")
     if is_tensor:
         kind = value.name.removeprefix("_rebuild_")
         folder.problems.append(Problem("a tensor of an unsupported kind", file, parameter=str(name), found=kind))
     elif value is not None:
-        folder.notes.append(f"{name} is no tensor ({metadata.short(value)}); it is kept with the model states only")
+        folder.notes.append(f"{name} is no tensor ({metadata.brief(value)}); it is kept with the model states only")
 
 
-def say_what_is_missing(folder: Folder) -> None:
+def note_left_out_parameters(folder: Folder) -> None:
     """A note where frozen parameters were left out when the checkpoint was saved."""
     for model in folder.models.values():
         stages = {s.stage for s in folder.shards.values()}
@@ -180,7 +180,7 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
                     or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
                 )
                 if not isinstance(value, TensorRef):
-                    _say_no_tensor(folder, name, value, file.name)
+                    _note_other_value(folder, name, value, file.name)
                 elif not known:
                     kind = "buffer" if name in buffers else "frozen"
                     found.append((int(match[2]), whole_tensor(name, kind, value, index, source, kind)))

@@ -12,10 +12,10 @@ import numpy as np
 
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.dtypes import ITEM_BYTES
-from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, Topology
+from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.metadata import Shapes
-from ullage.checkpoint.partitions import cut, group3, group12
-from ullage.checkpoint.shards import Model, Placed, Shard
+from ullage.checkpoint.partitions import fragments_by_parameter, stage3_group, stage12_group
+from ullage.checkpoint.shards import FlatTensor, ModelFile, ShardFile
 from ullage.checkpoint.torchfile import TorchFile
 
 _HEADER_BYTES = 4096
@@ -36,13 +36,13 @@ def on_paper(
     can, for there is nothing to read. Sizes of files leave out what describes the tensors, some kilobytes a file.
     """
     item = ITEM_BYTES[dtype]
-    laid = [group3(i, 0, g, dp) if stage == 3 else group12(i, 0, g, dp) for i, g in enumerate(groups)]
+    laid = [stage3_group(i, 0, g, dp) if stage == 3 else stage12_group(i, 0, g, dp) for i, g in enumerate(groups)]
     tensors, at = [], _HEADER_BYTES
     ranks = np.arange(dp)
     for group, named in zip(laid, groups):
         for key in keys:
             where = at + group.pieces.shard_start * item
-            for name, fragments in zip(named, cut(group, ranks[group.pieces.shard], where)):
+            for name, fragments in zip(named, fragments_by_parameter(group, ranks[group.pieces.shard], where)):
                 part = Slice(0, tuple(named[name]), fragments)
                 extra = {"cat_dim": 0}
                 tensors.append(
@@ -56,7 +56,7 @@ def on_paper(
     return Inventory(
         Path("on-paper"),
         "zero",
-        Topology(stage, f"ZeRO stage {stage}", dp),
+        WrittenBy(stage, f"ZeRO stage {stage}", dp),
         tuple(files),
         tuple(tensors),
         tuple(laid),
@@ -70,10 +70,10 @@ def _details(num_groups: int, stage: int, model_file: int) -> Details:
     many: list[Any] = [None] * num_groups
     settings = [{"lr": 1e-3, "params": [i]} for i in range(num_groups)]
     root = {"optimizer_state_dict": {}}
-    shard = Shard(
-        0, "", 0, 0, stage, "", [], [{"fp32": Placed("float32", 0, 0)} for _ in many], [{} for _ in many],
+    shard = ShardFile(
+        0, "", 0, 0, stage, "", [], [{"fp32": FlatTensor("float32", 0, 0)} for _ in many], [{} for _ in many],
         many, [], [], [], None, None, list(range(num_groups)), settings, [{} for _ in many], root,
     )  # fmt: skip
     model_root: dict[str, Any] = {"module": {}}
-    model = Model(model_file, "", 0, 0, TorchFile("", 0, model_root, {}), model_root)
+    model = ModelFile(model_file, "", 0, 0, TorchFile("", 0, model_root, {}), model_root)
     return Details({0: shard}, {0: model}, dict.fromkeys(range(num_groups), (1.0, "float32")), settings)

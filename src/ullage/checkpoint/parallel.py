@@ -5,8 +5,8 @@ a parameter, what its slices are: replicas, parts along dim 0 (the default) or d
 sub-parameters (SwiGLU halves, fused QKV), or values to average; and which tensors carry padding rows of a vocabulary.
 Versions 0.2 to 0.4 of the description are understood.
 
-Every one of these is boxes along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
-before that dim, a box is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
+Every one of these is bands along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
+before that dim, a band is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
 Source: ``deepspeed/checkpoint/ds_to_universal.py`` (merge_tp_slices) and ``constants.py`` of DeepSpeed 0.19.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ullage.checkpoint import metadata
-from ullage.checkpoint.inventory import Box, Fragments, Merge, Slice
+from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
 from ullage.errors import CheckpointError
 
 _MAX_VERSION = 0.4
@@ -76,7 +76,7 @@ class Patterns:
                 "universal_checkpoint_info is of an unknown version",
                 where=self.where or None,
                 expected=f"up to {_MAX_VERSION}",
-                found=metadata.short(version),
+                found=metadata.brief(version),
             )
         self.version = float(version)
         unsupported = self.info.get("autotp_unsupported_parameter_patterns")
@@ -137,7 +137,7 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
     tp = len(slices)
     extra: dict[str, Any] = {}
     sub = patterns.sub_parameters(name)
-    boxes: list[Box]
+    bands: list[Band]
     if patterns.match("tp_replicated_parameter", name):
         _same_shapes(name, slices)
         shape, merge = first, Merge("replicated") if tp > 1 else Merge()
@@ -149,19 +149,19 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
             if not all(s.shape for s in slices):
                 raise CheckpointError("a parameter of two halves without a dim", where=name)
             halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
-            dim, shape, boxes = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
+            dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
             extra |= {"cat_dim": 0, "param_n_sub_params": 2}
         elif sub is not None:
             dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
-            boxes = _interleaved(widths)
+            bands = _interleaved(widths)
             extra["sub_param_shape"] = normal
         else:
             dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
             shape = _stacked(name, slices, dim)
-            boxes = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
+            bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
             extra["cat_dim"] = dim
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(boxes))
+        merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands))
     if patterns.match("vocabulary_parameter", name):
         if not shape:
             raise CheckpointError("a vocabulary without rows", where=name)
@@ -192,16 +192,16 @@ def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
     return (*first[:dim], sum(s.shape[dim] for s in slices), *first[dim + 1 :])
 
 
-def _interleaved(widths: list[list[int]]) -> list[Box]:
+def _interleaved(widths: list[list[int]]) -> list[Band]:
     """Boxes for sub-parameters [j] of slices [i]: the whole holds sub-parameter 0 of all slices, then 1, and so on."""
-    boxes, at = [], 0
+    bands, at = [], 0
     begins = [0] * len(widths[0])
     for row in widths:
         for i, width in enumerate(row):
-            boxes.append(Box(i, begins[i], at, width))
+            bands.append(Band(i, begins[i], at, width))
             begins[i] += width
             at += width
-    return boxes
+    return bands
 
 
 def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str, patterns: Patterns):
@@ -250,18 +250,18 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
 
 
 def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
-    """The fragments of boxes that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
+    """The fragments of bands that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
     parts = []
-    for box in merge.boxes:
+    for band in merge.bands:
         whole = merge.outer if len(slices) == 1 else 1
-        if len(slices) == 1 and len(merge.boxes) == 1:
-            parts.append(slices[0].fragments.window(0, min(limit, whole * box.width * merge.inner), item_bytes))
+        if len(slices) == 1 and len(merge.bands) == 1:
+            parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
             break
         if whole > 1:  # one slice: its sub-parameters already lie in order
             parts.append(slices[0].fragments.window(0, limit, item_bytes))
             break
-        begin, at = box.begin * merge.inner, box.at * merge.inner
-        width = max(0, min(box.width * merge.inner, limit - at))
-        piece = slices[box.slice].fragments.window(begin, begin + width, item_bytes)
+        begin, at = band.begin * merge.inner, band.at * merge.inner
+        width = max(0, min(band.width * merge.inner, limit - at))
+        piece = slices[band.slice].fragments.window(begin, begin + width, item_bytes)
         parts.append(piece.moved(at - begin))
     return Fragments.join(parts)

@@ -12,11 +12,11 @@ from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.folder import Folder
 from ullage.checkpoint.inventory import Fragments, Group
 from ullage.checkpoint.metadata import Shapes
-from ullage.checkpoint.shards import Shard
+from ullage.checkpoint.shards import ShardFile
 from ullage.layout import Int64, Layout, Pieces
 
 
-def group12(
+def stage12_group(
     index: int,
     model_rank: int,
     named: Shapes,
@@ -33,7 +33,7 @@ def group12(
     return Group(index, model_rank, tuple(named), layout.pieces(np.arange(world + 1) * size), size, world, booked)
 
 
-def group3(index: int, model_rank: int, named: Shapes, world: int) -> Group:
+def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Group:
     """A sub-group of stage 3: each parameter in ``world`` parts, the parts of one rank end to end."""
     rows: list[Pieces] = []
     at = 0
@@ -48,7 +48,7 @@ def group3(index: int, model_rank: int, named: Shapes, world: int) -> Group:
     return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
 
 
-def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard]) -> tuple[str, list[Fragments]]:
+def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]) -> tuple[str, list[Fragments]]:
     """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
     lead = mine[min(mine)]
     dtype = lead.flats[group.index][key].dtype
@@ -57,7 +57,7 @@ def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard])
     for rank, shard in mine.items():
         flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
         if flat is None or flat.dtype != dtype:
-            folder.say(
+            folder.add_problem(
                 f"state {key} is missing or of another dtype",
                 shard,
                 group=group.index,
@@ -68,13 +68,13 @@ def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, Shard])
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
     pieces = group.pieces
     short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
-    _say_lengths(folder, group, key, mine, numel, short)
+    _compare_lengths(folder, group, key, mine, numel, short)
     item_bytes = ITEM_BYTES[dtype]
     where = offset[pieces.shard] + pieces.shard_start * item_bytes
-    return dtype, cut(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
+    return dtype, fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
 
 
-def cut(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:
+def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:
     """The fragments of each parameter of a group; ``file`` and byte ``offset`` by piece, ``keep`` says which exist."""
     pieces = group.pieces
     found = []
@@ -84,15 +84,15 @@ def cut(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Frag
     return found
 
 
-def _say_lengths(
-    folder: Folder, group: Group, key: str, mine: dict[int, Shard], numel: Int64, short: npt.NDArray[np.bool_]
+def _compare_lengths(
+    folder: Folder, group: Group, key: str, mine: dict[int, ShardFile], numel: Int64, short: npt.NDArray[np.bool_]
 ) -> None:
     """Shards that are shorter than what they must hold, or longer than a partition."""
     pieces = group.pieces
     for rank in np.unique(pieces.shard[short]).tolist():
         first = int(np.flatnonzero(short & (pieces.shard == rank))[0])
         end = int((pieces.shard_start + pieces.length)[pieces.shard == rank].max())
-        folder.say(
+        folder.add_problem(
             f"the shard is too short for {key}",
             mine[rank],
             group=group.index,
@@ -102,7 +102,7 @@ def _say_lengths(
         )
     for rank, shard in mine.items():
         if numel[rank] > group.shard_size:
-            folder.say(
+            folder.add_problem(
                 f"the shard is too long for {key}",
                 shard,
                 group=group.index,

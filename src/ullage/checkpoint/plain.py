@@ -14,10 +14,10 @@ from typing import Any
 from ullage.checkpoint import metadata, modules
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.folder import Folder
-from ullage.checkpoint.inventory import Inventory, Problem, Tensor, Topology
+from ullage.checkpoint.inventory import Inventory, Problem, Tensor, WrittenBy
 from ullage.checkpoint.joining import parallel_sizes
 from ullage.checkpoint.parallel import Patterns
-from ullage.checkpoint.shards import Model
+from ullage.checkpoint.shards import ModelFile
 from ullage.checkpoint.torchfile import as_number
 from ullage.checkpoint.unpickling import TensorRef
 
@@ -39,7 +39,7 @@ def read_plain(folder: Folder) -> Inventory:
         folder.problems.append(Problem("model states are missing", f"mp_rank_{model_rank:02d}_model_states.pt", 0))
     patterns = Patterns(lead.info, str(folder.path))
     if tp > 1 and not lead.info:
-        folder.say("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
+        folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
     tied = _ties(lead) if tp * pp == 1 else {}
     for model in folder.models.values():
         model.aliases = {**tied, **model.aliases}
@@ -54,11 +54,11 @@ def read_plain(folder: Folder) -> Inventory:
     return Inventory(
         folder=folder.path,
         format="zero",
-        topology=Topology(0, "no ZeRO", lead.dp_world_size or 1, tp, pp),
+        written_by=WrittenBy(0, "no ZeRO", lead.dp_world_size or 1, tp, pp),
         files=tuple(folder.files),
         tensors=(*_grouped(weights, states), *states),
         steps={group: value for group, (value, _) in details.steps.items()},
-        aliases=modules.aliases(folder),
+        aliases=modules.aliases_of(folder),
         notes=tuple(dict.fromkeys(folder.notes)),
         read_problems=tuple(folder.problems),
         records=folder.records,
@@ -68,7 +68,7 @@ def read_plain(folder: Folder) -> Inventory:
     )
 
 
-def _ties(model: Model) -> dict[str, str]:
+def _ties(model: ModelFile) -> dict[str, str]:
     """Names of the module that are the same tensor as an earlier one."""
     owners: dict[Any, str] = {}
     found: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _grouped(weights: list[Tensor], states: list[Tensor]) -> list[Tensor]:
     return [replace(t, group=groups[t.name]) if t.name in groups else t for t in weights]
 
 
-def _unnamed(model: Model, found: str) -> Problem:
+def _unnamed(model: ModelFile, found: str) -> Problem:
     return Problem(
         "the optimizer's state is saved by number, and nothing says which parameter has which",
         model.name,
@@ -96,7 +96,7 @@ def _unnamed(model: Model, found: str) -> Problem:
     )
 
 
-def _optimizer(model: Model, weights: list[Tensor]) -> tuple[list[Tensor], Details | None, list[Problem]]:
+def _optimizer(model: ModelFile, weights: list[Tensor]) -> tuple[list[Tensor], Details | None, list[Problem]]:
     """The optimizer's state by name: its tensors and settings, or why it cannot be had."""
     where = model.source.path
     saved = metadata.mapping(model.root.get("optimizer"), "optimizer", where)
@@ -121,7 +121,7 @@ def _optimizer(model: Model, weights: list[Tensor]) -> tuple[list[Tensor], Detai
                 made = modules.whole_tensor(name, key, value, model.file, model.source, "parameter")
                 tensors.append(replace(made, group=group))
             elif value is not None:
-                what = f"optimizer state {metadata.short(key)} does not have the shape of its parameter"
+                what = f"optimizer state {metadata.brief(key)} does not have the shape of its parameter"
                 return [], None, [replace(_unnamed(model, name), what=what, expected=None)]
     settings = [{**g, "params": [i]} for i, g in enumerate(groups)]
     return tensors, Details({}, {0: model}, steps, settings), []

@@ -93,7 +93,7 @@ class Tally:
     not_finite: int = 0
 
 
-def rows_of(tensor: Tensor) -> int:
+def row_elements(tensor: Tensor) -> int:
     """Elements that must be read together: a whole row where slices lie side by side, else one element."""
     return tensor.merge.size * tensor.merge.inner if tensor.merge.kind == "columns" else 1
 
@@ -101,10 +101,10 @@ def rows_of(tensor: Tensor) -> int:
 def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Bytes, tally: Tally) -> Iterator[Bytes]:
     """Yields the bytes of elements ``[start, stop)`` in order, in chunks that live in ``buffer`` until the next.
 
-    ``start`` and ``stop`` are multiples of :func:`rows_of`. Raises ``CheckpointError`` when replicas differ.
+    ``start`` and ``stop`` are multiples of :func:`row_elements`. Raises ``CheckpointError`` when replicas differ.
     """
     item = tensor.item_bytes
-    row = rows_of(tensor)
+    row = row_elements(tensor)
     step = max(1, len(buffer) // (row * item)) * row
     for low in range(start, stop, step):
         high = min(low + step, stop)
@@ -157,17 +157,17 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     item, merge = tensor.item_bytes, tensor.merge
     if merge.kind == "columns":
-        rows, width = (high - low) // rows_of(tensor), merge.inner * item
+        rows, width = (high - low) // row_elements(tensor), merge.inner * item
         whole = np.empty((rows, merge.size * width), np.uint8)
         for index, part in enumerate(tensor.slices):
-            mine = [b for b in merge.boxes if b.slice == index and b.width]
+            mine = [b for b in merge.bands if b.slice == index and b.width]
             own = sum(b.width for b in mine)
             local = np.empty((rows, own * width), np.uint8)
-            first = low // rows_of(tensor) * own * merge.inner
+            first = low // row_elements(tensor) * own * merge.inner
             _gather(sources, part, first, first + rows * own * merge.inner, item, local.reshape(-1), tally)
-            for box in mine:
-                source = local[:, box.begin * width : (box.begin + box.width) * width]
-                whole[:, box.at * width : (box.at + box.width) * width] = source
+            for band in mine:
+                source = local[:, band.begin * width : (band.begin + band.width) * width]
+                whole[:, band.at * width : (band.at + band.width) * width] = source
         return whole.reshape(-1)
     slices = []
     for part in tensor.slices:

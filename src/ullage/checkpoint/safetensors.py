@@ -17,14 +17,13 @@ from typing import Any
 from ullage.checkpoint import metadata
 from ullage.checkpoint.archive import Payload, Target
 from ullage.checkpoint.details import Details, kept_by_group
-from ullage.checkpoint.dtypes import ITEM_BYTES
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, Topology
-from ullage.checkpoint.torchfile import reading
+from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.torchfile import as_checkpoint_error
 from ullage.errors import CheckpointError, InputError
 
 MAX_FILE_BYTES = 5 << 30
 _MAX_HEADER_BYTES = 100 << 20
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -50,24 +49,24 @@ def cast_of(tensor: Tensor, dtype: str | None) -> str:
     return dtype if tensor.dtype in FLOATS else tensor.dtype
 
 
-def plan(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
+def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
     """The files of the folder, without the tensors' bytes."""
     weights = [(t.name, t, cast_of(t, dtype)) for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
-    targets = _files("model", weights, tied_names(inventory))
+    targets = _files("model", weights, weights_header(inventory))
     if optimizer:
         states = [
             (f"{t.key}:{t.name}", t, t.dtype) for t in inventory.tensors if t.kind == "parameter" and t.key != "fp32"
         ]
-        targets += _files("optimizer/optimizer", states, numbers_of(inventory))
+        targets += _files("optimizer/optimizer", states, optimizer_header(inventory))
     return targets + companions(inventory)
 
 
-def tied_names(inventory: Inventory) -> dict[str, str]:
+def weights_header(inventory: Inventory) -> dict[str, str]:
     """What the header of a file of weights says beside its tensors."""
     return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
 
 
-def numbers_of(inventory: Inventory) -> dict[str, str]:
+def optimizer_header(inventory: Inventory) -> dict[str, str]:
     """What the header of a file of optimizer state says beside its tensors: by group, the step and other numbers."""
     steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
     said = {"steps": json.dumps(steps)}
@@ -85,7 +84,7 @@ def companions(inventory: Inventory) -> list[Target]:
     for name in _COMPANIONS:
         for folder in (inventory.folder, inventory.folder.parent):
             if (folder / name).is_file():
-                with reading(str(folder / name)):
+                with as_checkpoint_error(str(folder / name)):
                     text = (folder / name).read_bytes()
                 targets.append(Target(name, len(text), texts=((0, text),)))
                 break
@@ -162,7 +161,7 @@ def read_safetensors(folder: Path) -> Inventory:
             tensors[tensor.name, tensor.key] = tensor
         files.append(File(name, size, "weights"))
     return Inventory(
-        folder, "safetensors", Topology(), tuple(files), tuple(tensors.values()), read_problems=tuple(problems)
+        folder, "safetensors", WrittenBy(), tuple(files), tuple(tensors.values()), read_problems=tuple(problems)
     )
 
 
@@ -177,7 +176,7 @@ def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int)
     entry = metadata.mapping(entry, "a tensor's entry", label)
     dtype = _DTYPES.get(entry.get("dtype") if isinstance(entry.get("dtype"), str) else "")
     if dtype is None:
-        raise CheckpointError("a tensor of an unknown dtype", where=label, found=metadata.short(entry.get("dtype")))
+        raise CheckpointError("a tensor of an unknown dtype", where=label, found=metadata.brief(entry.get("dtype")))
     shape = metadata.shape(entry.get("shape"), "the shape", label)
     offsets = metadata.integers(entry.get("data_offsets"), "data_offsets", label)
     numel = math.prod(shape)
@@ -190,7 +189,7 @@ def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int)
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
     """(where the data begin, the header, bytes of the file). Raises ``CheckpointError``."""
-    with reading(str(path)), open(path, "rb") as stream:
+    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
         size = path.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):

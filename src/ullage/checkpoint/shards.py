@@ -37,7 +37,7 @@ _SMALL_STATE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class FlatTensor:
     """A flat tensor in a file: its dtype, its elements, and the byte offset of the first.
 
     ``digest`` is that of its content, for a small tensor that may be no partition; None where nobody looked.
@@ -50,7 +50,7 @@ class Placed:
 
 
 @dataclass
-class Shard:
+class ShardFile:
     """One optimizer file: the flat tensors of each group, and what the writer says of itself."""
 
     file: int
@@ -61,7 +61,7 @@ class Shard:
     wrapper: str
     world: list[int]
     #: by group: state key -> flat tensor; ``fp32`` is the master copy
-    flats: list[dict[str, Placed]]
+    flats: list[dict[str, FlatTensor]]
     #: by group: what is not a flat tensor, as numbers where it is one
     scalars: list[dict[str, Any]]
     #: by group: dtype of the step as it was saved, None for a Python number
@@ -85,7 +85,7 @@ class Shard:
 
 
 @dataclass
-class Model:
+class ModelFile:
     """One file of model states, its entries in the types that they must have. ``root`` has all of them as they are."""
 
     file: int
@@ -137,7 +137,7 @@ def sort_files(folder: Path) -> list[File]:
     return files
 
 
-def read_model(folder: Path, index: int, file: File) -> tuple[Model, TorchFile]:
+def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFile]:
     """One file of model states. Raises ``CheckpointError``."""
     source = read_torch_file(folder / file.name)
     root, where = source.root, str(folder / file.name)
@@ -157,14 +157,14 @@ def read_model(folder: Path, index: int, file: File) -> tuple[Model, TorchFile]:
     tp, pp = (metadata.integer(n, "checkpoint_parallel_dimensions", where) for n in sizes)
     frozen = root.get("frozen_param_shapes")
     world = root.get("dp_world_size")
-    model = Model(
+    model = ModelFile(
         index, file.name, file.dp_rank or 0, file.model_rank or 0, source, root,
         module=None if root["module"] is None else metadata.mapping(root["module"], "module", where),
         param_shapes=None if given is None else [
             metadata.shapes(g, "param_shapes", where) for g in metadata.sequence(given, "param_shapes", where)
         ],
         buffer_names=frozenset(metadata.names(root.get("buffer_names"), "buffer_names", where)),
-        aliases=metadata.aliases(root.get("shared_params"), where),
+        aliases=metadata.shared_params(root.get("shared_params"), where),
         frozen_shapes=None if frozen is None else metadata.shapes(frozen, "frozen_param_shapes", where),
         frozen_fragments=metadata.tensors(root.get("frozen_param_fragments"), "frozen_param_fragments", where),
         dp_world_size=None if world is None else metadata.integer(world, "dp_world_size", where),
@@ -174,7 +174,7 @@ def read_model(folder: Path, index: int, file: File) -> tuple[Model, TorchFile]:
     return model, source
 
 
-def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
+def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFile]:
     """One optimizer file, reduced to numbers. Raises ``CheckpointError``."""
     source = read_torch_file(folder / file.name)
     where = str(folder / file.name)
@@ -203,7 +203,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[Shard, TorchFile]:
     counts = list(count) if isinstance(count, (list, tuple)) else [count] * len(masters)
     paddings = metadata.sequence(optimizer.get("param_alignment_paddings"), "param_alignment_paddings", where)
     mappings = metadata.sequence(optimizer.get("param_slice_mappings"), "param_slice_mappings", where)
-    shard = Shard(
+    shard = ShardFile(
         file=index,
         name=file.name,
         dp_rank=file.dp_rank or 0,
@@ -273,7 +273,7 @@ def _states(
 
 def _split(
     source: TorchFile, master: TensorRef, state: dict[str, Any], where: str
-) -> tuple[dict[str, Placed], dict[str, Any]]:
+) -> tuple[dict[str, FlatTensor], dict[str, Any]]:
     """Flat tensors, which can be cut like the master weights, and the rest."""
     flats = {"fp32": _placed(source, master, "fp32", where)}
     scalars: dict[str, Any] = {}
@@ -288,13 +288,13 @@ def _split(
     return flats, scalars
 
 
-def _placed(source: TorchFile, ref: TensorRef, key: str, where: str, partition: int | None = None) -> Placed:
+def _placed(source: TorchFile, ref: TensorRef, key: str, where: str, partition: int | None = None) -> FlatTensor:
     if not ref.contiguous:
         raise CheckpointError("optimizer state that is not contiguous", where=f"{where}, state {key}")
     digest = None
     if partition is not None and ref.numel != partition and ref.num_bytes <= _SMALL_STATE:
         digest = hashlib.sha256(repr((ref.dtype, ref.shape)).encode() + read_bytes(source, ref)).hexdigest()
-    return Placed(ref.dtype, ref.numel, source.place(ref), digest)
+    return FlatTensor(ref.dtype, ref.numel, source.place(ref), digest)
 
 
 def _mapping(group: Any, where: str) -> dict[str, tuple[int, int]]:

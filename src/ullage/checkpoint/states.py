@@ -14,7 +14,7 @@ from typing import Any
 
 from ullage.checkpoint.inventory import Group, Problem
 from ullage.checkpoint.metadata import comparable
-from ullage.checkpoint.shards import Placed, Shard
+from ullage.checkpoint.shards import FlatTensor, ShardFile
 
 #: Numbers that an optimizer computes anew from the weights before it reads them, so that they may be left out.
 #: RMS: ``Adafactor.step`` of transformers.
@@ -36,7 +36,7 @@ class Uncut:
     notes: list[str] = field(default_factory=list)
 
 
-def examine(shards: list[Shard], groups: list[Group]) -> Uncut:
+def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
     """Compares over the shards of one model rank all that is not cut. ``groups``: that rank's flat buffers."""
     ordered = sorted(shards, key=lambda s: s.dp_rank)
     lead = ordered[0]
@@ -72,13 +72,13 @@ def examine(shards: list[Shard], groups: list[Group]) -> Uncut:
     return found
 
 
-def _compare(shards: list[Shard], index: int, key: str) -> Problem | None:
+def _compare(shards: list[ShardFile], index: int, key: str) -> Problem | None:
     """The problem of one state of one group, if it may not be carried."""
     lead, *others = shards
     mine = lead.flats[index][key]
     expected = f"a state of {lead.flats[index]['fp32'].numel} elements, like the weights, or the same on all ranks"
 
-    def problem(shard: Shard, placed: Placed | None, how: str) -> Problem:
+    def problem(shard: ShardFile, placed: FlatTensor | None, how: str) -> Problem:
         size = "nothing" if placed is None else f"{placed.numel} elements"
         return Problem(
             f"optimizer state {key} belongs to one rank's partition, so it cannot be carried to another layout",
@@ -94,7 +94,7 @@ def _compare(shards: list[Shard], index: int, key: str) -> Problem | None:
     return None if others else problem(lead, mine, "on one rank, where nothing tells what they belong to")
 
 
-def _compare_numbers(shards: list[Shard]) -> list[Problem]:
+def _compare_numbers(shards: list[ShardFile]) -> list[Problem]:
     """Numbers and settings of the optimizer that differ between ranks, other than the step, which is checked apart.
 
     One rank that differs is enough to say.
@@ -119,7 +119,7 @@ def _compare_numbers(shards: list[Shard]) -> list[Problem]:
 
 
 def _differing(
-    what: str, shard: Shard, index: int, mine: dict[str, Any], theirs: dict[str, Any], but: set[str]
+    what: str, shard: ShardFile, index: int, mine: dict[str, Any], theirs: dict[str, Any], but: set[str]
 ) -> list[Problem]:
     """One problem per key, other than ``but``, that ``shard`` has otherwise than rank 0."""
     return [
@@ -137,11 +137,11 @@ def _differing(
     ]
 
 
-def _differ(shards: list[Shard], index: int, key: str) -> bool:
+def _differ(shards: list[ShardFile], index: int, key: str) -> bool:
     return len({repr(comparable(s.scalars[index].get(key))) for s in shards if index < len(s.scalars)}) > 1
 
 
-def kept_whole(shard: Shard, index: int, uncut: Uncut) -> dict[str, Any]:
+def kept_whole(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
     """What of a group's state is neither cut nor the step: numbers, and references to tensors."""
     found = {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
     return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}

@@ -19,7 +19,7 @@ from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.unpickling import Refused, TensorRef, Unpickler
-from ullage.checkpoint.ziparchive import Part, Record, read_records
+from ullage.checkpoint.ziparchive import ArchiveRecord, Part, read_records
 from ullage.errors import CheckpointError
 
 #: Records beside the storages that a loader reads.
@@ -39,10 +39,10 @@ class TorchFile:
     path: str
     num_bytes: int
     root: Any
-    records: dict[str, Record] = field(repr=False)
+    records: dict[str, ArchiveRecord] = field(repr=False)
     #: False when the file was saved without checksums (``torch.serialization.set_crc32_options(False)``).
     has_crcs: bool = True
-    others: dict[str, Record] = field(default_factory=dict, repr=False)
+    others: dict[str, ArchiveRecord] = field(default_factory=dict, repr=False)
     strangers: tuple[str, ...] = ()
 
     @property
@@ -77,7 +77,7 @@ def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int 
     or that asks for a function that no checkpoint needs.
     """
     path = os.fspath(path)
-    with reading(path), open(path, "rb", buffering=0) as raw:
+    with as_checkpoint_error(path), open(path, "rb", buffering=0) as raw:
         size = os.fstat(raw.fileno()).st_size
         held = size - base if num_bytes is None else num_bytes
         part = Part(path, raw.fileno(), base, held)
@@ -89,12 +89,12 @@ def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int 
 def read_pickle(path: str | os.PathLike[str]) -> Any:
     """A plain pickle without tensors, under the same rules. Raises ``CheckpointError``."""
     path = os.fspath(path)
-    with reading(path), open(path, "rb") as stream:
+    with as_checkpoint_error(path), open(path, "rb") as stream:
         return Unpickler(stream.read()).load()
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
+def as_checkpoint_error(path: str) -> Iterator[None]:
     """Within it, whatever damage makes Python raise becomes one ``CheckpointError`` that names ``path``."""
     try:
         yield
@@ -163,7 +163,7 @@ def read_bytes(file: TorchFile, tensor: TensorRef) -> bytes:
     if not tensor.numel:
         return b""
     at, record = file.place(tensor), file.records[tensor.storage]
-    with reading(file.path), open(file.path, "rb", buffering=0) as stream:
+    with as_checkpoint_error(file.path), open(file.path, "rb", buffering=0) as stream:
         if record.num_bytes > _SMALL_RECORD:
             return Part(file.path, stream.fileno(), at, tensor.num_bytes).read(0, tensor.num_bytes)
         whole = Part(file.path, stream.fileno(), record.offset, record.num_bytes).read(0, record.num_bytes)

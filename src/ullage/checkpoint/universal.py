@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint import metadata, shards
-from ullage.checkpoint.archive import Constant, Instance, Stream, Target, archive, is_writable
+from ullage.checkpoint.archive import Constant, Instance, Target, TensorCopy, archive, is_writable
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.folder import record_table
-from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, Topology
+from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
 from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.parallel import SubParameters
-from ullage.checkpoint.shards import Model
+from ullage.checkpoint.shards import ModelFile
 from ullage.checkpoint.states import kept_whole
 from ullage.checkpoint.torchfile import TorchFile, as_number, read_torch_file
 from ullage.checkpoint.unpickling import TensorRef
@@ -45,14 +45,14 @@ _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of
 _LONGEST_NAME = 255
 
 
-def plan(inventory: Inventory) -> list[Target]:
+def universal_targets(inventory: Inventory) -> list[Target]:
     """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
     details = inventory.details
     if inventory.format != "zero" or not isinstance(details, Details):
         raise CheckpointError(
             "only a ZeRO checkpoint can be made universal", where=str(inventory.folder), found=inventory.format
         )
-    if inventory.topology.stage == 0:
+    if inventory.written_by.stage == 0:
         raise CheckpointError(
             "only a ZeRO checkpoint can be made universal",
             where=str(inventory.folder),
@@ -87,7 +87,7 @@ def safe_name(name: str) -> str:
 
 def _state_file(tensor: Tensor) -> Target:
     stem = tensor.key if tensor.kind == "parameter" else "fp32"
-    content: dict[str, Any] = {"param": Stream(tensor, tensor.dtype)}
+    content: dict[str, Any] = {"param": TensorCopy(tensor, tensor.dtype)}
     for key, value in tensor.extra.items():
         if isinstance(value, SubParameters):
             fields = {"patterns": value.patterns, "shape": value.shape, "partition_dim": value.partition_dim}
@@ -138,15 +138,15 @@ def _optimizer_file(details: Details) -> Target:
 def _described(name: str, content: dict[str, Any], source: TorchFile | None, file: int) -> Target:
     """An archive of what ``source`` describes. Tensors in it are carried over from there."""
 
-    def stored(ref: TensorRef) -> Stream:
+    def stored(ref: TensorRef) -> TensorCopy:
         assert source is not None
-        return Stream(whole_tensor("", "carried", ref, file, source), ref.dtype)
+        return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
 
     with _in_file(source):
         return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source))
 
 
-def _kept(model: Model) -> tuple[dict[Any, Any], list[str]]:
+def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
     """What of the model states is written anew, and the names of what cannot be, of classes that torch makes."""
     limit = _limit(model.source)
     content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
@@ -155,14 +155,14 @@ def _kept(model: Model) -> tuple[dict[Any, Any], list[str]]:
     return kept, [str(k) for k in left_out]
 
 
-def notes(inventory: Inventory) -> list[str]:
-    """What a universal checkpoint is without."""
+def notes_on_left_out(inventory: Inventory) -> list[str]:
+    """One note per file of model states with entries that a universal checkpoint leaves out."""
     found = []
     for model in inventory.details.models.values():
         with _in_file(model.source):
             _, left_out = _kept(model)
         if left_out:
-            stages = "any stage" if inventory.topology.stage == 3 else "stage 3"
+            stages = "any stage" if inventory.written_by.stage == 3 else "stage 3"
             names = ", ".join(left_out[:5])
             found.append(f"{names} of {model.name} cannot be written anew; left out for engines of {stages}")
     return found
@@ -188,8 +188,8 @@ def _in_file(source: TorchFile | None) -> Iterator[None]:
 
 def _model_files(inventory: Inventory, details: Details) -> list[Target]:
     targets = []
-    stage3 = inventory.topology.stage == 3
-    held = OrderedDict((t.name, Stream(t, t.dtype)) for t in inventory.tensors if t.kind != "parameter")
+    stage3 = inventory.written_by.stage == 3
+    held = OrderedDict((t.name, TensorCopy(t, t.dtype)) for t in inventory.tensors if t.kind != "parameter")
     for model_rank, model in details.models.items():
         whole, slim = (
             f"mp_rank_{model_rank:02d}_model_states.pt",
@@ -233,7 +233,7 @@ def read_universal(folder: Path) -> Inventory:
         stand_in_the_way.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
     return Inventory(
-        folder, "universal", Topology(), tuple(found.files), tuple(found.tensors),
+        folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
         read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(stand_in_the_way),
         details=Details({}, {}, steps, settings),
@@ -263,7 +263,7 @@ class _Reading:
             self.problems.append(Problem(error.what, where, found=found, hint=error.hint))
             return None
 
-    def models(self) -> list[Model]:
+    def models(self) -> list[ModelFile]:
         """The model states: of the stages below 3 where there are some."""
         paths = sorted(self.folder.glob("*mp_rank_*_model_states.pt"))
         whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]

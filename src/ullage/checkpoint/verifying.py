@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ullage.checkpoint import loaded
 from ullage.checkpoint.comparing import Pair, compare_pairs
+from ullage.checkpoint.converting import default_workers
+from ullage.checkpoint.dtypes import FLOATS
+from ullage.checkpoint.formats import read
 from ullage.checkpoint.inventory import Inventory, Problem, Tensor
-
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def verify(
@@ -31,15 +32,12 @@ def verify(
     unless it was converted with it. Memory: two chunks a thread. Raises ``CheckpointError`` for a folder that is no
     checkpoint.
     """
-    from ullage.checkpoint import read
-    from ullage.checkpoint.converting import default_workers
-
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
     problems = ours.problems() + theirs.problems()
     if problems:
         return problems
-    found = loaded.look(ours, theirs)
+    found = loaded.compare_files(ours, theirs)
     pairs, more = _pairs(ours, theirs)
     problems = found.problems + more
     return problems + compare_pairs(ours, found.inventory, pairs + found.pairs, workers or default_workers(), progress)
@@ -65,7 +63,7 @@ def _pairs(ours: Inventory, theirs: Inventory) -> tuple[list[Pair], list[Problem
                     found=str(list(other.shape)),
                 )
             )
-        elif other.dtype != tensor.dtype and not {other.dtype, tensor.dtype} <= set(_FLOATS):
+        elif other.dtype != tensor.dtype and not {other.dtype, tensor.dtype} <= set(FLOATS):
             problems.append(
                 Problem(
                     f"{tensor.key} has another dtype", parameter=tensor.name, expected=tensor.dtype, found=other.dtype

@@ -24,12 +24,12 @@ from ullage.checkpoint import metadata, modules, plain, shards
 from ullage.checkpoint.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.details import Details
 from ullage.checkpoint.folder import Folder, read_files
-from ullage.checkpoint.inventory import Group, Inventory, Slice, Topology
+from ullage.checkpoint.inventory import Group, Inventory, Slice, WrittenBy
 from ullage.checkpoint.joining import Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.parallel import Patterns
-from ullage.checkpoint.partitions import fragments_of, group3, group12
-from ullage.checkpoint.shards import Shard
-from ullage.checkpoint.states import Uncut, examine
+from ullage.checkpoint.partitions import fragments_of, stage3_group, stage12_group
+from ullage.checkpoint.shards import ShardFile
+from ullage.checkpoint.states import Uncut, compare_uncut
 from ullage.errors import CheckpointError
 
 
@@ -50,13 +50,13 @@ def read_zero(path: Path) -> Inventory:
     info = folder.models[min(folder.models)].info or saved.get("universal_checkpoint_info")
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
     if tp > 1 and not info:
-        folder.say("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
+        folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
     found = _Found()
     for model_rank in model_ranks:
         _read_model_rank(folder, model_rank, world, tp, found)
     tensors, twins = join_stages(folder, found.slices, patterns, tp)
     untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
-    modules.say_what_is_missing(folder)
+    modules.note_left_out_parameters(folder)
     if patterns.info.get("affine_map"):
         folder.notes.append("affine_map is not read: slices join as the lists of patterns say, which are beside it")
     if unused := patterns.unused():
@@ -65,12 +65,12 @@ def read_zero(path: Path) -> Inventory:
     return Inventory(
         folder=path,
         format="zero",
-        topology=Topology(first.stage, first.wrapper, world, tp, pp),
+        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp),
         files=tuple(folder.files),
         tensors=(*tensors, *untrained),
         groups=tuple(folder.groups),
         steps={group: value for group, (value, _) in steps.items()},
-        aliases=modules.aliases(folder),
+        aliases=modules.aliases_of(folder),
         notes=tuple(dict.fromkeys(folder.notes)),
         read_problems=tuple(folder.problems),
         records=folder.records,
@@ -86,7 +86,7 @@ def read_zero(path: Path) -> Inventory:
     )
 
 
-def _first(folder: Folder) -> Shard:
+def _first(folder: Folder) -> ShardFile:
     """The first shard. Raises ``CheckpointError`` for a folder of which no shard or no model states can be read."""
     found = str(folder.problems[0]) if folder.problems else None
     if not folder.shards:
@@ -123,7 +123,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     shapes = model.param_shapes or []
     for rank, shard in sorted(mine.items()):
         if len(shapes) != len(shard.flats):
-            folder.say(
+            folder.add_problem(
                 "groups disagree with param_shapes", shard, expected=str(len(shapes)), found=str(len(shard.flats))
             )
             del mine[rank]
@@ -132,7 +132,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     lead = mine[min(mine)]
     groups = [_group(folder, index, model_rank, named, mine, world) for index, named in enumerate(shapes)]
     folder.groups += groups
-    uncut = found.uncut[model_rank] = examine(list(mine.values()), groups)
+    uncut = found.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
     folder.notes += uncut.notes
     for group, named in zip(groups, shapes):
         for key in lead.flats[group.index]:
@@ -147,24 +147,29 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
 
 
 def _group(
-    folder: Folder, index: int, model_rank: int, named: dict[str, tuple[int, ...]], mine: dict[int, Shard], world: int
+    folder: Folder,
+    index: int,
+    model_rank: int,
+    named: dict[str, tuple[int, ...]],
+    mine: dict[int, ShardFile],
+    world: int,
 ) -> Group:
     lead = mine[min(mine)]
     if lead.stage == 3:
-        return group3(index, model_rank, named, world)
+        return stage3_group(index, model_rank, named, world)
     alignments = lead.alignments[index] if index < len(lead.alignments) else []
     booked = tuple(s.paddings[index] for _, s in sorted(mine.items()) if index < len(s.paddings))
     alignments = alignments if len(alignments) == len(named) else []
-    least = group12(index, model_rank, named, world, alignments).shard_size
+    least = stage12_group(index, model_rank, named, world, alignments).shard_size
     # A state of a full partition tells its size; the shortest does, since longer ones need not be partitions at all.
     seen = min((p.numel for p in mine[0].flats[index].values() if p.numel >= least), default=0) if 0 in mine else 0
-    group = group12(index, model_rank, named, world, alignments, seen, booked)
+    group = stage12_group(index, model_rank, named, world, alignments, seen, booked)
     if group.shard_size > least:  # some version aligned to more than 2W; the mappings will be compared
         folder.notes.append(f"group {index}: partitions of {group.shard_size} elements, where {least} would do")
     return group
 
 
-def _param_groups(shard: Shard) -> list[dict[str, Any]]:
+def _param_groups(shard: ShardFile) -> list[dict[str, Any]]:
     """Hyperparameters by group; for an elastic file, which holds none, one entry per group."""
     step = shard.root.get("optimizer_state_dict", {}).get("base_optimizer_state_step")
     return shard.settings or [

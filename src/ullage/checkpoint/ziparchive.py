@@ -28,7 +28,7 @@ SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """One record: where its bytes begin in the file, how many there are, and the CRC-32 that the directory holds."""
 
     offset: int
@@ -70,11 +70,11 @@ class Part:
         )
 
 
-def read_records(part: Part) -> dict[str, Record]:
+def read_records(part: Part) -> dict[str, ArchiveRecord]:
     """The records by name, without the common folder. Raises ``CheckpointError`` for a file that breaks a rule."""
     count, at, size = _directory(part)
     text = part.read(at, size)
-    records: dict[str, Record] = {}
+    records: dict[str, ArchiveRecord] = {}
     folder: bytes | None = None
     ends: list[tuple[int, int]] = []
     position = 0
@@ -131,7 +131,7 @@ def _directory(part: Part) -> tuple[int, int, int]:
     return count, start, size
 
 
-def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[Record, int]:
+def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[ArchiveRecord, int]:
     """A record as its entry and the header before its data agree on, and where its data ends."""
     flags, method, crc = entry[3], entry[4], entry[7]
     packed, size, at = _sizes(part, extra, [entry[8], entry[9], entry[16]])
@@ -160,7 +160,7 @@ def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[Record
         raise CheckpointError(
             "truncated", where=where, expected=f"at least {offset + size} bytes", found=f"{part.size} bytes"
         )
-    return Record(part.base + offset, size, crc), offset + size
+    return ArchiveRecord(part.base + offset, size, crc), offset + size
 
 
 def _sizes(part: Part, extra: bytes, values: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""``ullage convert``: a checkpoint in another format, each byte read once and written once."""
+"""``ullage convert``: conversion of a checkpoint, each byte read once and written once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ checkpoint is converted without it."""
 
 
 class Format(StrEnum):
-    """What ``--to`` takes."""
+    """Formats that ``--to`` takes."""
 
     universal = "universal"
     safetensors = "safetensors"
@@ -36,7 +36,7 @@ class Format(StrEnum):
 
 
 class Dtype(StrEnum):
-    """What ``--dtype`` takes."""
+    """Dtypes that ``--dtype`` takes."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -44,15 +44,15 @@ class Dtype(StrEnum):
 
 
 @app.command(epilog=_EPILOG)
-def convert(
+def convert_checkpoint(
     source: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
     target: Annotated[Path, typer.Argument(help="A folder that does not exist; its parents are made.")],
     to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors and dcp).")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two a processor, at most 8.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two per processor, at most 8.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Prove and plan, write nothing, tell what to expect.")
+        bool, typer.Option("--dry-run", help="Prove and plan, write nothing, say what to expect.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
 ) -> None:
@@ -86,7 +86,7 @@ def convert(
 
 @contextlib.contextmanager
 def progress_bar(verb: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar in bytes with rate and time left, on stderr; gives what to call with (bytes done, bytes in all)."""
+    """A bar on stderr with bytes, rate and time left; yields the function to call with (bytes done, bytes in all)."""
     if not shown:
         yield None
         return
@@ -129,7 +129,7 @@ def _report_lines(report: dict[str, Any]) -> Iterator[str]:
         f"in {report['seconds']:.1f} s{rate} with {report['workers']} workers"
     )
     if report["bytes_resumed"]:
-        yield f"{size(report['bytes_resumed'])} were there already, from an interrupted run"
+        yield f"{size(report['bytes_resumed'])} were done already, by an interrupted run"
     if report["records_checked"]:
         yield f"the checksums of {report['records_checked']:,} records of the source agree"
     for name, key, number in report["not_finite"]:
@@ -155,7 +155,7 @@ def _seconds_expected(inventory: Any, target: Path, num_bytes: int) -> float:
 
 
 def _seconds_to_read(path: Path, limit: int) -> float:
-    """Seconds a byte, from the disk and not from the page cache."""
+    """Seconds per byte, from the disk and not from the page cache."""
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -166,7 +166,7 @@ def _seconds_to_read(path: Path, limit: int) -> float:
 
 
 def _seconds_to_write(folder: Path, limit: int) -> float:
-    """Seconds a byte, synced, into a file without a name: nothing is left, whatever happens."""
+    """Seconds per byte, synced, into a file without a name: nothing is left, whatever happens."""
     with tempfile.TemporaryFile(dir=folder) as file:
         chunk, began = os.urandom(min(8 << 20, limit)), time.perf_counter()
         for _ in range(max(1, limit // len(chunk))):

@@ -1,4 +1,4 @@
-"""``ullage inspect``: what a checkpoint holds, whether it is whole, where its padding lies. Reads no tensor data."""
+"""``ullage inspect``: content of a checkpoint, whether it is whole, where its padding lies. Reads no tensor data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inspect(
     all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Leave the list of tensors out.")] = False,
 ) -> None:
-    """Say what a checkpoint holds and whether it is whole, without loading it and without running code from it.
+    """List what a checkpoint holds and say whether it is whole, without loading it and without running code from it.
 
     Exit status 1 if it is not whole.
     """
@@ -48,16 +48,16 @@ def inspect(
 
 
 def as_data(inventory: Any, problems: Any) -> dict[str, Any]:
-    """The inventory as plain data: what ``--json`` prints."""
-    topology = inventory.topology
+    """The inventory as plain data, for ``--json``."""
+    written_by = inventory.written_by
     return {
         "folder": str(inventory.folder),
         "format": inventory.format,
-        "stage": topology.stage,
-        "optimizer_wrapper": topology.wrapper,
-        "dp": topology.dp,
-        "tp": topology.tp,
-        "pp": topology.pp,
+        "stage": written_by.stage,
+        "optimizer_wrapper": written_by.wrapper,
+        "dp": written_by.dp,
+        "tp": written_by.tp,
+        "pp": written_by.pp,
         "num_files": len(inventory.files),
         "num_file_bytes": inventory.num_file_bytes,
         "num_bytes": inventory.num_bytes,
@@ -104,12 +104,12 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
     from ullage.report.page import size
 
     console = Console(highlight=False)
-    topology = inventory.topology
-    stage = f" stage {topology.stage}" if topology.stage is not None else ""
+    written_by = inventory.written_by
+    stage = f" stage {written_by.stage}" if written_by.stage is not None else ""
     facts = [
         ("checkpoint", str(inventory.folder)),
-        ("format", f"{inventory.format}{stage}{f', {topology.wrapper}' if topology.wrapper else ''}"),
-        ("ranks", f"dp {topology.dp} × tp {topology.tp} × pp {topology.pp} = {topology.world_size}"),
+        ("format", f"{inventory.format}{stage}{f', {written_by.wrapper}' if written_by.wrapper else ''}"),
+        ("ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"),
         ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
         ("tensors", f"{len(inventory.tensors):,}, {size(inventory.num_bytes)}"),
         ("states", ", ".join(inventory.keys)),
@@ -153,11 +153,11 @@ def _groups_table(inventory: Any, limit: int | None) -> Any:
     from rich.table import Table
 
     table = Table(title="Groups", title_justify="left", box=None, pad_edge=False)
-    for name in ("group", "parameters", "elements", "shards", "a shard", "padding", "on ranks"):
+    for name in ("group", "parameters", "elements", "shards", "per shard", "padding", "on ranks"):
         table.add_column(name, justify="right" if name != "on ranks" else "left")
     for group in inventory.groups[:limit]:
         name = f"{group.index}" + (
-            f" (model rank {group.model_rank})" if inventory.topology.tp * inventory.topology.pp > 1 else ""
+            f" (model rank {group.model_rank})" if inventory.written_by.tp * inventory.written_by.pp > 1 else ""
         )
         held = group.size - group.padding
         padded = [rank for rank, elements in enumerate(group.padding_of()) if elements]
@@ -181,7 +181,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _tensors_table(inventory: Any, limit: int | None) -> Any:
-    """One row a parameter or buffer, its states together."""
+    """One row per parameter or buffer, its states together."""
     from rich.table import Table
     from rich.text import Text
 
@@ -197,7 +197,7 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
         fragments = str(max(t.num_fragments for t in tensors))
         rows.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
     table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
-    # What is the same for all of them is said once, above; so names have room.
+    # Columns that are the same for all rows stand above the table, so that names have room.
     kept = [k for k in range(6) if k not in (2, 3) or len({row[k] for row in rows}) > 1]
     headings = ("name", "shape", "dtype", "states", "bytes", "fragments")
     for k in kept:

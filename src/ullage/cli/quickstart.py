@@ -82,9 +82,7 @@ def quickstart(
         typer.echo("\ninterrupted; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
     if as_json:
-        from ullage.report.journey import as_data
-
-        typer.echo(json.dumps({**as_data(journey), "page": str(page)}))
+        typer.echo(json.dumps({**journey.to_dict(), "page": str(page)}))
     else:
         _show(journey, page)
     if not journey.agrees:

@@ -1,4 +1,4 @@
-"""``ullage verify``: whether a loader of a converted checkpoint gets what its source holds, byte by byte."""
+"""``ullage verify``: comparison of a converted checkpoint with its source, byte by byte."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SHOWN = 20
 
 
 @app.command()
-def verify(
+def verify_checkpoint(
     source: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
-    target: Annotated[Path, typer.Argument(help="What it was converted to.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two a processor, at most 8.")] = None,
+    target: Annotated[Path, typer.Argument(help="The converted checkpoint.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default two per processor, at most 8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
 ) -> None:

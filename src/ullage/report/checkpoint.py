@@ -1,4 +1,4 @@
-"""A checkpoint drawn: each group's flat buffer, the shards that cut it, the fragments in them, and the padding.
+"""Drawing of a checkpoint: each group's flat buffer, the shards that cut it, the fragments in them, and the padding.
 
 Everything on the page comes from :class:`~ullage.checkpoint.Group`: a box is a piece, and padding is what no piece
 covers, found by walking over a shard. Groups of hundreds of ranks are folded: the first ranks, the ranks where padding
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ullage.checkpoint.inventory import Group, Inventory, Problem, Tensor
+from ullage.report.bars import Box, Row
 from ullage.report.page import NUM_COLOURS, render, size
 
 #: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.
@@ -25,29 +26,8 @@ _CUTS = 48
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle of a bar, in per cent, with its class, its tooltip and the text in it."""
-
-    start: float
-    width: float
-    style: str
-    title: str
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One bar, or, where ``boxes`` is empty, a line in place of bars that are left out."""
-
-    label: str
-    boxes: tuple[Box, ...] = ()
-    number: str = ""
-    cuts: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One group: what is said of it, its buffer end to end, the end of that enlarged, and its shards."""
+class GroupDrawing:
+    """One group: a sentence about it, its buffer end to end, the end of that enlarged, and its shards."""
 
     title: str
     sentence: str
@@ -58,14 +38,17 @@ class Drawing:
 
 
 def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> str:
-    """One self-contained HTML page, as text. ``problems``: what ``check`` found. Reads no tensor data."""
-    topology = inventory.topology
+    """The drawing of a checkpoint as one self-contained HTML page. Reads no tensor data.
+
+    ``problems``: those of :meth:`Inventory.problems`, listed on the page. Raises ``InputError`` without jinja2.
+    """
+    written_by = inventory.written_by
     padded = sum(int(np.count_nonzero(group.padding_of())) for group in inventory.groups)
     return render(
         "checkpoint.html",
         inventory=inventory,
         title=f"Checkpoint {inventory.folder.name}",
-        ranks=f"dp {topology.dp} × tp {topology.tp} × pp {topology.pp}",
+        ranks=f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp}",
         problems=[str(problem) for problem in problems[:_PROBLEMS]],
         num_problems=len(problems),
         padded_shards=padded,
@@ -92,14 +75,14 @@ def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
     return [(kind, len(found), size(sum(found))) for kind, found in kinds.items()]
 
 
-def draw(group: Group) -> Drawing:
+def draw(group: Group) -> GroupDrawing:
     """A group's buffer and its shards as bars; reads no tensor data."""
     padding = group.padding_of()
     padded = np.flatnonzero(padding)
     held = int(group.pieces.length.sum())
     sentence = (
-        f"{held:,} elements of {_number(len(group.names), 'parameter')} and {group.padding:,} elements of padding fill "
-        f"{_number(group.num_shards, 'shard')} of {group.shard_size:,}."
+        f"{held:,} elements of {_counted(len(group.names), 'parameter')} and {group.padding:,} elements of padding "
+        f"fill {_counted(group.num_shards, 'shard')} of {group.shard_size:,}."
     )
     if len(padded):
         ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"
@@ -118,7 +101,7 @@ def draw(group: Group) -> Drawing:
     if len(names) > NUM_COLOURS:
         legend.append(("many", f"{len(names) - NUM_COLOURS:,} more, in the same colours again"))
     legend.append(("padding", "padding"))
-    return Drawing(
+    return GroupDrawing(
         title,
         sentence,
         _span(group, 0, group.num_shards, "whole buffer") if end_to_end else None,
@@ -128,7 +111,7 @@ def draw(group: Group) -> Drawing:
     )
 
 
-def _number(count: int, thing: str) -> str:
+def _counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
@@ -164,6 +147,7 @@ def _span(group: Group, first: int, last: int, label: str) -> Row:
 
 
 def _shard_rows(group: Group, padding: np.ndarray) -> Iterable[Row]:
+    """A row per drawn shard; between them, a line for the ranks that are left out."""
     last = group.num_shards
     shown = set(range(min(_HEAD, last))) | set(range(max(0, last - _TAIL), last))
     padded = np.flatnonzero(padding)
@@ -171,12 +155,11 @@ def _shard_rows(group: Group, padding: np.ndarray) -> Iterable[Row]:
         shown |= {r for r in range(int(padded[0]) - 1, int(padded[0]) + 2) if 0 <= r < last}
     if last <= _HEAD + _TAIL + 4:
         shown = set(range(last))
-    order, before = sorted(shown), -1
-    bounds = np.searchsorted(
-        group.pieces.shard, np.arange(last + 1), sorter=np.argsort(group.pieces.shard, kind="stable")
-    )
+    # Pieces by shard: those of rank r are by_shard[bounds[r] : bounds[r + 1]].
     by_shard = np.argsort(group.pieces.shard, kind="stable")
-    for rank in order:
+    bounds = np.searchsorted(group.pieces.shard, np.arange(last + 1), sorter=by_shard)
+    before = -1
+    for rank in sorted(shown):
         if rank > before + 1:
             yield Row(_left_out(padding[before + 1 : rank], before + 1, rank - 1, group.shard_size))
         mine = by_shard[bounds[rank] : bounds[rank + 1]]

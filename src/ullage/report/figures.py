@@ -1,8 +1,10 @@
-"""A plan in figures, beside arrival order, what no plan can beat, and the ideal: one table for terminals and pages."""
+"""Table of a plan's figures, beside a reference plan, the lower bound and the ideal, for terminals and pages."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import numpy as np
 
 from ullage.planning import Plan, Statistics
 
@@ -18,12 +20,12 @@ class Figure(NamedTuple):
 
 
 def ideal_microbatches(plan: Plan, stats: Statistics) -> float:
-    """Microbatches a rank if sequences could be poured: tokens ÷ (ranks · capacity)."""
+    """Microbatches per rank if sequences could be cut anywhere: tokens ÷ (ranks · capacity)."""
     return stats.num_tokens / (plan.ranks * plan.capacity)
 
 
 def bound_ullage(plan: Plan, stats: Statistics) -> float:
-    """The ullage of as many microbatches as the lower bound says."""
+    """The ullage of a plan with as many microbatches as the lower bound."""
     size = stats.lower_bound * plan.ranks * plan.capacity
     return 1 - stats.num_tokens / size if size else 0.0
 
@@ -34,7 +36,7 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
     theirs = None if reference is None else reference.statistics()
     table = [
         Figure(
-            "microbatches a rank",
+            "microbatches per rank",
             str(ours.num_microbatches),
             _text(theirs and theirs.num_microbatches, "d"),
             str(ours.lower_bound),
@@ -79,13 +81,13 @@ def reference_name(reference: Plan) -> str:
 
 
 def step_time(plan: Plan) -> float:
-    """What the step takes by the plan's own ``sync``, in ideal steps: the critical path, or the rank imbalance."""
+    """The time of the step by the plan's own ``sync``, in ideal steps: the critical path, or the rank imbalance."""
     stats = plan.statistics()
     return stats.critical_path if plan.sync == "microbatch" else stats.rank_imbalance
 
 
 def lost_sequences(stats: Statistics) -> str:
-    """What ``oversize`` did, in one sentence; empty if nothing."""
+    """The sequences that ``oversize`` truncated or dropped, in one sentence; empty if there are none."""
     parts = []
     if stats.num_truncated:
         parts.append(f"{stats.num_truncated:,} sequences truncated by {stats.truncated_tokens:,} tokens")
@@ -96,8 +98,6 @@ def lost_sequences(stats: Statistics) -> str:
 
 def described(lengths: object) -> dict[str, float | int]:
     """Lengths in six numbers: sequences, tokens, shortest, median, mean, longest."""
-    import numpy as np
-
     array = np.asarray(lengths)
     if not len(array):
         return {"sequences": 0, "tokens": 0, "shortest": 0, "median": 0.0, "mean": 0.0, "longest": 0}

@@ -1,4 +1,4 @@
-"""How lengths are spread, and where their cost is: one picture in per cent of its box.
+"""Histogram of lengths and of their cost, placed in per cent of its box.
 
 Above the axis stand the sequences, below it hangs what they cost; few long sequences that cost more than all others
 are the reason for a planner. The axis is logarithmic where the longest is more than twenty times the shortest.
@@ -43,7 +43,7 @@ class Histogram(NamedTuple):
 
 
 def histogram(lengths: Int64, costs: Int64) -> Histogram:
-    """The picture of ``lengths`` [n] in tokens and their ``costs`` [n]."""
+    """The histogram of ``lengths`` [n] in tokens and their ``costs`` [n]."""
     if not len(lengths):
         return Histogram([], [], False)
     low, high = max(1, int(lengths.min())), max(1, int(lengths.max()))
@@ -85,17 +85,19 @@ def _places(values: Int64 | list[int], logarithmic: bool, edges: Int64 | None = 
 def _ticks(edges: Int64, logarithmic: bool) -> list[Tick]:
     low, high = int(edges[0]), int(edges[-1])
     if high - low == 1:
-        return [Tick(0.0, short(low))]
+        return [Tick(0.0, token_label(low))]
     if logarithmic:
         powers = [2**k for k in range(low.bit_length() - (low & (low - 1) == 0), high.bit_length())]
         values = powers[:: -(-len(powers) // _MAX_TICKS)]
     else:
         step = 2 ** max(0, int(np.ceil(np.log2((high - low) / _MAX_TICKS))))
         values = list(range(-(-low // step) * step, high + 1, step))
-    return [Tick(round(float(place), 2), short(v)) for place, v in zip(_places(values, logarithmic, edges), values)]
+    return [
+        Tick(round(float(place), 2), token_label(v)) for place, v in zip(_places(values, logarithmic, edges), values)
+    ]
 
 
-def short(tokens: int) -> str:
+def token_label(tokens: int) -> str:
     """512 → ``512``, 131072 → ``128k``, 1536 → ``1.5k``."""
     if tokens < 1024:
         return str(tokens)

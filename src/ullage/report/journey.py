@@ -1,6 +1,6 @@
-"""A run that changed its layout on the way, beside one that did not: the table and the page of ``ullage quickstart``.
+"""Table and page of ``ullage quickstart``: a run that changed its layout on the way, beside one that did not.
 
-Everything comes from what the runs wrote: the Trainer's log of every step, a checkpoint's files, and the plan of one
+All figures come from what the runs wrote: the Trainer's log of every step, a checkpoint's files, and the plan of one
 step's lengths.
 """
 
@@ -20,11 +20,24 @@ from ullage.report.checkpoint import draw
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
 
-#: Steps after a change of layout that are held against the uninterrupted run, and how near they must be.
+#: Steps after a change of layout that are compared with the uninterrupted run, and digits that must agree.
 COMPARED, DIGITS = 3, 5
-#: Steps at the start of a process, which wait for compilers and caches and say nothing about speed.
+#: Steps at the start of a process, which wait for compilers and caches and are left out of the speed.
 _WARMING = 2
 _WIDTH, _HEIGHT = 600, 220
+
+
+#: Headings of the table.
+HEADINGS = (
+    "run",
+    "layout",
+    "steps",
+    "tokens/s",
+    "ullage",
+    "imbalance",
+    "loss",
+    "losses before and after: here, uninterrupted",
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """To five digits."""
+        """Whether both losses are equal to ``DIGITS`` digits."""
         return abs(self.loss - self.uninterrupted) < 10**-DIGITS * max(1.0, abs(self.uninterrupted))
 
 
@@ -114,17 +127,9 @@ class Journey:
             *(_row("stopped" if leg is self.legs[0] else "continued", leg, self.comparisons(leg)) for leg in self.legs),
         ]
 
-
-HEADINGS = (
-    "run",
-    "layout",
-    "steps",
-    "tokens/s",
-    "ullage",
-    "imbalance",
-    "loss",
-    "losses before and after: here, uninterrupted",
-)
+    def to_dict(self) -> dict[str, Any]:
+        """The table as plain data, for ``--json``."""
+        return {"agrees": self.agrees, "rows": [dict(zip(HEADINGS, row, strict=True)) for row in self.rows()]}
 
 
 def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str, ...]:
@@ -144,9 +149,9 @@ def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str
 
 
 def journey_page(journey: Journey, plan: Plan, inventory: Inventory, commands: Sequence[str]) -> str:
-    """One self-contained HTML page, as text: the curves, a plan of one step, the shards of ``inventory``.
+    """The journey as one self-contained HTML page: the curves, a plan of one step, the shards of ``inventory``.
 
-    ``commands``: what was typed, in order. Raises ``InputError`` without jinja2.
+    ``commands``: the commands of the run, in order. Raises ``InputError`` without jinja2.
     """
     low, high = _range(journey)
     return render(
@@ -208,11 +213,3 @@ def _losses(low: float, high: float) -> Iterator[tuple[str, float]]:
     """Five numbers beside the axis, with their places in per cent."""
     for k in range(5):
         yield f"{high - (high - low) * k / 4:.2f}", 25.0 * k
-
-
-def as_data(journey: Journey) -> dict[str, Any]:
-    """The table as plain data, for ``--json``."""
-    return {
-        "agrees": journey.agrees,
-        "rows": [dict(zip(HEADINGS, row, strict=True)) for row in journey.rows()],
-    }

@@ -1,4 +1,4 @@
-"""One HTML page from one template: no network, no script, light and dark, wide and narrow.
+"""Rendering of one HTML page from one template: no network, no script, light and dark, wide and narrow.
 
 Every page extends ``templates/base.html``, which holds the colours (CSS variables, so that a drawing follows the
 reader's light or dark setting) and the shapes that pages share: facts, tables, and drawings made of bars. A bar is
@@ -12,12 +12,12 @@ from typing import Any
 
 from ullage.errors import InputError
 
-#: How many colours ``base.html`` has for things told apart by colour: classes ``c0`` to ``c7``.
+#: Number of colours that ``base.html`` has: classes ``c0`` to ``c7``.
 NUM_COLOURS = 8
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that ``templates/<template>`` makes of ``values``, as text; every value is escaped.
+    """Render ``templates/<template>`` with ``values``, each escaped; returns the page as text.
 
     Filters besides jinja's own: ``count`` (1234567 → 1,234,567), ``size`` (bytes → 1.23 GB), ``percent`` (0.125 →
     12.5 %). A name the template uses and ``values`` lack is an error. Raises ``InputError`` without jinja2.
@@ -56,7 +56,7 @@ def size(num_bytes: float) -> str:
 
 
 def percent(part: float) -> str:
-    """0.125 → ``12.5 %``; what is not nought never reads 0.0 %."""
+    """0.125 → ``12.5 %``; a part above 0 never reads 0.0 %."""
     if 0 < part < 0.0005:
         return "< 0.1 %"
     return f"{100 * part:.1f} %"

@@ -1,7 +1,7 @@
-"""A plan as one page: ranks against time, what each microbatch holds, and the lengths it was made for.
+"""Page of a plan: ranks against time, the content of each microbatch, and the lengths it was made for.
 
 Two drawings of the same microbatches. *Time*: a block is a sequence, as wide as its cost, and where a rank waits for
-the dearest one the bar is hatched. *Memory*: every microbatch is as wide as its capacity, a block is as wide as its
+the slowest one the bar is hatched. *Memory*: every microbatch is as wide as its capacity, a block is as wide as its
 sequence, and the ullage is hatched. A block's colour is its cost. Blocks too narrow to see are drawn as one, and of a
 very large plan only the first ranks and microbatches are drawn, so that a page has a bounded size.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from ullage.layout import Int64
 from ullage.planning import Plan
+from ullage.report.bars import Box, Row
 from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
 from ullage.report.histogram import histogram
 from ullage.report.page import percent, render
@@ -25,33 +25,15 @@ from ullage.report.timeline import Timeline, timeline
 MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
 #: Colours of cost: classes ``s0`` to ``s6`` of the template.
 NUM_SHADES = 7
-#: How much dearer than the palest colour the dearest is.
+#: The highest cost over the cost below which every block has the palest colour.
 _SPAN = 500
 #: Ids that a block's title names before it only counts.
 _NAMED = 6
 
 
-class Box(NamedTuple):
-    """A rectangle of a bar: ``start`` and ``width`` in per cent of it."""
-
-    start: float
-    width: float
-    style: str
-    title: str
-    text: str = ""
-
-
-class Row(NamedTuple):
-    """The bar of one rank. ``number``: its load over the mean rank's."""
-
-    label: str
-    number: str
-    boxes: list[Box]
-
-
 @dataclass(frozen=True)
-class Drawing:
-    """Rows of bars; ``cuts`` and ``ideal`` in per cent of the width."""
+class PlanDrawing:
+    """A row per rank. ``cuts`` and ``ideal`` in per cent of the width; ``shown``: the part of the plan drawn."""
 
     rows: list[Row]
     cuts: list[float]
@@ -103,13 +85,13 @@ def _steps(plan: Plan, reference: Plan | None) -> list[Row]:
             boxes.append(
                 Box(round(work, 3), round(whole - work, 3), "wait", f"{name}: {percent(1 - 1 / time)} waiting")
             )
-        rows.append(Row(name, f"{time:.3f}", boxes))
+        rows.append(Row(name, tuple(boxes), f"{time:.3f}"))
     return rows
 
 
 @dataclass(frozen=True)
 class _Shades:
-    """Costs to colours, evenly on a logarithmic scale up to the dearest; what costs less than a 500th is pale."""
+    """Costs to colours, evenly on a logarithmic scale up to the highest; what costs less than a 500th of it is pale."""
 
     low: float
     high: float
@@ -128,7 +110,7 @@ class _Shades:
         return f"s{min(NUM_SHADES - 1, int(part * NUM_SHADES))}"
 
     def legend(self) -> list[tuple[str, str]]:
-        """Class and the dearest cost it stands for, as a part of the dearest of all."""
+        """Per class, the highest cost it stands for, in per cent of the highest of all."""
         if self.high <= self.low:
             return [("s0", "every sequence costs the same")]
         parts = (self.low / self.high) ** (1 - np.arange(1, NUM_SHADES + 1) / NUM_SHADES)
@@ -145,9 +127,9 @@ class _Window:
     @classmethod
     def of(cls, plan: Plan) -> _Window:
         ranks = list(range(min(plan.ranks, MAX_RANKS)))
-        dearest = int(plan.loads.sum(axis=0).argmax())
-        if dearest not in ranks:  # the one that others wait for
-            ranks[-1] = dearest
+        busiest = int(plan.loads.sum(axis=0).argmax())
+        if busiest not in ranks:  # the one that others wait for
+            ranks[-1] = busiest
         return cls(ranks, min(plan.num_microbatches, MAX_MICROBATCHES, MAX_BLOCKS // (2 * len(ranks))))
 
     @property
@@ -160,11 +142,11 @@ class _Window:
         if self.microbatches < plan.num_microbatches:
             parts.append(f"the first {self.microbatches} of {plan.num_microbatches:,} microbatches")
         if len(self.ranks) < plan.ranks:
-            parts.append(f"{len(self.ranks)} of {plan.ranks:,} ranks, the dearest among them")
+            parts.append(f"{len(self.ranks)} of {plan.ranks:,} ranks, the busiest among them")
         return f"Shown: {', on '.join(parts)}." if parts else ""
 
 
-def _time_drawing(plan: Plan, shades: _Shades) -> Drawing:
+def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
     times, window = timeline(plan), _Window.of(plan)
     whole = window.microbatches == plan.num_microbatches
     shown = slice(0, window.microbatches)
@@ -182,10 +164,10 @@ def _time_drawing(plan: Plan, shades: _Shades) -> Drawing:
             boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
             boxes += _waiting(times, microbatch, rank, scale, end)
         load = float(times.duration[:, rank].sum())
-        rows.append(Row(str(rank), f"{load / mean:.3f}" if mean else "", boxes))
+        rows.append(Row(str(rank), tuple(boxes), f"{load / mean:.3f}" if mean else ""))
     cuts = [round(float(cut) * scale, 3) for cut in times.meetings[shown][:-1]] if window.microbatches <= 32 else []
     ideal = times.ideal * scale if whole and end else None
-    return Drawing(rows, cuts, ideal, plan.ranks > 16, window.said(plan))
+    return PlanDrawing(rows, cuts, ideal, plan.ranks > 16, window.said(plan))
 
 
 def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: float) -> Iterator[Box]:
@@ -202,7 +184,7 @@ def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: flo
         yield Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title)
 
 
-def memory_drawing(plan: Plan) -> Drawing:
+def memory_drawing(plan: Plan) -> PlanDrawing:
     """What each microbatch of each rank holds: every one as wide as its capacity, the ullage hatched."""
     window, shades = _Window.of(plan), _Shades.of(plan)
     cell = 100 / max(1, window.microbatches)
@@ -222,9 +204,9 @@ def memory_drawing(plan: Plan) -> Drawing:
                 title = f"microbatch {microbatch}, rank {rank}: {percent(1 - layout.num_tokens * scale / cell)} ullage"
                 boxes.append(Box(round(start + cell - empty, 3), round(empty, 3), "padding", title))
         size = window.microbatches * plan.capacity
-        rows.append(Row(str(rank), percent(1 - held / size) if size else "", boxes))
+        rows.append(Row(str(rank), tuple(boxes), percent(1 - held / size) if size else ""))
     cuts = [round(k * cell, 3) for k in range(1, window.microbatches)] if window.microbatches <= 32 else []
-    return Drawing(rows, cuts, None, plan.ranks > 16, window.said(plan))
+    return PlanDrawing(rows, cuts, None, plan.ranks > 16, window.said(plan))
 
 
 def _blocks(

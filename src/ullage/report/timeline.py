@@ -1,7 +1,7 @@
-"""When each rank does what, by a plan's own costs.
+"""Timeline of a plan: when each rank runs each microbatch, by the plan's own costs.
 
 Time is cost: a rank runs a microbatch in the time of its load. Where ranks meet every microbatch, each microbatch
-starts when the dearest rank of the one before has ended; where they meet once a step, each rank runs on without
+starts when the slowest rank has ended the one before; where they meet once per step, each rank runs on without
 waiting. Every page and trace of a plan is drawn from this one table.
 """
 
@@ -50,7 +50,7 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def write_trace(plan: Plan, file: IO[str]) -> None:
-    """Writes the step as a Chrome trace (chrome://tracing, Perfetto): a track a rank, sequences within microbatches.
+    """Write the step as a Chrome trace (chrome://tracing, Perfetto): a track per rank, sequences within microbatches.
 
     One second of the trace is the ideal time of the step. Format: the JSON object form of the Trace Event Format.
     """

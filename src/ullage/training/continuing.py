@@ -114,7 +114,7 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
         if here.stage:
             return None
         raise
-    written = Layout(inventory.topology.stage or 0, inventory.topology.dp)
+    written = Layout(inventory.written_by.stage or 0, inventory.written_by.dp)
     if here.stage and written == here:
         return None
     format = "universal" if here.stage else "safetensors"

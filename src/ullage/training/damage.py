@@ -15,7 +15,16 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage.checkpoint.manifest import Block, Damage, Manifest, blocks_of, damage_in, files_in, read_manifests, share
+from ullage.checkpoint.manifest import (
+    Block,
+    Damage,
+    Manifest,
+    blocks_of,
+    damage_in,
+    files_in,
+    read_manifests,
+    share_of_blocks,
+)
 from ullage.errors import CheckpointError
 from ullage.training.agreement import gather, rank_here
 
@@ -80,7 +89,7 @@ def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = Fa
     changed: list[str] = []
     if identity and manifest is not None:
         found += manifest.damage
-        found += damage_in(checkpoint, share(manifest.blocks, part, parts))
+        found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
     elif identity and not has_manifest:
         found += _cut_files(checkpoint, part, parts)
     if allow_changed:
@@ -135,7 +144,9 @@ def _seen(checkpoint: Path) -> tuple[Manifest | None, str]:
 
 def _cut_files(folder: Path, part: int, parts: int) -> list[Damage]:
     """Files that their own format shows to be cut."""
-    mine: list[Block] = share([block for block in blocks_of(files_in(folder)) if block.offset == 0], part, parts)
+    mine: list[Block] = share_of_blocks(
+        [block for block in blocks_of(files_in(folder)) if block.offset == 0], part, parts
+    )
     problems = ((block.name, _cut(folder / block.name)) for block in mine)
     return [Damage(name, "size", "a whole file", problem) for name, problem in problems if problem is not None]
 

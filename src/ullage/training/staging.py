@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share, sums, write_manifest
+from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
 from ullage.errors import CheckpointError, TrainingError, UllageError
 from ullage.training.agreement import agreement, gather, rank_here, require_same_folder
 from ullage.training.damage import examine, is_damaged, name_for_damaged
@@ -172,7 +172,7 @@ def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[i
     group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
     blocks = blocks_of(told[owner][1])
     with agreement(several, "summing a checkpoint"), _one_line(place):
-        mine = sums(place, share(blocks, group.index(rank), len(group)))
+        mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
     return blocks, [crc for other, own in enumerate(gather(mine, several)) if other in group for crc in own]
 
 
