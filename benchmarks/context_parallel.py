@@ -41,7 +41,7 @@ import ullage
 from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, shard_batch
 from ullage.attention.gathered import computed_pairs
-from ullage.attention.slices import Slices, cut
+from ullage.attention.slices import Slices
 
 HEADS, KEY_HEADS, DIM, LAYERS = 8, 2, 32, 2
 WAYS = (("ulysses", "contiguous"), ("gather", "zigzag"), ("gather", "contiguous"))
@@ -116,7 +116,9 @@ def measure(world: int, tokens: int, way: tuple[str, str], runs: int) -> dict[st
         "order": way[1],
         "tokens_per_second": tokens / busiest,
         "megabytes": max(rank["bytes"] for rank in ranks) / 1e6,
-        "sent_megabytes": max(sent(cut(Layout(row_of(tokens)), world, rank, way[1]), way[0]) for rank in range(world))
+        "sent_megabytes": max(
+            sent(Slices.of(Layout(row_of(tokens)), world, rank, way[1]), way[0]) for rank in range(world)
+        )
         * (2 if ranks[0]["cuda"] else 4)
         / 1e6,
         "device": "cuda" if ranks[0]["cuda"] else "cpu",
@@ -150,8 +152,8 @@ def imbalance(size: int) -> list[dict[str, Any]]:
     worst: dict[tuple[str, str], dict[str, float]] = {}
     for name, lengths in draws():
         for order in ("zigzag", "contiguous"):
-            row = [cut(Layout(lengths), size, rank, order) for rank in range(size)]
-            needed = [slices.pieces(slices.rank).pairs() for slices in row]
+            row = [Slices.of(Layout(lengths), size, rank, order) for rank in range(size)]
+            needed = [slices.runs(slices.rank).pairs() for slices in row]
             computed = [computed_pairs(slices) for slices in row]
             found = worst.setdefault((name, order), {"needed": 1.0, "computed": 1.0, "computed over needed": 1.0})
             for kind, pairs in (("needed", needed), ("computed", computed)):

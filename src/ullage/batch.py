@@ -31,7 +31,7 @@ from ullage.columns import (
     stack,
 )
 from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.layout import Layout, ranges
 
 
 class RaggedBatch:
@@ -246,8 +246,7 @@ class RaggedBatch:
         layout = self.layout
         rows, width = layout.num_items, layout.max_seqlen
         begin = np.arange(rows) * width + (width - layout.lengths if side == "left" else 0)
-        target = np.repeat(begin - (np.cumsum(layout.lengths) - layout.lengths), layout.lengths)
-        index = torch.from_numpy(target + np.arange(layout.num_tokens)).to(self.device)
+        index = torch.from_numpy(ranges(begin, layout.lengths)).to(self.device)
         padded: dict[str, Tensor] = {}
         for name, tensor in self._values.items():
             if name in self.per_sequence:

@@ -6,6 +6,8 @@ expect (``ValueError`` or ``RuntimeError``), so that code that knows nothing of 
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 class UllageError(Exception):
     """An error whose message is one line: ``what (where): expected X, found Y. What to do.``
@@ -61,3 +63,13 @@ class DistributedError(UllageError, RuntimeError):
 
     #: Where other ranks failed: each of those ranks and its error in one line.
     failures: tuple[tuple[int, str], ...] = ()
+
+
+def require_int(value: object, name: str, *, least: int) -> int:
+    """``value`` as an ``int``, where it is an integer of at least ``least``; numpy's integers count, ``bool`` does not.
+
+    Raises ``InputError`` that calls the argument ``name``.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
+    return int(value)

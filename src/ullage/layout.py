@@ -18,10 +18,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 
 Int64 = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer]
+
+#: How context parallel cuts a row, see :meth:`Layout.cut`.
+ORDERS = ("zigzag", "contiguous")
 
 _INT32_LIMIT = 2**31
 
@@ -62,7 +65,7 @@ class TimeMajor:
 class Layout:
     """Where items of unequal length lie in one flat buffer.
 
-    ``lengths``: integers >= 0, one an item. ``pad_to_multiple_of``: each item's slot is its length rounded up to this.
+    ``lengths``: integers >= 0, one per item. ``pad_to_multiple_of``: each item's slot is its length rounded up to this.
     All arrays are int64 and read-only. Touches no device. Raises ``InputError`` (a ``ValueError``) for lengths
     that are negative or not integers.
 
@@ -80,7 +83,7 @@ class Layout:
 
     def __init__(self, lengths: Integers, pad_to_multiple_of: int = 1) -> None:
         lengths = as_lengths(lengths)
-        pad_to_multiple_of = _as_int(pad_to_multiple_of, "pad_to_multiple_of", least=1)
+        pad_to_multiple_of = require_int(pad_to_multiple_of, "pad_to_multiple_of", least=1)
         self._fill(lengths, -(-lengths // pad_to_multiple_of) * pad_to_multiple_of)
 
     @classmethod
@@ -103,14 +106,14 @@ class Layout:
         return layout
 
     def _fill(self, lengths: Int64, slots: Int64) -> None:
-        starts = np.cumsum(slots) - slots
+        starts = starts_of(slots)
         for name, array in (("lengths", lengths), ("slots", slots), ("starts", starts)):
             array.flags.writeable = False
             object.__setattr__(self, name, array)
 
     @property
     def num_items(self) -> int:
-        """How many items there are."""
+        """Number of items."""
         return len(self.lengths)
 
     @cached_property
@@ -181,20 +184,54 @@ class Layout:
         last = np.minimum(np.searchsorted(cuts, ends, side="left") - 1, shards - 1)
         counts = np.where(self.lengths > 0, np.maximum(last - first + 1, 0), 0)
         item = np.repeat(np.arange(self.num_items), counts)
-        shard = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts) + first[item]
+        shard = ranges(first, counts)
         begin = np.maximum(self.starts[item], cuts[shard])
         length = np.minimum(ends[item], cuts[shard + 1]) - begin
         real = length > 0
         item, shard, begin, length = item[real], shard[real], begin[real], length[real]
         return Pieces(item, shard, begin - self.starts[item], begin - cuts[shard], length)
 
+    def cut(self, size: int, rank: int, order: str = "zigzag") -> Int64:
+        """The positions in the buffer that context-parallel ``rank`` of ``size`` holds, int64, in the rank's order.
+
+        ``"zigzag"``: every slot is cut into ``2·size`` chunks, of which the rank takes chunks ``rank`` and
+        ``2·size − 1 − rank``, so that under a causal mask all ranks have the same work. ``"contiguous"``: the buffer is
+        cut into ``size`` parts wherever that falls. Nothing is padded: where sizes do not divide, chunks differ by one
+        element, and what is left over of a slot goes to the chunks next in turn, so that ranks differ by at most two
+        elements. Each element is on one rank; a rank may have none. Raises ``InputError`` for a rank or an order that
+        does not exist. Source of zigzag: Transformer Engine's ``thd_get_partitioned_indices``.
+
+        >>> Layout([8, 4]).cut(2, 0).tolist(), Layout([8, 4]).cut(2, 1).tolist()
+        ([0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10])
+        """
+        if order not in ORDERS:
+            raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(order))
+        require_context_rank(size, rank)
+        if order == "contiguous":
+            return np.arange(self.size * rank // size, self.size * (rank + 1) // size)
+        if size == 1:
+            return np.arange(self.size)
+        chunks = 2 * size
+        each, left = np.divmod(self.slots, chunks)
+        # Slot i gives its ``left`` odd elements to chunks first, first + 1, ... (mod chunks): where slot i - 1 ended.
+        first = starts_of(left) % chunks
+
+        def begin(chunk: int) -> Int64:
+            before, wrapped = np.clip(chunk - first, 0, left), np.clip(first + left - chunks, 0, chunk)
+            return self.starts + chunk * each + before + wrapped
+
+        mine = (rank, chunks - 1 - rank)
+        starts = np.stack([begin(chunk) for chunk in mine], 1).reshape(-1)
+        ends = np.stack([begin(chunk + 1) for chunk in mine], 1).reshape(-1)
+        return ranges(starts, ends - starts)
+
     def token_index(self) -> Int64:
         """The flat position of every real element, int64 [num_tokens], in order."""
-        return _ranges(self.starts, self.lengths)
+        return ranges(self.starts, self.lengths)
 
     def positions(self) -> Int64:
         """Each flat position counted from the start of its slot, int64 [size]; padding counts on."""
-        return np.arange(self.size) - np.repeat(self.starts, self.slots)
+        return counting(self.slots)
 
     def padding_mask(self) -> npt.NDArray[np.bool_]:
         """True on the padding, bool [size]."""
@@ -208,7 +245,7 @@ class Layout:
         """The same items, transposed: time first, long items first. See :class:`TimeMajor`.
 
         ``order`` lists the items by falling length, where one such order is already chosen. Raises ``InputError``
-        for an order that is none. Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
+        for an order that does not. Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
         """
         if order is None:
             order = np.argsort(-self.lengths, kind="stable")
@@ -222,9 +259,15 @@ class Layout:
         inverse[order] = np.arange(self.num_items)
         ending = np.bincount(self.lengths, minlength=self.max_seqlen + 1)
         batch_sizes = (self.num_items - np.cumsum(ending))[: self.max_seqlen].astype(np.int64)
-        row = _ranges(np.zeros_like(batch_sizes), batch_sizes)
+        row = counting(batch_sizes)
         time = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
         return TimeMajor(self.starts[order][row] + time, batch_sizes, order, inverse)
+
+
+def require_context_rank(size: int, rank: int) -> None:
+    """Raise ``InputError`` unless ``rank`` is one of ``size`` context-parallel ranks."""
+    if size < 1 or not 0 <= rank < size:
+        raise InputError("no such context-parallel rank", expected=f"0 to {size - 1}", found=rank)
 
 
 def _cumulated(sizes: Int64, total: int) -> npt.NDArray[np.int32]:
@@ -240,10 +283,23 @@ def _cumulated(sizes: Int64, total: int) -> npt.NDArray[np.int32]:
     return cumulated
 
 
-def _ranges(starts: Int64, lengths: Int64) -> Int64:
-    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them for each *i*, end to end."""
-    offsets = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
+def starts_of(sizes: Int64) -> Int64:
+    """Where each part begins when parts of these sizes lie end to end: int64 [n], the first one 0."""
+    return np.cumsum(sizes) - sizes
+
+
+def ranges(starts: Int64, lengths: Int64) -> Int64:
+    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them for each *i*, end to end.
+
+    >>> ranges(np.array([10, 3]), np.array([2, 3])).tolist()
+    [10, 11, 3, 4, 5]
+    """
+    return np.arange(int(lengths.sum())) + np.repeat(starts - starts_of(lengths), lengths)
+
+
+def counting(lengths: Int64) -> Int64:
+    """``0, 1, ..., lengths[i] - 1`` for each *i*, end to end: int64 [sum of lengths]."""
+    return ranges(np.zeros_like(lengths), lengths)
 
 
 def as_lengths(values: Integers, name: str = "lengths") -> Int64:
@@ -271,10 +327,3 @@ def _as_int64(values: Integers, name: str) -> Int64:
     elif array.dtype.kind not in "iu" and array.size:
         raise InputError(f"{name} must be integers", found=f"dtype {array.dtype}")
     return array.astype(np.int64)
-
-
-def _as_int(value: int, name: str, *, least: int) -> int:
-    number = int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
-    if number is None or number < least:
-        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
-    return number

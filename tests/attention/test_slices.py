@@ -10,7 +10,7 @@ from tests.support.drawing import lengths as drawn
 from ullage import InputError, Layout, RaggedBatch
 from ullage.attention import shard_batch
 from ullage.attention.gathered import computed_pairs
-from ullage.attention.slices import cut
+from ullage.attention.slices import Slices
 from ullage.exchange import shard_index
 
 pytestmark = pytest.mark.property
@@ -21,7 +21,7 @@ ORDER = st.sampled_from(["zigzag", "contiguous"])
 
 @given(LENGTHS, st.integers(1, 9), ORDER)
 def test_every_element_is_in_one_slice_and_slices_differ_by_two_at_most(lengths, size, order):
-    slices = cut(Layout(lengths), size, 0, order)
+    slices = Slices.of(Layout(lengths), size, 0, order)
     assert sorted(np.concatenate(slices.indices).tolist()) == list(range(sum(lengths)))
     assert max(slices.lengths) - min(slices.lengths) <= 2
     assert all((np.diff(slices.layout.item_ids()[index]) >= 0).all() for index in slices.indices)
@@ -31,7 +31,7 @@ def test_every_element_is_in_one_slice_and_slices_differ_by_two_at_most(lengths,
 def test_where_everything_divides_the_slices_are_those_of_the_exchange(lengths, size):
     layout = Layout(lengths, pad_to_multiple_of=2 * size)
     for order in ("zigzag", "contiguous"):
-        for rank, index in enumerate(cut(layout, size, 0, order).indices):
+        for rank, index in enumerate(Slices.of(layout, size, 0, order).indices):
             assert np.array_equal(index, shard_index(layout, size, rank, order))
 
 
@@ -43,8 +43,8 @@ def test_pieces_see_exactly_the_keys_of_a_causal_window_within_their_sequence(le
     sees = (item[:, None] == item[None]) & (far >= 0) & (far < (window or layout.size + 1))
     total = 0
     for rank in range(size):
-        slices = cut(layout, size, rank, order)
-        pieces = slices.pieces(rank, window)
+        slices = Slices.of(layout, size, rank, order)
+        pieces = slices.runs(rank, window)
         assert sum(pieces.queries.tolist()) == len(slices.index)
         needed = np.zeros(layout.size, bool)
         for start, queries, key_start in zip(pieces.start, pieces.queries, pieces.key_start):
@@ -73,11 +73,13 @@ def test_the_busiest_rank_of_a_zigzag_has_two_percent_more_work_than_the_mean_at
     worst = {"needed": 1.0, "computed": 1.0, "contiguous": 1.0}
     for _, lengths in drawn_rows():
         layout = Layout(lengths)
-        rows = {order: [cut(layout, size, rank, order) for rank in range(size)] for order in ("zigzag", "contiguous")}
+        rows = {
+            order: [Slices.of(layout, size, rank, order) for rank in range(size)] for order in ("zigzag", "contiguous")
+        }
         work = {
-            "needed": [slices.pieces(slices.rank).pairs() for slices in rows["zigzag"]],
+            "needed": [slices.runs(slices.rank).pairs() for slices in rows["zigzag"]],
             "computed": [computed_pairs(slices) for slices in rows["zigzag"]],
-            "contiguous": [slices.pieces(slices.rank).pairs() for slices in rows["contiguous"]],
+            "contiguous": [slices.runs(slices.rank).pairs() for slices in rows["contiguous"]],
         }
         assert sum(work["needed"]) == sum(n * (n + 1) // 2 for n in lengths)
         assert sum(work["computed"]) <= 1.10 * sum(work["needed"])

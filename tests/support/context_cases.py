@@ -11,7 +11,7 @@ from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build
 from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
 from ullage.attention.gathered import computed_pairs, gathered
-from ullage.attention.slices import cut
+from ullage.attention.slices import Slices
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.ranks import Topology
 
@@ -152,7 +152,7 @@ def random_attention(rank, world, draws):
         for size, (group, member) in groups.items():
             if not member:
                 continue
-            slices = cut(Layout(lengths), size, rank, ("zigzag", "contiguous")[draw % 2])
+            slices = Slices.of(Layout(lengths), size, rank, ("zigzag", "contiguous")[draw % 2])
             index = torch.from_numpy(slices.index)
             mine = [tensor[index].requires_grad_() for tensor in row]
             with CountPairs() as count:

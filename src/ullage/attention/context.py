@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ullage.attention.gathered import gathered
-from ullage.attention.slices import Slices, cut
+from ullage.attention.slices import Slices
 from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL, fill_value
@@ -281,11 +281,11 @@ def shard_batch(
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
     if has_labels and "shift_labels" not in batch:
         batch = batch.with_shift_labels()
-    slices = cut(batch.layout, size, rank, order)
+    slices = Slices.of(batch.layout, size, rank, order)
     tail = 2 * size if min(slices.lengths) == 0 else 0  # a decoder needs a token on every rank
     if tail:
         lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
-        slices = cut(Layout.from_slots(lengths, slots), size, rank, order)
+        slices = Slices.of(Layout.from_slots(lengths, slots), size, rank, order)
     if size > 1:
         _ROWS.add(slices)
     row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}

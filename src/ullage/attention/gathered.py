@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ullage.attention.segments import block_size, permute
-from ullage.attention.slices import Pieces, Slices, spans
+from ullage.attention.slices import Runs, Slices
 from ullage.attention.ulysses import all_to_all
 from ullage.attention.varlen import serves_varlen, varlen_attention
-from ullage.layout import Int64
+from ullage.layout import Int64, counting, ranges, starts_of
 
 #: A piece is cut into at most this many blocks of queries, of at least ``_LEAST_BLOCK``.
 _MOST_BLOCKS = 16
@@ -95,16 +95,16 @@ def _route(slices: Slices, window: int | None, device: torch.device) -> _Route:
     )
 
 
-def _seen(pieces: Pieces, where: Int64) -> Tensor:
+def _seen(pieces: Runs, where: Int64) -> Tensor:
     """The keys of each piece, end to end, as places among the received rows."""
-    return torch.from_numpy(where[spans(pieces.key_start, pieces.keys)])
+    return torch.from_numpy(where[ranges(pieces.key_start, pieces.keys)])
 
 
 def _by_varlen(
     query: Tensor, key: Tensor, value: Tensor, slices: Slices, route: _Route, *, window: int | None, scale: float | None
 ) -> Tensor:
     """By torch's varlen kernel, which takes the pieces as they lie in the slice."""
-    pieces = slices.pieces(slices.rank, window)
+    pieces = slices.runs(slices.rank, window)
 
     def make() -> tuple[Tensor, ...]:
         lengths = (np.append(0, counts).cumsum() for counts in (pieces.queries, pieces.keys))
@@ -169,7 +169,7 @@ def computed_pairs(slices: Slices, window: int | None = None) -> int:
     A call that is causal from its first key counts as half: kernels skip what it hides.
     """
     total = 0
-    pieces = slices.pieces(slices.rank, window)
+    pieces = slices.runs(slices.rank, window)
     if window is not None:
         pieces = _in_blocks(pieces, window)
     for queries, keys in zip(pieces.queries.tolist(), pieces.keys.tolist()):
@@ -187,16 +187,16 @@ def _corner(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _calls(slices: Slices, route: _Route, window: int | None, device: torch.device) -> _Calls:
-    pieces = slices.pieces(slices.rank, window)
+    pieces = slices.runs(slices.rank, window)
     if window is not None:
         pieces = _in_blocks(pieces, window)
     shapes, which, counts = np.unique(
         np.stack([pieces.queries, pieces.keys], 1), axis=0, return_inverse=True, return_counts=True
     )
     order = np.argsort(which.reshape(-1), kind="stable")
-    local = np.cumsum(pieces.queries) - pieces.queries
-    queries = spans(local[order], pieces.queries[order])
-    sorted_pieces = Pieces(pieces.start[order], pieces.queries[order], pieces.keys[order])
+    local = starts_of(pieces.queries)
+    queries = ranges(local[order], pieces.queries[order])
+    sorted_pieces = Runs(pieces.start[order], pieces.queries[order], pieces.keys[order])
     return _Calls(
         [(int(n), int(q), int(k)) for n, (q, k) in zip(counts, shapes)],
         torch.from_numpy(queries).to(device),
@@ -205,12 +205,12 @@ def _calls(slices: Slices, route: _Route, window: int | None, device: torch.devi
     )
 
 
-def _in_blocks(pieces: Pieces, window: int) -> Pieces:
+def _in_blocks(pieces: Runs, window: int) -> Runs:
     """The pieces cut to blocks of a window, each with the keys that its own first query sees."""
     block = block_size(window)
     parts = -(-pieces.queries // block)
-    part = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    part = counting(parts)
     start = np.repeat(pieces.start, parts) + part * block
     queries = np.minimum(block, np.repeat(pieces.start + pieces.queries, parts) - start)
     begin = np.maximum(np.repeat(pieces.key_start, parts), start - window + 1)
-    return Pieces(start, queries, start + queries - begin)
+    return Runs(start, queries, start + queries - begin)

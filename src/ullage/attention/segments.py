@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ullage.layout import counting, starts_of
+
 #: The least tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
 
@@ -52,7 +54,7 @@ class Arrangement:
 def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Arrangement:
     """The order for sequences of these lengths in tokens. Touches the device only to copy the order there."""
     sizes = np.asarray(lengths, np.int64)
-    starts = np.cumsum(sizes) - sizes
+    starts = starts_of(sizes)
     windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
     widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
     calls = np.argsort(first, kind="stable")
@@ -63,7 +65,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     slots = sizes[items]
     if len(windowed):
         slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
-    offset = np.arange(int(slots.sum())) - np.repeat(np.cumsum(slots) - slots, slots)
+    offset = counting(slots)
     length, start = np.repeat(sizes[items], slots), np.repeat(starts[items], slots)
     index = start + np.minimum(offset, length - 1)
     is_real = offset < length

@@ -1,13 +1,10 @@
-"""How one packed row is cut over the ranks of a context-parallel group; pure, without groups.
+"""The slices of one packed row over a context-parallel group, and the runs of queries in them; pure, without groups.
 
-Two orders. ``"zigzag"``: every sequence is cut into ``2·size`` chunks and rank *r* takes chunks *r* and ``2·size − 1 −
-r``, so that under a causal mask the ranks have the same work. ``"contiguous"``: the row is cut into ``size`` parts
-wherever that falls. Where everything divides, these are the slices of :mod:`ullage.exchange.sharding`. Where it does
-not, no padding is added: chunks differ by one token, and the odd tokens of a sequence go to the ranks that come next
-in turn, so that slices differ by two tokens at most and a sequence shorter than the chunks is no special case.
+The row is cut by :meth:`Layout.cut`, without padding: slices may differ by two tokens, and a sequence shorter than its
+chunks is no special case.
 
-A slice is told to the attention as *pieces*: runs of neighbouring tokens of one sequence, each with the keys that its
-last token sees. A piece never looks at a key behind it, and with a window not at one too far before it.
+The attention computes a slice as *runs* of neighbouring tokens of one sequence, each with the keys that its last token
+sees. A run never looks at a key behind it, and with a window not at one too far before it.
 """
 
 from __future__ import annotations
@@ -20,16 +17,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ullage.errors import InputError
-from ullage.exchange.sharding import ORDERS
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64, Layout, require_context_rank
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Runs of queries and the keys they see, places in the whole row, int64 [pieces].
+class Runs:
+    """Runs of queries and the keys they see, places in the whole row, int64 [runs].
 
     Queries are ``[start, start + queries)``; keys are the ``keys`` elements that end where the queries end. With a
     window the first query may see fewer of them: it never sees more than ``window``.
@@ -41,12 +36,12 @@ class Pieces:
 
     @property
     def key_start(self) -> Int64:
-        """Where the keys of each piece begin."""
+        """Where the keys of each run begin."""
         return self.start + self.queries - self.keys
 
     def pairs(self, window: int | None = None) -> int:
         """Pairs of a query and a key that it sees: the work of the attention, for one head."""
-        first = self.keys - self.queries + 1  # keys that the first query of each piece sees
+        first = self.keys - self.queries + 1  # keys that the first query of each run sees
         if window is None:
             return int((self.queries * first + self.queries * (self.queries - 1) // 2).sum())
         growing = np.clip(window - first, 0, self.queries)  # queries that see more keys than the one before
@@ -68,6 +63,12 @@ class Slices:
         self.served_by: Any = None
         self.number = 0
         self._known: dict[Hashable, Any] = {}
+
+    @classmethod
+    def of(cls, layout: Layout, size: int, rank: int, order: str = "zigzag") -> Slices:
+        """The slices of a row over ``size`` ranks, as ``rank`` sees them. Raises ``InputError`` as ``Layout.cut``."""
+        require_context_rank(size, rank)
+        return cls(layout, [layout.cut(size, r, order) for r in range(size)], rank, order)
 
     def __repr__(self) -> str:
         return (
@@ -96,19 +97,19 @@ class Slices:
         text.update(self.layout.slots.tobytes())
         return int.from_bytes(text.digest(), "little") >> 1
 
-    def pieces(self, rank: int, window: int | None = None) -> Pieces:
+    def runs(self, rank: int, window: int | None = None) -> Runs:
         """The runs of neighbouring tokens of one sequence in a rank's slice, in the slice's order."""
         items = self.remember("items", self.layout.item_ids)
-        return self.remember(("pieces", rank, window), lambda: _pieces(self.layout, items, self.indices[rank], window))
+        return self.remember(("runs", rank, window), lambda: _runs(self.layout, items, self.indices[rank], window))
 
     def needs(self, rank: int, window: int | None = None) -> Int64:
         """The keys that a rank's queries see, places in the whole row, ascending."""
 
         def make() -> Int64:
-            pieces = self.pieces(rank, window)
+            runs = self.runs(rank, window)
             change = np.zeros(self.layout.size + 1, np.int64)
-            np.add.at(change, pieces.key_start, 1)
-            np.add.at(change, pieces.start + pieces.queries, -1)
+            np.add.at(change, runs.key_start, 1)
+            np.add.at(change, runs.start + runs.queries, -1)
             return np.flatnonzero(np.cumsum(change[:-1]))
 
         return self.remember(("needs", rank, window), make)
@@ -120,39 +121,7 @@ class Slices:
         return self._known[name]
 
 
-def cut(layout: Layout, size: int, rank: int, order: str = "zigzag") -> Slices:
-    """The slice of a row that context-parallel rank ``rank`` of ``size`` holds; every element is in one slice.
-
-    Slices may be empty where the row has fewer elements than there are ranks. Raises ``InputError`` for a rank or an
-    order that does not exist.
-    """
-    if order not in ORDERS:
-        raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(order))
-    if size < 1 or not 0 <= rank < size:
-        raise InputError("no such context-parallel rank", expected=f"0 to {size - 1}", found=rank)
-    if size == 1:
-        return Slices(layout, [np.arange(layout.size)], rank, order)
-    if order == "contiguous":
-        cuts = layout.size * np.arange(size + 1) // size
-        return Slices(layout, [np.arange(cuts[r], cuts[r + 1]) for r in range(size)], rank, order)
-    lengths = _chunks(layout.slots, 2 * size)
-    starts = layout.starts[:, None] + np.cumsum(lengths, 1) - lengths
-    indices = []
-    for r in range(size):
-        mine = [r, 2 * size - 1 - r]
-        indices.append(spans(starts[:, mine].reshape(-1), lengths[:, mine].reshape(-1)))
-    return Slices(layout, indices, rank, order)
-
-
-def _chunks(slots: Int64, count: int) -> Int64:
-    """Lengths of each slot's chunks, int64 [n, count]: even, what is left over going to the chunks next in turn."""
-    each, left = np.divmod(slots, count)
-    first = (np.cumsum(left) - left) % count
-    turn = (np.arange(count) - first[:, None]) % count
-    return each[:, None] + (turn < left[:, None])
-
-
-def _pieces(layout: Layout, items: Int64, index: Int64, window: int | None) -> Pieces:
+def _runs(layout: Layout, items: Int64, index: Int64, window: int | None) -> Runs:
     item = items[index]
     breaks = np.ones(len(index), bool)
     breaks[1:] = (np.diff(index) != 1) | (np.diff(item) != 0)
@@ -162,9 +131,4 @@ def _pieces(layout: Layout, items: Int64, index: Int64, window: int | None) -> P
     begin = layout.starts[item[first]]
     if window is not None:
         begin = np.maximum(begin, start - window + 1)
-    return Pieces(start, queries, start + queries - begin)
-
-
-def spans(starts: Int64, lengths: Int64) -> Int64:
-    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them for each *i*, end to end."""
-    return np.arange(int(lengths.sum())) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return Runs(start, queries, start + queries - begin)

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.datasets.files import TEXT_NAMES, load_tokenizer
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.errors import InputError, require_int
+from ullage.layout import Int64, Layout, starts_of
 
 #: Readers of ``datasets`` by ending.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -77,8 +77,7 @@ def pack_file(
     is as it was.
     """
     source, target = Path(source), Path(target)
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise InputError("capacity must be an integer", expected=">= 1", found=capacity)
+    require_int(capacity, "capacity", least=1)
     if oversize not in _OVERSIZE:
         raise InputError("no such oversize", expected=" or ".join(map(repr, _OVERSIZE)), found=repr(oversize))
     if target.suffix.lower() != ".parquet":
@@ -334,7 +333,7 @@ class _Rows:
     def __init__(self, folder: Path, lengths: Int64, kept: Int64, has_labels: bool) -> None:
         self.tokens = np.memmap(folder / "tokens", np.int32, "r")
         self.labels = np.memmap(folder / "labels", np.int32, "r") if has_labels else self.tokens
-        self.starts, self.kept = np.cumsum(lengths) - lengths, kept
+        self.starts, self.kept = starts_of(lengths), kept
 
     def table(self, group: list[Int64]) -> Any:
         """One row for each array of sequence ids."""

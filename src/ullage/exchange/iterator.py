@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.exchange.agreement import compare_ranks, describe, stream_of
 from ullage.exchange.background import Background
 from ullage.exchange.lease import lease
-from ullage.exchange.sharding import ORDERS
 from ullage.exchange.source import Reader
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
+from ullage.layout import ORDERS
 from ullage.planning import plan
 from ullage.ranks import Topology, tried
 
@@ -199,8 +199,7 @@ def _planner(
 
 def _require_numbers(numbers: Mapping[str, Any], prefetch: Any, cp_order: Any, plan_options: Mapping[str, Any]) -> None:
     for name, value, least in [*((name, value, 1) for name, value in numbers.items()), ("prefetch", prefetch, 0)]:
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-            raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
+        require_int(value, name, least=least)
     if cp_order is not None and cp_order not in ORDERS:
         raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(cp_order))
     known = [name for name in inspect.signature(plan).parameters if name not in _NOT_OPTIONS]

@@ -27,7 +27,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.fields import Columns, Schema, common_schema, read_columns, schema_record
 from ullage.exchange.lengths import Lengths
-from ullage.layout import Int64
+from ullage.layout import Int64, counting
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, tried
 from ullage.ranks.wire import aligned, all_to_all_bytes, block_order, dumps, gather_records, scratch, settling
@@ -55,8 +55,8 @@ def route(plan: Plan, gathered: Lengths, rank: int) -> Route:
     mine = mine[plan.bins[mine] >= 0]
     degrees = plan.degrees.reshape(-1)[plan.bins[mine]]
     ids = np.repeat(mine, degrees)
-    within = np.arange(len(ids)) - np.repeat(np.cumsum(degrees) - degrees, degrees)
-    destination = plan.bins[ids] % plan.ranks + within
+    # A sequence of a microbatch of degree k goes to k consecutive ranks.
+    destination = plan.bins[ids] % plan.ranks + counting(degrees)
     order = np.lexsort((plan.inverse[ids], destination))
     wanted = members_of(plan, rank)
     source = np.searchsorted(gathered.offsets, wanted, side="right") - 1

@@ -1,9 +1,7 @@
 """One microbatch cut into context-parallel slices; pure, without groups.
 
-Two ways to cut. ``"zigzag"``: every slot is cut into ``2·cp`` chunks of one size and rank *r* takes chunks *r* and
-``2·cp − 1 − r`` of each sequence, in that order, so that under a causal mask every rank has the same work. This is the
-order of Transformer Engine's ``thd_get_partitioned_indices``. ``"contiguous"``: the row is cut into ``cp`` equal parts
-wherever that falls, which is what Ulysses exchanges.
+The row is cut by :meth:`Layout.cut`; here every slot (with ``"contiguous"``, the row) has to divide evenly, as the
+kernels of Transformer Engine and Ulysses require.
 
 Attention has to know what the slices are slices of: a :class:`Shard` carries the true position of each element and the
 layout of the whole, because positions alone ([0, 1, 6, 7] of one sequence) would read as two sequences. A label that
@@ -26,8 +24,6 @@ from torch import Tensor
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout
-
-ORDERS = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +70,9 @@ def shard_index(layout: Layout, cp_size: int, cp_rank: int, order: str = "zigzag
     ``whole[index]`` is the slice, and ``whole[index] = slice`` puts it back. Raises ``InputError`` for a rank or an
     order that does not exist, and for a slot (a row, if contiguous) that cannot be cut into equal parts.
     """
-    _check(layout, cp_size, cp_rank, order)
-    if order == "contiguous":
-        share = layout.size // cp_size
-        return np.arange(cp_rank * share, (cp_rank + 1) * share)
-    if cp_size == 1:
-        return np.arange(layout.size)
-    chunk = layout.slots // (2 * cp_size)
-    starts = np.stack([layout.starts + cp_rank * chunk, layout.starts + (2 * cp_size - 1 - cp_rank) * chunk], 1)
-    lengths = np.repeat(chunk, 2)
-    ends = np.cumsum(lengths)
-    return np.arange(int(lengths.sum())) + np.repeat(starts.reshape(-1) - (ends - lengths), lengths)
+    index = layout.cut(cp_size, cp_rank, order)
+    _require_equal_parts(layout, cp_size, order)
+    return index
 
 
 def shard(
@@ -161,11 +149,7 @@ def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:
     return Layout.from_slots(np.bincount(item[real], minlength=count), np.bincount(item, minlength=count))
 
 
-def _check(layout: Layout, cp_size: int, cp_rank: int, order: str) -> None:
-    if order not in ORDERS:
-        raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(order))
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
-        raise InputError("no such context-parallel rank", expected=f"0 to {cp_size - 1}", found=cp_rank)
+def _require_equal_parts(layout: Layout, cp_size: int, order: str) -> None:
     if order == "contiguous":
         if layout.size % cp_size:
             raise InputError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64, Layout, starts_of
 
 #: A block may waste this much of the pairs that it holds, or this many pairs, which is what another block costs.
 WASTE = 0.25
@@ -60,7 +60,7 @@ class Blocks:
             slots = np.empty_like(lengths)
             slots[order] = np.repeat(widths, [len(ids) for ids in members])
             starts = np.empty_like(lengths)
-            starts[order] = np.cumsum(slots[order]) - slots[order]
+            starts[order] = starts_of(slots[order])
             layout = Layout(lengths)
             where = starts[layout.item_ids()] + layout.positions()
             wheres.append(torch.from_numpy(where).to(device, non_blocking=True))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ullage.engines.megatron.flops import transformer_terms
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.layout import Int64
 from ullage.planning import TransformerCost, plan
 from ullage.planning.plans import Plan
@@ -130,9 +130,7 @@ def _field(config: Any, name: str, hint: str | None = None) -> Any:
 
 def _positive(config: Any, name: str) -> int:
     value = _field(config, name, hint=f"set config.{name}")
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        raise InputError("a field of the config must be a positive integer", where=name, found=value)
-    return int(value)
+    return require_int(value, f"config.{name}", least=1)
 
 
 def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
