@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         layout,
         models,
         movement,
+        places,
         planning,
         ranks,
         report,
@@ -54,7 +55,7 @@ _HOME = {
 }
 _ROOMS = (
     "attention", "batch", "checkpoint", "columns", "datasets", "engines", "errors", "exchange", "layout", "models",
-    "movement", "planning", "ranks", "report", "training",
+    "movement", "places", "planning", "ranks", "report", "training",
 )  # fmt: skip
 
 
@@ -97,6 +98,7 @@ __all__ = [
     "models",
     "movement",
     "pack_lengths",
+    "places",
     "plan",
     "planning",
     "ranks",

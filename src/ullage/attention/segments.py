@@ -10,8 +10,8 @@ instead of ``length²``. Blocks of all sequences that reach equally far back sha
 
 A block's padding lies behind its sequence, where no real query of a causal attention looks, and what padding computes
 is never gathered: its gradient is exactly zero. Tokens move once into the order of the calls and once back; the order
-depends on the lengths alone and is remembered for all layers of a forward. Source of the kernels:
-``torch.nn.functional.scaled_dot_product_attention``.
+(:mod:`ullage.places`) depends on the lengths alone and is remembered for all layers of a forward. Source of the
+kernels: ``torch.nn.functional.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ullage.layout import counting, starts_of
+from ullage.places import Places
 
 #: The least tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
@@ -36,15 +37,12 @@ _LEAST_BLOCK = 64
 class Arrangement:
     """The order in which tokens are computed, as rows.
 
-    ``index``: the token in each row; the padding of a block repeats the last token of its own sequence. ``real``: the
-    row of each token. ``pads``: the rows that are padding. ``buckets``: (sequences, length) of each call, in order.
-    ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede it. ``in_order``: rows and
-    tokens are the same.
+    ``places``: the row of each token; padding lies behind the tokens of a block. ``buckets``: (sequences, length) of
+    each call, in order. ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede it.
+    ``in_order``: rows and tokens are the same.
     """
 
-    index: Tensor
-    real: Tensor
-    pads: Tensor
+    places: Places
     buckets: tuple[tuple[int, int], ...]
     blocks: tuple[int, ...]
     in_order: bool
@@ -66,77 +64,22 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     if len(windowed):
         slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
     offset = counting(slots)
-    length, start = np.repeat(sizes[items], slots), np.repeat(starts[items], slots)
-    index = start + np.minimum(offset, length - 1)
-    is_real = offset < length
-    real = np.empty(int(sizes.sum()), np.int64)
-    real[index[is_real]] = np.flatnonzero(is_real)
+    is_token = offset < np.repeat(sizes[items], slots)
+    token = (np.repeat(starts[items], slots) + offset)[is_token]
+    row = np.empty(len(token), np.int64)
+    row[token] = np.flatnonzero(is_token)
     blocks = [place for slot in slots[len(slots) - len(windowed) :] // block for place in range(slot)]
     return Arrangement(
-        index=torch.from_numpy(index).to(device),
-        real=torch.from_numpy(real).to(device),
-        pads=torch.from_numpy(np.flatnonzero(~is_real)).to(device),
+        places=Places.of(row, len(offset), device),
         buckets=buckets,
         blocks=tuple(blocks),
-        in_order=np.array_equal(index, np.arange(len(real))),
+        in_order=np.array_equal(row, np.arange(len(offset))),
     )
 
 
 def block_size(window: int | None) -> int:
     """Tokens in a block of a sliding window: a quarter of it, so that the mask wastes a fifth, but not too few."""
     return max(_LEAST_BLOCK, -(-(window or 0) // 4))
-
-
-class _Arrange(torch.autograd.Function):
-    """Tokens into rows. Padding has no gradient, so going back is a gather too."""
-
-    @staticmethod
-    def forward(tokens: Tensor, order: Arrangement) -> Tensor:
-        return tokens.index_select(0, order.index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Arrangement], output: Tensor) -> None:
-        ctx.order = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Restore.apply(gradients[0], ctx.order), None  # type: ignore[return-value]
-
-
-class _Restore(torch.autograd.Function):
-    """Rows back into tokens; what padding computed is left behind."""
-
-    @staticmethod
-    def forward(rows: Tensor, order: Arrangement) -> Tensor:
-        return rows.index_select(0, order.real)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Arrangement], output: Tensor) -> None:
-        ctx.order = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        order: Arrangement = ctx.order
-        return gradients[0].index_select(0, order.index).index_fill(0, order.pads, 0.0), None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order. The gradient is a gather too, by the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.orders = order, inverse
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.orders
-        return _Permute.apply(gradients[0], inverse, order), None, None  # type: ignore[return-value]
-
-
-def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """``rows[order]`` for an ``order`` that lists each row once, with its inverse; the rows themselves for None."""
-    return rows if order is None else _Permute.apply(rows, order, inverse)  # type: ignore[return-value]
 
 
 def packed_attention(
@@ -163,7 +106,7 @@ def packed_attention(
     order = arrange(tuple(lengths), window, query.device)
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if not order.in_order:
-        query, key, value = (_Arrange.apply(tensor, order) for tensor in (query, key, value))  # type: ignore[misc]
+        query, key, value = (order.places.place(tensor) for tensor in (query, key, value))
     sizes = [rows * width for rows, width in order.buckets]
     sizes.append(len(query) - sum(sizes))
     parts = list(zip(query.split(sizes), key.split(sizes), value.split(sizes)))
@@ -175,7 +118,7 @@ def packed_attention(
     if order.blocks and window is not None:
         outputs.append(_windowed(*parts[-1], order.blocks, window, options))
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return mixed if order.in_order else _Restore.apply(mixed, order)  # type: ignore[return-value]
+    return mixed if order.in_order else order.places.take(mixed)
 
 
 def _windowed(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.attention.segments import permute
 from ullage.attention.slices import Slices
+from ullage.places import permute
 
 
 class _AllToAll(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout, starts_of
+from ullage.places import Places
 
 #: A block may waste this much of the pairs that it holds, or this many pairs, which is what another block costs.
 WASTE = 0.25
@@ -28,17 +29,20 @@ MAX_ELEMENTS = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Which sequences attend together: ``members`` of each block, and its padded ``shapes`` (rows, targets, sources).
+    """Groups of sequences that attend together, each padded to its longest target and its longest source.
 
-    ``target_where`` [target tokens] and ``source_where`` [source tokens]: the place of each flat token in all blocks
-    laid end to end; ``None`` where the tokens are one full block already. ``targets`` [n]: their lengths.
+    lengths: int64 [n], the length of each target in tokens
+    members: the sequences of each block
+    shapes: (sequences, target places, source places) of each block
+    targets, sources: the place of each flat token in all blocks end to end; ``None`` where the tokens are one full
+        block already
     """
 
-    targets: Int64
+    lengths: Int64
     members: tuple[Int64, ...]
     shapes: tuple[tuple[int, int, int], ...]
-    target_where: Tensor | None
-    source_where: Tensor | None
+    targets: Places | None
+    sources: Places | None
 
     @classmethod
     def of(cls, targets: Int64, sources: Int64, device: torch.device) -> Blocks:
@@ -55,48 +59,48 @@ class Blocks:
         members = _grouped(targets, sources)
         shapes = tuple((len(ids), int(targets[ids].max()), int(sources[ids].max())) for ids in members)
         order = np.concatenate(members)
-        wheres = []
+        # A sequence's slot is as wide as the widest of its block, and slots lie in the order of the blocks.
+        places = []
         for lengths, widths in ((targets, [s[1] for s in shapes]), (sources, [s[2] for s in shapes])):
             slots = np.empty_like(lengths)
             slots[order] = np.repeat(widths, [len(ids) for ids in members])
             starts = np.empty_like(lengths)
             starts[order] = starts_of(slots[order])
             layout = Layout(lengths)
-            where = starts[layout.item_ids()] + layout.positions()
-            wheres.append(torch.from_numpy(where).to(device, non_blocking=True))
-        return cls(targets, members, shapes, *wheres)
+            place_of = starts[layout.item_ids()] + layout.positions()
+            places.append(Places.of(place_of, int(slots.sum()), device))
+        return cls(targets, members, shapes, *places)
 
     def place(self, flat: Tensor, *, source: bool) -> list[Tensor]:
         """Flat values [tokens, ...] of targets or sources as blocks [rows, longest, ...], zeros where no token is."""
         sides = [(rows, shape[source]) for rows, *shape in self.shapes]
-        where = self.source_where if source else self.target_where
-        if where is not None:
-            size = sum(rows * width for rows, width in sides)
-            flat = flat.new_zeros(size, *flat.shape[1:]).index_copy(0, where, flat)
+        places = self.sources if source else self.targets
+        if places is not None:
+            flat = places.place(flat)
         parts = flat.split([rows * width for rows, width in sides])
         return [part.unflatten(0, side) for part, side in zip(parts, sides, strict=True)]
 
     def take(self, blocks: list[Tensor]) -> Tensor:
         """What :meth:`place` did to the targets, undone: [target tokens, ...]."""
         flat = torch.cat([block.flatten(0, 1) for block in blocks])
-        return flat if self.target_where is None else flat.index_select(0, self.target_where)
+        return flat if self.targets is None else self.targets.take(flat)
 
     def rows(self, blocks: list[Tensor]) -> Tensor:
         """Weights of the blocks as rows [n, longest target, longest source], zeros where no pair is."""
         longest = [max(shape[side] for shape in self.shapes) for side in (1, 2)]
-        rows = blocks[0].new_zeros(len(self.targets), *longest)
+        rows = blocks[0].new_zeros(len(self.lengths), *longest)
         for ids, block in zip(self.members, blocks, strict=True):
-            real = torch.from_numpy(np.arange(block.shape[1]) < self.targets[ids, None]).to(block.device)
+            real = torch.from_numpy(np.arange(block.shape[1]) < self.lengths[ids, None]).to(block.device)
             index = torch.from_numpy(ids).to(block.device)
             rows[index, : block.shape[1], : block.shape[2]] = block * real[..., None]
         return rows
 
     def masks(self) -> list[Tensor | None]:
         """True where a source token is, [rows, sources] for each block; ``None`` where there is nothing else."""
-        if self.source_where is None:
+        if self.sources is None:
             return [None]
-        ones = torch.ones(len(self.source_where), dtype=torch.bool, device=self.source_where.device)
-        return list(self.place(ones, source=True))
+        place_of = self.sources.place_of
+        return list(self.place(torch.ones_like(place_of, dtype=torch.bool), source=True))
 
 
 class DecoderAttention(nn.Module):

@@ -1,17 +1,18 @@
 """The order in which a recurrent layer works through sequences of unequal length.
 
-A cell names one of three run orders, and none of them holds padding that costs more than it saves:
+A cell names one of three run orders; none of them holds padding that costs more than it saves:
 
-* *flat*: as the sequences came, end to end. For a cell that is parallel in time.
-* *packed*: time first, longest sequence first. Step *t* is ``rows[t]`` wide, the rows that still run. For cuDNN, and
-  for a loop over time.
-* *staircase*: packed, but cut into a few rectangles, each as wide as the rows that enter it, so that a dense kernel
-  can run them one after another with the state carried on. Rows that end inside a rectangle run on over padding whose
-  result nobody takes. Where to cut is a shortest path over the distinct lengths: a rectangle costs its area and a call.
-  Torch's packed kernel on the CPU would need no padding, but its backward pass grows with the square of the longest
-  length (pytorch#149194).
+* *flat*: as the sequences were given, end to end. For a cell that is parallel in time.
+* *packed*: time first, longest sequence first. Step *t* is ``rows[t]`` wide: the sequences that are still running. For
+  cuDNN, and for a loop over time.
+* *staircase*: packed, but cut into a few rectangles, each as wide as the sequences that enter it, so that a dense
+  kernel can run them one after another and carry the state on. A sequence that ends inside a rectangle runs on over
+  padding, whose result is never taken. The cuts are a shortest path over the distinct lengths: a rectangle costs its
+  area and a call. Torch's packed kernel on the CPU would need no padding, but its backward pass grows with the square
+  of the longest length (pytorch#149194).
 
-The last two are one idea: the token at time *t* of the sequence of rank *r* lies at ``sum(rows[:t]) + r``.
+Packed and staircase are one formula: the token at time *t* of the sequence of rank *r*, counted by falling length, lies
+at ``sum(rows[:t]) + r``.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ullage.layout import Int64, Layout
+from ullage.places import Places
 
 RunOrder = Literal["flat", "packed", "staircase"]
 
-#: What one call of a dense kernel costs beside its area, in steps of one row (measured for hidden sizes 64 to 512).
+#: The cost of one call of a dense kernel beside its area, in steps of one row (measured for hidden sizes 64 to 512).
 CALL_COST = 64
-#: A rectangle of more elements than this is cut in time, so that what backward reads again is still in the cache.
+#: Most elements of a rectangle; a larger one is cut in time, so that what backward reads again is still in the cache.
 MAX_ELEMENTS = 2**20
-#: The shortest path is quadratic in its points; more distinct lengths than this are thinned out.
+#: Most distinct lengths among which cuts are chosen, since a shortest path takes the square of their number.
 MAX_POINTS = 256
 
 
@@ -49,12 +51,16 @@ class Window:
 class Schedule:
     """Run order of one batch.
 
-    ``rows``: how many sequences each time step is wide, a list on the host; empty in flat order. ``windows``: the
-    rectangles of a staircase, in time order. ``order`` [n] lists sequences by falling length and ``inverse`` undoes
-    it; both are ``None`` where the order is the given one. ``where`` [T] is the place of each flat token in the run
-    order of ``size`` places; ``None`` where it is the same place, or where all are ``length`` tokens long and a
-    transpose does it. ``lengths`` [n] are on the host; ``None`` where all are equal. ``keeps_state``: whether every
-    sequence's final state can be told; in a staircase only where a cut lies at each end.
+    num_sequences: sequences in the batch, empty ones too
+    size: places in the run order, padding of a staircase included
+    run_order: flat, packed or staircase
+    keeps_state: whether every sequence's final state is known; in a staircase only where a cut lies at each end
+    rows: sequences in each time step, on the host; empty in flat order
+    windows: the rectangles of a staircase, in time order
+    order, inverse: int64 [n], the sequences by falling length and back; ``None`` where that is the order given
+    places: the place of each flat token; ``None`` in flat order, and where a transpose does it
+    lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
+    length: the length of all sequences where ``lengths`` is ``None``
     """
 
     num_sequences: int
@@ -65,13 +71,13 @@ class Schedule:
     windows: tuple[Window, ...] = ()
     order: Tensor | None = None
     inverse: Tensor | None = None
-    where: Tensor | None = None
+    places: Places | None = None
     lengths: Int64 | None = None
     length: int = 0
 
     @classmethod
     def dense(cls, num_sequences: int, length: int, hidden_size: int, run_order: RunOrder = "staircase") -> Schedule:
-        """The order for ``num_sequences`` of one ``length``; a rectangle is cut in time where it is large."""
+        """The order for ``num_sequences`` sequences of one ``length`` in tokens. Touches no device."""
         rows = () if run_order == "flat" else (num_sequences,) * length
         windows = tuple(_blocks(length, num_sequences, hidden_size)) if run_order == "staircase" else ()
         return cls(num_sequences, num_sequences * length, run_order, rows=rows, windows=windows, length=length)
@@ -86,9 +92,13 @@ class Schedule:
         *,
         keep_state: bool = True,
     ) -> Schedule:
-        """The order for ``lengths`` [n] (host, tokens). Copies indices to ``device`` without waiting for it.
+        """The order for sequences of unequal length. Copies indices to ``device`` without waiting for it.
 
-        ``keep_state`` cuts a staircase at every distinct length, so that final states can be told.
+        lengths: int64 [n] in tokens, on the host
+        hidden_size: elements per token, by which large rectangles are cut
+        device: of the values
+        run_order: flat, packed or staircase
+        keep_state: cut a staircase at every distinct length, so that every final state is known
         """
         layout = Layout(lengths)
         if run_order == "flat":
@@ -97,16 +107,19 @@ class Schedule:
         windows: list[Window] = []
         rows = ranked.batch_sizes
         if run_order == "staircase":
+            # Between two cuts all steps are as wide as the first one: the sequences that end before the next cut run
+            # on over padding. A final state is known only at a cut, so keeping states takes a cut at every length.
             points = np.unique(np.concatenate([np.zeros(1, np.int64), lengths]))
             cuts = points if keep_state else _cheapest_cuts(points, rows)
             steps = np.diff(cuts)
             rows = np.repeat(ranked.batch_sizes[cuts[:-1]], steps)
             for start, count in zip(cuts[:-1], steps, strict=True):
                 windows += _blocks(int(count), int(ranked.batch_sizes[start]), hidden_size)
-        base = np.cumsum(rows) - rows
-        where = base[layout.positions()] + ranked.inverse[layout.item_ids()]
-        order, inverse, where = (
-            torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse, where)
+        # The formula of the module's opening, for all tokens at once.
+        step_starts = np.cumsum(rows) - rows
+        place_of = step_starts[layout.positions()] + ranked.inverse[layout.item_ids()]
+        order, inverse = (
+            torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse)
         )
         return cls(
             layout.num_items,
@@ -117,39 +130,33 @@ class Schedule:
             tuple(windows),
             order,
             inverse,
-            where,
+            Places.of(place_of, int(rows.sum()), device),
             lengths,
         )
 
     # Values between flat and run order.
 
     def place(self, flat: Tensor) -> Tensor:
-        """Flat values [T, ...] in run order [size, ...]; padding holds zeros."""
+        """Flat values [T, ...] in run order [size, ...], zeros in the padding. Does not wait for the device."""
         if self.run_order == "flat":
             return flat
-        if self.where is None:
-            return _swap(flat, self.num_sequences)
-        return flat.new_zeros(self.size, *flat.shape[1:]).index_copy(0, self.where, flat)
+        return _swap(flat, self.num_sequences) if self.places is None else self.places.place(flat)
 
     def take(self, run: Tensor) -> Tensor:
         """Values in run order [size, ...] as flat values [T, ...]; undoes :meth:`place`."""
         if self.run_order == "flat":
             return run
-        if self.where is None:
-            return _swap(run, self.length)
-        return _Take.apply(run, self.where)
+        return _swap(run, self.length) if self.places is None else self.places.take(run)
 
     def flip(self, run: Tensor) -> Tensor:
-        """Each sequence backwards in time, at its own end, in run order [size, ...]; undoes itself."""
-        if self.lengths is None:
-            flat = self.run_order == "flat"
-            first, second = (self.num_sequences, self.length) if flat else (self.length, self.num_sequences)
-            return run.view(first, second, *run.shape[1:]).flip(1 if flat else 0).reshape(run.shape)
-        if self._turned is None:
-            return self.place(self.take(run).index_select(0, self._backwards))
-        return _Take.apply(run, self._turned)
+        """Values in run order [size, ...] with each sequence reversed in time, at its own end; undoes itself."""
+        if self._reversed is not None:
+            return self._reversed.place(run)
+        flat = self.run_order == "flat"
+        first, second = (self.num_sequences, self.length) if flat else (self.length, self.num_sequences)
+        return run.view(first, second, *run.shape[1:]).flip(1 if flat else 0).reshape(run.shape)
 
-    # States between the order given and rank, which is by falling length.
+    # States between the order given and falling length.
 
     def ranked(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """States [n, H] of the sequences as given, by falling length."""
@@ -164,7 +171,7 @@ class Schedule:
     def last(self, run: Tensor, before: Tensor | None = None) -> Tensor:
         """The values of each sequence's last token, [n, ...] in the order given, from run order without padding.
 
-        A sequence of no tokens has what was ``before`` it [n, ...]; zeros if that is ``None``.
+        A sequence without tokens has its row of ``before`` [n, ...]; zeros if that is ``None``.
         """
         if self.lengths is None:
             if self.run_order == "flat":
@@ -174,57 +181,42 @@ class Schedule:
         values = run.index_select(0, ends.to(run.device))
         if empty is None:
             return values
+        # An empty sequence has no last token: what was read for it is a neighbour's, and is replaced.
         empty = empty.to(run.device).view(-1, *(1,) * (run.ndim - 1))
         return torch.where(empty, torch.zeros_like(values) if before is None else before, values)
 
     @cached_property
     def starts(self) -> Int64:
-        """The flat position of each sequence's first token, also of those that have none."""
+        """The flat position of each sequence's first token, also of those that have none; int64 [n], on the host."""
         if self.lengths is None:
             return np.arange(self.num_sequences) * self.length
         return Layout(self.lengths).starts
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor | None]:
+        """The place of each sequence's last token [n], and which sequences have none (bool [n]; ``None``: all have)."""
         assert self.lengths is not None
         ends = torch.from_numpy(np.maximum(self.starts + self.lengths - 1, 0))
         empty = torch.from_numpy(self.lengths == 0) if (self.lengths == 0).any() else None
-        return (ends if self.where is None else self.where.index_select(0, ends.to(self.where.device))), empty
+        if self.places is not None:
+            ends = self.places.place_of.index_select(0, ends.to(self.places.place_of.device))
+        return ends, empty
 
     @cached_property
-    def _backwards(self) -> Tensor:
-        """Flat values backwards, as an index over flat values."""
-        assert self.lengths is not None
+    def _reversed(self) -> Places | None:
+        """Each token in the place of the one as far from its sequence's other end; padding stays padding."""
+        if self.lengths is None:
+            return None
         layout = Layout(self.lengths)
         last = layout.starts + layout.lengths - 1
         index = torch.from_numpy((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
-        return index if self.where is None else index.to(self.where.device, non_blocking=True)
-
-    @cached_property
-    def _turned(self) -> Tensor | None:
-        """The same over values in run order; ``None`` where the run order has padding."""
-        if self.where is None:
-            return self._backwards
-        if self.size != len(self.where):
-            return None
-        return torch.empty_like(self.where).index_copy(0, self.where, self.where.index_select(0, self._backwards))
-
-
-class _Take(torch.autograd.Function):
-    """``index_select`` with indices that never repeat: the gradient is written, not added row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Tensor, where: Tensor) -> Tensor:
-        where = where.to(run.device)
-        ctx.save_for_backward(where)
-        ctx.size = run.shape[0]
-        return run.index_select(0, where)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (where,) = ctx.saved_tensors
-        (grad,) = grads
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy(0, where, grad), None
+        if self.places is None:
+            return Places(index, index)
+        # In run order: the place of the token that mirrors the token in this place.
+        places = self.places
+        mirrored = index.to(places.place_of.device, non_blocking=True).index_select(0, places.row_of)
+        index = places.place_of.index_select(0, mirrored)
+        return Places(index, index, places.padding)
 
 
 def _swap(values: Tensor, first: int) -> Tensor:
@@ -236,7 +228,7 @@ def _swap(values: Tensor, first: int) -> Tensor:
 
 
 def _blocks(steps: int, rows: int, hidden_size: int) -> list[Window]:
-    """A rectangle of ``steps`` by ``rows`` as equal blocks that the cache can hold."""
+    """A rectangle of ``steps`` by ``rows``, cut in time into equal blocks that the cache can hold."""
     count = min(steps, -(-steps * rows * hidden_size // MAX_ELEMENTS))
     ends = [steps * i // count for i in range(count + 1)]
     return [Window(end - start, rows) for start, end in pairwise(ends)]
@@ -245,11 +237,12 @@ def _blocks(steps: int, rows: int, hidden_size: int) -> list[Window]:
 def _cheapest_cuts(points: Int64, batch_sizes: Int64) -> Int64:
     """The cuts, first and last point among them, for which area and calls together cost least.
 
-    ``points``: 0 and the distinct lengths, rising; ``batch_sizes[t]``: rows that run at step *t*. A rectangle from
-    cut *a* to cut *b* is ``batch_sizes[a]`` rows wide. A shortest path by dynamic programming.
+    ``points``: 0 and the distinct lengths, rising; ``batch_sizes[t]``: sequences that run at step *t*. A rectangle from
+    cut *a* to cut *b* is ``batch_sizes[a]`` wide. A shortest path by dynamic programming.
     """
     if len(points) > MAX_POINTS:
         points = points[np.linspace(0, len(points) - 1, MAX_POINTS).astype(np.int64)]
+    # Forwards: the least cost of all rectangles up to each point, over every start of the last one.
     rows = batch_sizes[points[:-1]]
     cost = np.zeros(len(points), np.int64)
     came_from = np.zeros(len(points), np.int64)
@@ -257,6 +250,7 @@ def _cheapest_cuts(points: Int64, batch_sizes: Int64) -> Int64:
         costs = cost[:end] + (points[end] - points[:end]) * rows[:end] + CALL_COST
         came_from[end] = np.argmin(costs)
         cost[end] = costs[came_from[end]]
+    # Backwards: the cuts by which the last point was reached at that cost.
     cuts = [len(points) - 1]
     while cuts[-1]:
         cuts.append(int(came_from[cuts[-1]]))
