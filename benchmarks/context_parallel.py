@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import ullage
 from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, shard_batch
-from ullage.attention.gathered import computed_pairs
+from ullage.attention.gathered import blocks, in_blocks
 from ullage.attention.slices import Slices
 
 HEADS, KEY_HEADS, DIM, LAYERS = 8, 2, 32, 2
@@ -145,6 +145,23 @@ def draws(tokens: int = 65_536) -> Iterator[tuple[str, list[int]]]:
             lengths = random.lognormal(6, 1.5, 4000) if name == "lognormal" else 256 * (1 + random.pareto(1.0, 4000))
             lengths = lengths.astype(int).clip(1, tokens)
             yield name, lengths[np.cumsum(lengths) <= tokens].tolist() or [tokens]
+
+
+def computed_pairs(slices: Slices, window: int | None = None) -> int:
+    """Number of pairs of a query and a key that this rank computes without the varlen kernel, masked ones included.
+
+    A call that is causal from its first key counts as half: kernels skip what it hides.
+    """
+    total = 0
+    pieces = slices.runs(slices.rank, window)
+    if window is not None:
+        pieces = in_blocks(pieces, window)
+    for queries, keys in zip(pieces.queries.tolist(), pieces.keys.tolist()):
+        if queries == keys and (window is None or keys <= window):
+            total += queries * (queries + 1) // 2
+            continue
+        total += sum((end - begin) * (keys - queries + end) for begin, end in blocks(queries, keys, window))
+    return total
 
 
 def imbalance(size: int) -> list[dict[str, Any]]:

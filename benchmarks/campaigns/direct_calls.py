@@ -6,7 +6,7 @@ sdpa gives for each sequence alone.
 
 ``padded``: padded rows, right and left, and their ``attention_mask``. It has to be what sdpa gives, or the refusal that
 names why not. ``lengths``: one row and ``cu_seq_lens_q``, with and without ``position_ids``. ``positions``: one row and
-``position_ids`` that start anew, with a cache, without, and beside a mask of ones. The last two have to be exact or to
+``position_ids`` that restart, with a cache, without, and beside a mask of ones. The last two have to be exact or to
 raise: a family with a ``leak`` is a defect, and the command ends with status 1. Models without an attention of
 transformers' interface cannot be seen from it; they leak, and stand apart.
 

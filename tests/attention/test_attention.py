@@ -371,7 +371,7 @@ def test_positions_that_start_anew_without_lengths_are_refused():
     batch = RaggedBatch.from_samples(samples_of((4, 6))).to_flattened()
     only = {name: batch[name] for name in ("input_ids", "position_ids")}
     for use_cache in (True, False):
-        with pytest.raises(InputError, match="position_ids start anew within a row"):
+        with pytest.raises(InputError, match="position_ids restart within a row"):
             model(**only, use_cache=use_cache)
     later = torch.arange(5, 15)[None]  # one sequence from a later position is none of our business
     model(input_ids=batch["input_ids"], position_ids=later)

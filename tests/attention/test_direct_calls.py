@@ -68,10 +68,10 @@ def test_a_direct_packed_call_is_exact_or_raises_and_a_padded_one_is_as_ever(fam
         ),
         ("gpt2", "lengths without positions", "cu_seq_lens_q came without position_ids.*to_flattened"),
         ("roberta-causal", "lengths", r"RobertaEmbeddings\) counts positions from 1, and a packed row from 0"),
-        ("modernbert", "positions", "position_ids start anew within a row, but no cu_seq_lens_q"),
-        ("distilbert", "positions without a cache", "position_ids start anew within a row, but no cu_seq_lens_q"),
-        ("recurrent_gemma", "positions", "position_ids start anew within a row, but no cu_seq_lens_q"),
-        ("llama", "positions beside a mask of ones", "position_ids start anew within a row, but no cu_seq_lens_q"),
+        ("modernbert", "positions", "position_ids restart within a row, but no cu_seq_lens_q"),
+        ("distilbert", "positions without a cache", "position_ids restart within a row, but no cu_seq_lens_q"),
+        ("recurrent_gemma", "positions", "position_ids restart within a row, but no cu_seq_lens_q"),
+        ("llama", "positions beside a mask of ones", "position_ids restart within a row, but no cu_seq_lens_q"),
     ],
 )
 def test_a_refused_call_names_why(family, call, words):
@@ -90,7 +90,7 @@ def test_a_model_inside_a_module_of_ones_own_is_refused_too(call):
             return self.inner(ids, None, batch.pop("position_ids"), **batch)  # by place, not by name
 
     keywords = calls()[call]
-    with pytest.raises(InputError, match=r"carries a state|start anew within a row"):
+    with pytest.raises(InputError, match=r"carries a state|restart within a row"):
         Own()(keywords.pop("input_ids"), keywords)
 
 
@@ -198,7 +198,7 @@ def test_a_compiled_call_looks_at_the_positions_that_reach_its_layers():
     ids, positions = keywords["input_ids"], keywords["position_ids"]
     whole = compiled(input_ids=ids, position_ids=torch.arange(10)[None], use_cache=False).logits
     assert torch.allclose(whole, model(input_ids=ids, use_cache=False).logits, atol=1e-5)
-    with pytest.raises(RuntimeError, match="position_ids start anew within a row"):
+    with pytest.raises(RuntimeError, match="position_ids restart within a row"):
         compiled(input_ids=ids, position_ids=positions, use_cache=False)
     with pytest.raises(InputError, match="carries a state"):
         torch.compile(build("granitemoehybrid", "ullage"), backend="eager")(**calls()["lengths"], use_cache=False)

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.context_parallel import computed_pairs
 from tests.support.drawing import lengths as drawn
 from ullage import InputError, Layout, RaggedBatch
 from ullage.attention import shard_batch
-from ullage.attention.gathered import computed_pairs
 from ullage.attention.slices import Slices
 from ullage.exchange import shard_index
 

@@ -7,10 +7,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.context_parallel import computed_pairs
 from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
 from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
-from ullage.attention.gathered import computed_pairs, gathered
+from ullage.attention.gathered import gathered
 from ullage.attention.slices import Slices
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.ranks import Topology

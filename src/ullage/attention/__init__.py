@@ -1,7 +1,8 @@
 """Packed attention for Hugging Face models: ``import ullage.attention`` registers ``attn_implementation="ullage"``.
 
-``require_packing`` tells, before anything is trained, whether a model keeps packed sequences apart;
-``packed_attention`` is the attention itself, for a row of sequences and their lengths.
+``require_packing`` raises, before anything is trained, for a model that does not keep packed sequences apart;
+``packed_attention`` is the attention itself, for a row of sequences and their lengths; ``context_parallel`` and
+``shard_batch`` share a row over several ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The calls of modules that are under way: what a layer's attention and its mask cannot see from where they stand.
+"""Module calls in progress, read from the Python stack: what a layer's attention and its mask are not handed.
 
-An attention function is handed one layer, a mask function not even that. Whether a packed call is safe depends on the
+An attention function gets one layer, a mask function not even that. Whether a packed call is safe depends on the
 model around them, and on arguments that many models use up before their layers: ``position_ids`` often go into the
-embeddings alone. Both stand on the Python stack, in the frames of ``nn.Module.__call__``. Nothing is read under
-``torch.compile``, which has no such frames.
+embeddings alone. Both can be read from the frames of ``nn.Module.__call__`` on the Python stack. Nothing is read
+under ``torch.compile``, which has no such frames.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-#: The code that runs in a frame of each call of a module, and what it calls the module and its arguments.
+#: The code object of ``nn.Module.__call__``, and its local names of the module and of the call's arguments.
 _CALL = nn.Module.__call__.__code__
 _SELF, _POSITIONAL, _KEYWORDS = _CALL.co_varnames[:3]
 
@@ -33,7 +33,7 @@ class Call:
     keywords: Mapping[str, Any]
 
     def argument(self, name: str) -> Any:
-        """What was given under this name of ``forward``, by keyword or by place; None if nothing was."""
+        """The argument of this name of ``forward``, given by keyword or by position; None if it was not given."""
         if name in self.keywords:
             return self.keywords[name]
         names = _parameters(type(self.module)) if self.positional else ()
@@ -42,9 +42,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Given:
-    """What the callers of the modules under way gave. ``positions``: each tensor of ``position_ids``, once.
+    """Arguments of the module calls in progress.
 
-    ``lengths``: whether ``cu_seq_lens_q`` was among it. ``model``: the outermost of transformers' models under way.
+    Attributes:
+        positions: each tensor that was given as ``position_ids``, once.
+        lengths: whether ``cu_seq_lens_q`` was given.
+        model: the outermost ``PreTrainedModel`` among the modules, if there is one.
     """
 
     positions: tuple[Tensor, ...]
@@ -53,7 +56,7 @@ class Given:
 
 
 def module_calls() -> Iterator[Call]:
-    """The calls of modules that are under way in this thread, the innermost first."""
+    """Module calls in progress in this thread, the innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _CALL:
@@ -63,7 +66,7 @@ def module_calls() -> Iterator[Call]:
 
 
 def given() -> Given | None:
-    """What the calls under way were given; None under ``torch.compile``. Does not wait for the device."""
+    """Arguments of the module calls in progress; None under ``torch.compile``. Does not wait for the device."""
     if torch.compiler.is_compiling():
         return None
     positions: dict[int, Tensor] = {}
@@ -79,7 +82,7 @@ def given() -> Given | None:
 
 
 def holders(module: nn.Module) -> list[nn.Module]:
-    """The modules under way of which ``module`` is a part, the innermost first; itself if it is called alone."""
+    """Modules in progress that contain ``module``, the innermost first; the module itself if it is called alone."""
     found = [call.module for call in module_calls() if any(part is module for part in call.module.modules())]
     return found or [module]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ullage.attention.gathered import gathered
+from ullage.attention.packed_call import PackedCall
 from ullage.attention.slices import Slices
 from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
@@ -39,11 +40,13 @@ METHODS = ("auto", "ulysses", "gather")
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
 
 
-class _Rows:
-    """The rows that were cut and have met no attention yet, by number, and the layers that were asked for one.
+class _CutRows:
+    """Count of the rows that ``shard_batch`` cut and that no attention has used yet, and of attention calls.
 
-    A row may be gone before its block ends: ``model(**shard_batch(...))`` keeps none. So a row that is thrown away
-    within a block stays counted until the outermost block ends; one that is thrown away outside was meant for none.
+    Leaving ``context_parallel`` raises if a row was cut and no attention took part: then the model has computed each
+    slice as if it were a row. A row may be freed before its block ends, because ``model(**shard_batch(...))`` keeps no
+    reference. So a row that is freed within a block stays counted until the outermost block ends; one that is freed
+    outside every block was not meant for one.
     """
 
     def __init__(self) -> None:
@@ -54,22 +57,22 @@ class _Rows:
 
     @property
     def waiting(self) -> bool:
-        """Whether a row that was cut has met no attention."""
+        """Whether a row was cut that no attention has used."""
         return bool(self._waiting)
 
     def add(self, slices: Slices) -> None:
-        """Counts a row that was cut."""
+        """Count a row that was cut."""
         self.num_cut += 1
         slices.number = self.num_cut
         self._waiting.add(slices.number)
         finalize(slices, self._drop, slices.number).atexit = False
 
     def serve(self, slices: Slices) -> None:
-        """Notes that a row has met an attention."""
+        """Note that an attention has used a row."""
         self._waiting.discard(slices.number)
 
     def forget_gone(self) -> None:
-        """Forgets the rows that were thrown away within the outermost block, which ends."""
+        """Forget the rows that were freed within the outermost block, which ends."""
         self._waiting -= self._gone
         self._gone.clear()
 
@@ -80,11 +83,17 @@ class _Rows:
             self._gone.add(number)
 
 
-_ROWS = _Rows()
+_CUT_ROWS = _CutRows()
 
 
 class ContextParallel(contextlib.ContextDecorator):
-    """What :func:`context_parallel` makes: in force while it is entered, any number of times."""
+    """Context manager that :func:`context_parallel` returns; it may be entered any number of times.
+
+    Args:
+        group: process group, axis, or None, as for :func:`context_parallel`.
+        method: one of ``METHODS``.
+        fallback: whether keys may be gathered where the heads cannot be exchanged.
+    """
 
     def __init__(self, group: Any, method: str, fallback: bool) -> None:
         if method not in METHODS:
@@ -96,15 +105,15 @@ class ContextParallel(contextlib.ContextDecorator):
         self._entered: list[tuple[Any, int]] = []
 
     def __enter__(self) -> ContextParallel:
-        self._entered.append((_ACTIVE.set(self), _ROWS.num_calls))
+        self._entered.append((_ACTIVE.set(self), _CUT_ROWS.num_calls))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         token, num_calls = self._entered.pop()
         _ACTIVE.reset(token)
-        is_missed = _ROWS.waiting and num_calls == _ROWS.num_calls
+        is_missed = _CUT_ROWS.waiting and num_calls == _CUT_ROWS.num_calls
         if _ACTIVE.get() is None:
-            _ROWS.forget_gone()
+            _CUT_ROWS.forget_gone()
         if kind is None and is_missed:
             raise InputError(
                 "no attention ran context parallel, although a row was cut for it",
@@ -112,34 +121,25 @@ class ContextParallel(contextlib.ContextDecorator):
             )
 
     @torch.compiler.disable(reason="where the slices lie is data")
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slices: Slices | None,
-        *,
-        check: Callable[[], None],
-        kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
-        **options: Any,
-    ) -> Tensor:
-        """Attention of this rank's slice, [1, t, heads, dim]; collective.
+    def attend(self, call: PackedCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of this rank's slice of a row, [1, t, query heads, value dim]; collective.
 
-        ``query``, ``key``, ``value`` [1, heads, t, dim]. ``check`` raises for a call that has no answer, ``kernel`` is
-        the attention of a whole row [T, heads, dim], ``options`` are those of :func:`gathered`.
+        ``query`` [1, query heads, t, dim], ``key`` and ``value`` [1, key heads, t, dim] of the slice. Waits for the
+        device once per row. Raises on every rank if one of them has to refuse the call.
         """
-        _ROWS.num_calls += 1
-        slices = self._agree(slices, check, query, key)
+        _CUT_ROWS.num_calls += 1
+        slices = self._agree(call.slices, lambda: call.require_exact(query, key), query, key)
         by_heads = self.uses_ulysses(query.shape[1])
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.size == 1:
-            return kernel(query, key, value)[None]
+            return call.attend(query, key, value)[None]
         if by_heads:
-            return ulysses(query, key, value, slices, self.group, kernel)[None]
+            return ulysses(query, key, value, slices, self.group, call.attend)[None]
+        options = {"window": call.window, "scale": call.scale, "dropout": call.dropout}
         return gathered(query, key, value, slices, self.group, **options)[None]
 
     def uses_ulysses(self, heads: int) -> bool:
-        """Whether this many query heads, as they are on this rank, are exchanged; if not, keys are gathered.
+        """Whether this number of query heads on this rank is exchanged (Ulysses); if not, keys are gathered.
 
         Raises ``InputError`` where they cannot be exchanged and ``fallback`` is off.
         """
@@ -174,7 +174,7 @@ class ContextParallel(contextlib.ContextDecorator):
             raise failure
         assert slices is not None
         slices.served_by = self
-        _ROWS.serve(slices)
+        _CUT_ROWS.serve(slices)
         return slices
 
     def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
@@ -228,12 +228,17 @@ class ContextParallel(contextlib.ContextDecorator):
 
 
 def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True) -> ContextParallel:
-    """Makes attn_implementation="ullage" run over the ranks of ``group``, within ``with`` or on a decorated function.
+    """Run attn_implementation="ullage" over the ranks of ``group``, within ``with`` or in a decorated function.
 
-    ``group``: a process group, a topology's axis, a device mesh of one dimension, or None for one process. ``method``:
-    ``"ulysses"`` exchanges heads, ``"gather"`` gathers keys and values, ``"auto"`` is ulysses where the query heads
-    (those on this rank, after tensor parallel) divide by the ranks, and else gather. ``fallback``: whether "ulysses"
-    too may gather where they do not divide; off, both raise ``InputError`` on every rank. Backward may run outside.
+    Args:
+        group: a process group, a topology's axis, a device mesh of one dimension, or None for one process.
+        method: ``"ulysses"`` exchanges heads, ``"gather"`` gathers keys and values, ``"auto"`` is ulysses where the
+            query heads (those on this rank, after tensor parallel) divide by the ranks, and gather elsewhere.
+        fallback: whether ``"auto"`` and ``"ulysses"`` may gather where the heads do not divide; if not, that raises
+            ``InputError`` on every rank.
+
+    The backward pass may run after ``with`` has ended. Raises ``InputError`` for an unknown method and for a group that
+    this process is not in.
 
     >>> with context_parallel(None) as context:
     ...     context.size
@@ -243,7 +248,7 @@ def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True)
 
 
 def serving(slices: Slices | None) -> ContextParallel | None:
-    """What serves a call; None if the call is none of ours.
+    """The ``ContextParallel`` that serves a call with these slices; None for a call of one process alone.
 
     A row remembers it, because a layer may be recomputed after ``with`` has ended, or on a thread of the backward pass.
     """
@@ -266,28 +271,37 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Keywords for a Hugging Face decoder: this rank's slice of a packed row.
 
-    The token-aligned fields and ``position_ids`` [1, t], cut; ``cu_seq_lens_q``, ``cu_seq_lens_k`` int32 [N + 1] and
-    ``max_length_q``, ``max_length_k`` of the whole row; ``context_slices``, by which the attention knows what the slice
-    is a slice of; and if there are labels, ``shift_labels`` [1, t], shifted within each sequence before the cut so that
-    none is lost, and ``num_items_in_batch``, by which the model divides the sum of its loss: ``num_items``, the labels
-    that count over all ranks of the step, or those of this row, at least 1. Losses and gradients then add over ranks.
+    Args:
+        batch: the whole row, equal on all ranks.
+        group: as for :func:`context_parallel`, or a number of ranks, with ``rank``.
+        rank: this rank within the group; needed beside a number of ranks only.
+        order: ``"zigzag"``, which gives the ranks equal work when keys are gathered, or ``"contiguous"``.
+        num_items: number of labels that count over all ranks of the step, by which the model divides the sum of its
+            loss; if None, that of this row, at least 1.
 
-    ``group``: as for :func:`context_parallel`, or a number of ranks, with ``rank``. ``order``: ``"zigzag"``, which
-    gathering needs for equal work, or ``"contiguous"``. Slices differ by two tokens at most; a row with fewer tokens
-    than ranks gets padding at its end. Pure; does not wait for the device. Raises ``InputError`` for a rank or an
-    order that does not exist.
+    Returns a dict of
+
+    - the token-aligned fields and ``position_ids`` [1, t], cut to the slice;
+    - ``cu_seq_lens_q``, ``cu_seq_lens_k`` int32 [N + 1] and ``max_length_q``, ``max_length_k`` of the whole row;
+    - ``context_slices``, which tells the attention where in the row the slice lies;
+    - if there are labels, ``shift_labels`` [1, t], shifted within each sequence before the cut so that no label is
+      lost, and ``num_items_in_batch``. Losses and gradients of the ranks then add up to those of the row.
+
+    Slices differ by two tokens at most; a row with fewer tokens than ranks gets padding at its end. Not collective;
+    does not wait for the device. Raises ``InputError`` for a rank or an order that does not exist.
     """
     _, size, rank = _place(group, rank)
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
     if has_labels and "shift_labels" not in batch:
         batch = batch.with_shift_labels()
     slices = Slices.of(batch.layout, size, rank, order)
-    tail = 2 * size if min(slices.lengths) == 0 else 0  # a decoder needs a token on every rank
+    # A decoder needs a token on every rank: a row with too few gets one slot of padding more.
+    tail = 2 * size if min(slices.lengths) == 0 else 0
     if tail:
         lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
         slices = Slices.of(Layout.from_slots(lengths, slots), size, rank, order)
     if size > 1:
-        _ROWS.add(slices)
+        _CUT_ROWS.add(slices)
     row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
@@ -297,6 +311,7 @@ def shard_batch(
     if tail:
         for name, values in row.items():
             row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name, values.dtype))])
+    # Of the whole row: lengths. Of the slice: every field by token, and true positions.
     whole = RaggedBatch(row, slices.layout).to_flattened()
     take = torch.from_numpy(slices.index).to(batch.device)
     mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}
@@ -313,14 +328,14 @@ def _place(group: Any, rank: int | None = None) -> tuple[Any, int, int]:
         if group.size == 1:
             return None, 1, 0
         if group.order != list(range(group.size)):
-            raise InputError("the process group counts its ranks otherwise than the axis", found=group.order)
+            raise InputError("the process group orders its ranks differently from the axis", found=group.order)
         group = group.require_group()
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None or isinstance(group, int):
         if group not in (None, 1) and rank is None:
-            raise InputError("a number of ranks does not tell which of them this is", hint="pass rank, or the group")
+            raise InputError("a number of ranks does not say which of them this is", hint="pass rank, or the group")
         return None, group or 1, rank or 0
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError("this process is not in the group, or it is none", found=group)
+        raise InputError("this process is not in the group, or this is not a process group", found=group)
     return group, group.size(), group.rank() if rank is None else rank

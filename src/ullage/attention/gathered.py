@@ -1,10 +1,10 @@
-"""Context parallel over gathered keys: every rank keeps its queries and gets the keys and values that they see.
+"""Context parallel by gathered keys: each rank keeps its queries and receives the keys and values that they see.
 
-A key travels only to ranks with a query that sees it: not to those that hold what lies before it, not past its own
-sequence, not out of its window. A piece of neighbouring queries meets the keys that end where it ends, so what a
-causal mask hides in front of it is never computed. On CUDA torch's varlen kernel takes pieces as they are (its causal
-mask is aligned at the end); elsewhere pieces of one shape share a call, and long ones are cut so that the corner that
-the mask hides stays small.
+A key is sent only to ranks with a query that sees it: not to ranks whose tokens all lie before it, nor to other
+sequences, nor beyond its window. The queries of a rank are computed in pieces, each a run of neighbouring tokens of one
+sequence. A piece is multiplied with the keys up to its own end only, so most of what a causal mask hides is never
+computed. On CUDA torch's varlen kernel takes pieces as they are (its causal mask is aligned at the end); elsewhere
+pieces of one shape share a call, and long ones are cut into blocks so that the masked corner stays small.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _LEAST_BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """What a rank sends to each other one, as local places end to end, and what it gets from each."""
+    """Keys that this rank sends and receives.
+
+    Attributes:
+        take: index in the slice of each key to send, the keys for rank 0 first, then those for rank 1, ...
+        sends, receives: number of keys to and from each rank.
+        where: index among the received keys of each token of the whole row; -1 if it was not received.
+    """
 
     take: Tensor
     sends: list[int]
@@ -42,7 +48,13 @@ class _Route:
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """Pieces in order of their shape: (pieces, queries, keys) of each call, and the orders of queries and keys."""
+    """Pieces sorted by shape, so that pieces of one shape share a call.
+
+    Attributes:
+        shapes: (number of pieces, queries of each, keys of each) per call.
+        queries, back: order of the slice's queries in the calls, and its inverse.
+        keys: index among the received keys of each key of the calls, end to end.
+    """
 
     shapes: list[tuple[int, int, int]]
     queries: Tensor
@@ -63,9 +75,18 @@ def gathered(
 ) -> Tensor:
     """Attention of this rank's slice, [t, query heads, value dim]; collective.
 
-    ``query`` [t, query heads, dim], ``key`` and ``value`` [t, key heads, dim] of the slice. ``window``, ``scale`` and
-    ``dropout`` as in ``segments.packed_attention``.
+    Args:
+        query: [t, query heads, dim] of the slice.
+        key, value: [t, key heads, dim] of the slice.
+        slices: how the row is cut.
+        group: process group of the ranks.
+        window: how many tokens a query sees, itself included; None for all.
+        scale: factor of the scores; 1/√dim if None.
+        dropout: probability of dropping an attention weight.
+
+    Does not wait for the device.
     """
+    # Keys and values travel side by side, in one all-to-all.
     route = slices.remember(("route", window, query.device), lambda: _route(slices, window, query.device))
     rows = torch.cat([key.flatten(1), value.flatten(1)], 1).index_select(0, route.take)
     rows = all_to_all(rows, route.sends, route.receives, group)
@@ -79,11 +100,14 @@ def gathered(
 
 
 def _route(slices: Slices, window: int | None, device: torch.device) -> _Route:
+    # Each token of the row: the rank that holds it, and its index in that rank's slice.
     owner, place = np.empty((2, slices.layout.size), np.int64)
     for rank, index in enumerate(slices.indices):
         owner[index], place[index] = rank, np.arange(len(index))
+    # To send: of the keys that each rank's queries see, those that this rank holds.
     every = [slices.needs(rank, window) for rank in range(slices.size)]
     wanted = [needs[owner[needs] == slices.rank] for needs in every]
+    # To receive: the keys that this rank's queries see, in the order of the ranks that hold them.
     mine = every[slices.rank]
     by_owner = np.argsort(owner[mine], kind="stable")
     where = np.full(slices.layout.size, -1)
@@ -97,14 +121,14 @@ def _route(slices: Slices, window: int | None, device: torch.device) -> _Route:
 
 
 def _seen(pieces: Runs, where: Int64) -> Tensor:
-    """The keys of each piece, end to end, as places among the received rows."""
+    """Index among the received keys of each key of each piece, the pieces end to end."""
     return torch.from_numpy(where[ranges(pieces.key_start, pieces.keys)])
 
 
 def _by_varlen(
     query: Tensor, key: Tensor, value: Tensor, slices: Slices, route: _Route, *, window: int | None, scale: float | None
 ) -> Tensor:
-    """By torch's varlen kernel, which takes the pieces as they lie in the slice."""
+    """Attention by torch's varlen kernel, which takes the pieces in the order of the slice, a sequence each."""
     pieces = slices.runs(slices.rank, window)
 
     def make() -> tuple[Tensor, ...]:
@@ -129,8 +153,10 @@ def _by_calls(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
+    """Attention by scaled dot product attention, one call per shape of a piece."""
     calls = slices.remember(("calls", window, query.device), lambda: _calls(slices, route, window, query.device))
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    # Bring queries and keys into the order of the calls, split them by call, and bring the results back.
     query = permute(query, calls.queries, calls.back)
     key, value = key.index_select(0, calls.keys), value.index_select(0, calls.keys)
     parts = zip(
@@ -147,8 +173,10 @@ def _by_calls(
 def _call(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
     """Attention of pieces of one shape, [pieces, heads, queries, dim] over [pieces, heads, keys, dim]."""
     queries, keys = query.shape[2], key.shape[2]
+    # A piece that begins with its sequence: the kernel's own causal mask, which skips what it hides.
     if queries == keys and (window is None or keys <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, **options)
+    # Any other: block by block, each with the keys up to its end and a mask for its corner.
     outputs = []
     for begin, end in blocks(queries, keys, window):
         last = keys - queries + end
@@ -159,30 +187,13 @@ def _call(query: Tensor, key: Tensor, value: Tensor, window: int | None, options
 
 
 def blocks(queries: int, keys: int, window: int | None) -> list[tuple[int, int]]:
-    """The blocks of queries that a piece with more keys than queries is computed in, (begin, end)."""
+    """Blocks of queries, (begin, end), in which a piece with more keys than queries is computed."""
     size = queries if window is not None else max(_LEAST_BLOCK, -(-queries // _MOST_BLOCKS))
     return [(begin, min(begin + size, queries)) for begin in range(0, queries, size)]
 
 
-def computed_pairs(slices: Slices, window: int | None = None) -> int:
-    """Pairs of a query and a key that this rank computes without the varlen kernel, the masked ones included.
-
-    A call that is causal from its first key counts as half: kernels skip what it hides.
-    """
-    total = 0
-    pieces = slices.runs(slices.rank, window)
-    if window is not None:
-        pieces = _in_blocks(pieces, window)
-    for queries, keys in zip(pieces.queries.tolist(), pieces.keys.tolist()):
-        if queries == keys and (window is None or keys <= window):
-            total += queries * (queries + 1) // 2
-            continue
-        total += sum((end - begin) * (keys - queries + end) for begin, end in blocks(queries, keys, window))
-    return total
-
-
 def _corner(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query sees, bool [queries, keys]; the last query sees the last key. Too large to be kept."""
+    """Mask of the keys that each query sees, bool [queries, keys], aligned at the end. Too large to cache."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return seen if window is None else seen.triu_(keys - queries - window + 1)
 
@@ -190,7 +201,8 @@ def _corner(queries: int, keys: int, window: int | None, device: torch.device) -
 def _calls(slices: Slices, route: _Route, window: int | None, device: torch.device) -> _Calls:
     pieces = slices.runs(slices.rank, window)
     if window is not None:
-        pieces = _in_blocks(pieces, window)
+        pieces = in_blocks(pieces, window)
+    # Stable, so that pieces of one shape keep the order of the slice.
     shapes, which, counts = np.unique(
         np.stack([pieces.queries, pieces.keys], 1), axis=0, return_inverse=True, return_counts=True
     )
@@ -206,8 +218,8 @@ def _calls(slices: Slices, route: _Route, window: int | None, device: torch.devi
     )
 
 
-def _in_blocks(pieces: Runs, window: int) -> Runs:
-    """The pieces cut to blocks of a window, each with the keys that its own first query sees."""
+def in_blocks(pieces: Runs, window: int) -> Runs:
+    """Runs cut into blocks of a sliding window, each with the keys from the first one that its first query sees."""
     block = block_size(window)
     parts = -(-pieces.queries // block)
     part = counting(parts)

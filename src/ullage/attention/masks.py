@@ -1,10 +1,10 @@
-"""The mask beside the attention: described when a model asks for it, built only by the layer that needs it.
+"""Deferred attention masks: described when a model asks for one, built only by a layer that needs it.
 
 transformers asks for a mask before it knows whether the row is packed, and under sdpa would build one of T² elements.
-A packed row needs none: its lengths say everything. So what the model carries to its layers is a description. A
-layer with ``cu_seq_lens`` reads from it that nothing else was asked for; a layer without has the very mask built that
-sdpa would get, once for all layers of a forward. With a filled cache there is no packed row, and the mask is
-sdpa's at once. The mask is also where a forward is seen once, so it keeps what the model was given.
+A packed row needs none: its lengths say everything. So the model carries a description to its layers instead. A
+layer with ``cu_seq_lens`` reads from it whether a mask was asked for; a layer without builds the same mask that sdpa
+would get, once for all layers of a forward. With a filled cache there is no packed row, and sdpa's mask is built at
+once. The mask is requested once per forward, so its description also keeps the arguments of the model's call.
 Source: ``transformers.masking_utils`` (``AttentionMaskInterface``).
 """
 
@@ -22,7 +22,7 @@ from ullage.errors import InputError
 
 
 class _NoHook(InputError, AttributeError):
-    """Also an ``AttributeError``, so that ``hasattr`` on a description answers False."""
+    """Error for a use of a mask that is only described; an ``AttributeError`` too, so that ``hasattr`` gives False."""
 
 
 def _no_hook(use: str) -> _NoHook:
@@ -35,11 +35,16 @@ def _no_hook(use: str) -> _NoHook:
 
 
 class DeferredMask:
-    """What transformers asked for: the arguments of ``sdpa_mask`` for queries and keys of one length, without cache.
+    """Description of the mask that transformers asked for: queries and keys of equal number, no cache.
 
-    ``padded``: a mask of real tokens was given. ``window``: the tokens that a query sees, if the mask is local.
-    ``altered``: the pattern is neither causal nor a causal window. ``given``: positions and lengths that the model was
-    called with, whether or not they reach its layers; None under ``torch.compile``.
+    Attributes:
+        arguments: those of ``sdpa_mask``.
+        padded: whether a mask of real tokens was given.
+        window: how many tokens a query sees, if the mask is local.
+        altered: whether the pattern is neither causal nor a causal window.
+        given: positions and lengths that the model was called with, whether or not they reach its layers; None under
+            ``torch.compile``.
+        checked: whether a layer of this forward has looked for lost lengths.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -54,23 +59,23 @@ class DeferredMask:
         self._built: tuple[Tensor | None] | None = None
 
     def build(self) -> Tensor | None:
-        """The mask that sdpa gets: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` says it all."""
+        """The mask for sdpa: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` is enough."""
         if self._built is None:
             self._built = (sdpa_mask(**self.arguments),)
         return self._built[0]
 
     def restarts(self, position_ids: Tensor) -> Tensor | None:
-        """Whether positions [rows, T] or [axes, rows, T] go back between two neighbours that are no padding.
+        """Whether positions [rows, T] or [axes, rows, T] go back between two neighbouring tokens that are not padding.
 
-        One bool on their device; None for positions of something else than this row. An image repeats positions
-        within its sequence, so of several axes the first may stand still.
+        One bool on their device, so this does not wait for it; None for positions of another shape than this row's.
         """
         least = 1
-        if position_ids.ndim == 3:
+        if position_ids.ndim == 3:  # image models: tokens of one image share a position of the first axis
             position_ids, least = position_ids[0], 0
         if position_ids.ndim != 2 or position_ids.shape[1] != self.arguments["q_length"]:
             return None
         back = position_ids.diff() < least
+        # Between padding and a token, or within padding, positions mean nothing.
         real = self.arguments.get("attention_mask")
         if real is not None:
             if real.ndim != 2 or real.shape[1] != position_ids.shape[1]:
@@ -79,7 +84,7 @@ class DeferredMask:
         return back.any()
 
     def contiguous(self) -> Tensor | None:
-        """The mask itself: ``generate`` lays it out so, beforehand, for the windowed layers of a static cache."""
+        """The built mask, contiguous: ``generate`` asks for it before the forward where a static cache has windows."""
         mask = self.build()
         return None if mask is None else mask.contiguous()
 

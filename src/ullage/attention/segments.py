@@ -1,17 +1,18 @@
 """Causal attention over sequences that lie end to end in one row, by torch's scaled dot product attention.
 
 Sequences of equal length share one call. A row of T tokens has fewer than √(2T) different lengths, so a thousand
-short sequences cost a few dozen calls. Nothing is padded for it: on a CPU the kernel's work on padding was measured to
-cost more than the calls it would save.
+short sequences cost a few dozen calls. Sequences are not padded to share a call with longer ones: on a CPU the kernel's
+work on padding was measured to cost more than the calls it would save.
 
-A sliding window of ``w`` tokens over a longer sequence is cut into blocks of ``c`` tokens. A block of queries meets
-its own keys and those of the blocks before it that the window reaches, so the work is about ``length·(w + c)`` pairs
-instead of ``length²``. Blocks of all sequences that reach equally far back share a call and one mask.
+A sliding window of ``w`` tokens over a longer sequence is cut into blocks of ``c`` tokens. A block of queries is
+multiplied with its own keys and those of the blocks before it that the window reaches, so the work is about
+``length·(w + c)`` pairs instead of ``length²``. Blocks of all sequences that reach equally far back share a call and
+one mask.
 
-A block's padding lies behind its sequence, where no real query of a causal attention looks, and what padding computes
-is never gathered: its gradient is exactly zero. Tokens move once into the order of the calls and once back; the order
-(:mod:`ullage.places`) depends on the lengths alone and is remembered for all layers of a forward. Source of the
-kernels: ``torch.nn.functional.scaled_dot_product_attention``.
+The last block of a sequence is padded behind it, where a causal query does not look, and the results of padding are
+not used, so its gradient is exactly zero. Tokens are moved once into the order of the calls and once back; the order
+(:mod:`ullage.places`) depends on the lengths alone and is cached for all layers of a forward. Source of the kernels:
+``torch.nn.functional.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from torch import Tensor
 from ullage.layout import counting, starts_of
 from ullage.places import Places
 
-#: The least tokens in a block of a sliding window.
+#: Smallest number of tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """The order in which tokens are computed, as rows.
+    """Order in which the tokens of a row are computed: first sequences by length, then windowed ones in blocks.
 
-    ``places``: the row of each token; padding lies behind the tokens of a block. ``buckets``: (sequences, length) of
-    each call, in order. ``blocks``: for each block of the windowed rest, how many blocks of its sequence precede it.
-    ``in_order``: rows and tokens are the same.
+    Attributes:
+        places: the row of each token; the padding of blocks takes rows too, behind their tokens.
+        buckets: (number of sequences, length) of each call, in order.
+        blocks: for each block of a windowed sequence, how many blocks of that sequence precede it.
+        in_order: whether rows and tokens are the same, so that nothing need be moved.
     """
 
     places: Places
@@ -50,19 +53,22 @@ class Arrangement:
 
 @lru_cache(maxsize=32)
 def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Arrangement:
-    """The order for sequences of these lengths in tokens. Touches the device only to copy the order there."""
+    """Order of computation for sequences of these lengths in tokens, copied to the device."""
     sizes = np.asarray(lengths, np.int64)
     starts = starts_of(sizes)
     windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
+    # One call per length, in the order in which the lengths first occur: rows of equal lengths stay in order.
     widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
     calls = np.argsort(first, kind="stable")
     calls = calls[widths[calls] > 0]
     buckets = tuple((int(counts[call]), int(widths[call])) for call in calls)
     items = np.concatenate([*(np.flatnonzero(sizes == widths[call]) for call in calls), windowed]).astype(np.int64)
+    # Each sequence gets as many places as it has tokens; a windowed one is filled up to whole blocks.
     block = block_size(window)
     slots = sizes[items]
     if len(windowed):
         slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
+    # The row of each token: real tokens come first in each slot, the padding of its last block behind them.
     offset = counting(slots)
     is_token = offset < np.repeat(sizes[items], slots)
     token = (np.repeat(starts[items], slots) + offset)[is_token]
@@ -78,7 +84,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
 
 
 def block_size(window: int | None) -> int:
-    """Tokens in a block of a sliding window: a quarter of it, so that the mask wastes a fifth, but not too few."""
+    """Tokens in a block of a sliding window: a quarter of it, so that a fifth of the work is masked; at least 64."""
     return max(_LEAST_BLOCK, -(-(window or 0) // 4))
 
 
@@ -94,10 +100,16 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each sequence of a row, [T, query heads, value dim].
 
-    ``query`` [T, query heads, dim], ``key`` and ``value`` [T, key heads, dim]; query heads are a multiple of key
-    heads. ``lengths``: tokens of each sequence on the host; they sum to T, zeros count nothing. ``window``: how many
-    tokens a query sees, itself included. ``scale``: 1/√dim if None. ``dropout``: of the attention weights. Does not
-    wait for the device. The lengths are the caller's to check.
+    Args:
+        query: [T, query heads, dim]; the number of query heads is a multiple of that of key heads.
+        key: [T, key heads, dim].
+        value: [T, key heads, value dim].
+        lengths: tokens of each sequence, on the host; they sum to T, which is not checked here. May contain zeros.
+        window: how many tokens a query sees, itself included; None for all.
+        scale: factor of the scores; 1/√dim if None.
+        dropout: probability of dropping an attention weight.
+
+    Does not wait for the device.
 
     >>> q = torch.randn(5, 4, 8); kv = torch.randn(5, 2, 8)
     >>> torch.allclose(packed_attention(q, kv, kv, [3, 2])[3:], packed_attention(q[3:], kv[3:], kv[3:], [2]))
@@ -107,9 +119,11 @@ def packed_attention(
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if not order.in_order:
         query, key, value = (order.places.place(tensor) for tensor in (query, key, value))
+    # One part per call; the last part holds the windowed sequences and may be empty.
     sizes = [rows * width for rows, width in order.buckets]
     sizes.append(len(query) - sum(sizes))
     parts = list(zip(query.split(sizes), key.split(sizes), value.split(sizes)))
+    # Sequences of equal length: one batched causal call.
     outputs = []
     for (rows, width), part in zip(order.buckets, parts):
         queries, keys, values = (tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part)
@@ -124,11 +138,15 @@ def packed_attention(
 def _windowed(
     query: Tensor, key: Tensor, value: Tensor, preceding: tuple[int, ...], window: int, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of whole blocks, each with the blocks before it that its window reaches."""
+    """Attention of whole blocks [block, heads, dim], each with the blocks before it that its window reaches.
+
+    ``preceding``: for each block, how many blocks of its sequence precede it.
+    """
     block = block_size(window)
     reach = -(-(window - 1) // block)
     available = np.minimum(preceding, reach)
     query, key, value = (tensor.unflatten(0, (-1, block)) for tensor in (query, key, value))
+    # Blocks that reach equally far back have the same number of keys and share a call and a mask.
     outputs, places = [], []
     for back in np.unique(available).tolist():
         place = np.flatnonzero(available == back)
@@ -150,6 +168,6 @@ def _windowed(
 
 @lru_cache(maxsize=32)
 def _band(block: int, back: int, window: int, device: torch.device) -> Tensor:
-    """Which keys of ``back + 1`` blocks a block of queries sees, bool [block, (back + 1)·block]."""
+    """Mask of the keys of ``back + 1`` blocks that a block of queries sees, bool [block, (back + 1)·block]."""
     distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1) * block))
     return torch.from_numpy((distance >= 0) & (distance < window)).to(device)

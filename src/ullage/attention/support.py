@@ -1,13 +1,13 @@
-"""Which models keep packed sequences apart, told from the model itself before anything is trained.
+"""Checks of models for packing and context parallel, made on the model itself before anything is trained.
 
-A model that does not, says nothing: it trains on sequences that see each other. So the question is asked the other
-way round. A model is taken only if every way in which tokens meet is known: its attention goes through transformers'
+A model that does not keep packed sequences apart raises no error: it trains on sequences that see each other. So a
+model is accepted only if every way in which its tokens meet is known: its attention goes through transformers'
 interface under an implementation that reads ``cu_seq_lens``, in one direction, in layers that are full or windowed;
 and nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward``
 names ``cu_seq_lens_q`` and that has no attention implementation answers for itself.
 
-A call of a model that nobody asked about is asked about when its first packed row comes to a layer: the model around
-the layer is the one whose call is under way. The answer is kept with the layer.
+A model that was not checked before is checked when its first packed row reaches a layer: the model around the layer is
+the one whose call is in progress. The result is kept with the layer.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ullage.attention.calls import holders
 from ullage.errors import InputError
 
 NAME = "ullage"
-#: The attention implementations that keep sequences apart by ``cu_seq_lens``; whoever needs them reads them here.
+#: The attention implementations that keep sequences apart by ``cu_seq_lens``; the only list of them.
 PADDING_FREE = (NAME, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 #: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-#: Models that declare the interface and yet do not let the lengths decide. Any other one is refused by its first call.
+#: Models that declare the interface and do not honour the lengths. Any other such model is refused at its first call.
 _EXCEPTIONS = {
     "doge": "changes the mask inside its attention",
     "nemotron": "does not hand cu_seq_lens from its layers to their attention",
 }
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
-#: Where a layer keeps which model is known to pack, and its limits: plain data, so that it pickles without us.
+#: Attribute of a layer with the id of the model that was checked and its row limits: plain data, to pickle without us.
 _MARK = "_ullage_row_limits"
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """True if the model keeps the sequences of a packed row apart; :func:`packing_problem` says why not.
+    """Whether the model keeps the sequences of a packed row apart; :func:`packing_problem` says why not.
 
     >>> supports_packing(nn.Linear(2, 2))
     False
@@ -49,7 +49,7 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def packing_problem(model: nn.Module) -> str | None:
-    """Why the model cannot be trained on packed rows, in one clause; None if it can. Pure, looks at no weights.
+    """The reason why a model cannot be trained on packed rows, in one clause; None if it can. Reads no weights.
 
     >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
@@ -65,20 +65,20 @@ def packing_problem(model: nn.Module) -> str | None:
 
 
 def require_packing(model: nn.Module) -> None:
-    """Raises ``InputError`` if the model cannot keep packed sequences apart, with the reason and the way out.
+    """Raise ``InputError`` if the model cannot keep packed sequences apart, with the reason and what to do.
 
-    Its layers remember that they were asked about, so a packed call does not ask again.
+    Its layers remember the result, so a packed call does not check again.
     """
     _require(packing_problem(model))
     _remember(model, _attention_modules(model))
 
 
 def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
-    """The row limits of the model around a layer, for a packed call; see :func:`row_limits`.
+    """Row limits of the model around a layer, for a packed call; see :func:`row_limits`.
 
-    ``model``: the outermost one, where that is known. Asked once per model, by the modules whose calls are under way;
-    after that a layer remembers for which model. Raises ``InputError`` for a model in which packed sequences would see
-    each other.
+    ``model``: the outermost one, where that is known. Checked once per model, which is found among the module calls in
+    progress; after that the layer remembers for which model. Raises ``InputError`` for a model in which packed
+    sequences would see each other.
     """
     known: tuple[int, int | None, bool] | None = getattr(module, _MARK, None)
     if known is None or (model is not None and known[0] != id(model)):
@@ -87,10 +87,10 @@ def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple
 
 
 def row_limits(model: nn.Module) -> tuple[int | None, bool]:
-    """How long sequences may be before the longest of a row changes the rotary frequencies of all, and how it does.
+    """Length above which the longest sequence of a row changes the rotary frequencies of all, and the kind of change.
 
-    The length in tokens, None without a limit; and whether beyond it every length has frequencies of its own (dynamic
-    scaling) or all the same (longrope). Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
+    The length in tokens, None without a limit; and whether every length above it has its own frequencies (dynamic
+    scaling) or all have the same (longrope). Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
     """
     longest: int | None = None
     dynamic = False
@@ -111,12 +111,12 @@ def row_limits(model: nn.Module) -> tuple[int | None, bool]:
 
 
 def supports_context_parallel(model: nn.Module) -> bool:
-    """True if the rows of this model can be cut over ranks; :func:`context_parallel_problem` says why not."""
+    """Whether the rows of this model can be cut over ranks; :func:`context_parallel_problem` says why not."""
     return context_parallel_problem(model) is None
 
 
 def context_parallel_problem(model: nn.Module) -> str | None:
-    """Why the rows of this model cannot be cut over ranks, in one clause; None if they can. Looks at no weights."""
+    """The reason why a model's rows cannot be cut over ranks, in one clause; None if they can. Reads no weights."""
     problem = packing_problem(model)
     if problem is not None:
         return problem
@@ -135,7 +135,7 @@ def context_parallel_problem(model: nn.Module) -> str | None:
 
 
 def require_context_parallel(model: nn.Module) -> None:
-    """Raises ``InputError`` if the rows of this model cannot be cut over ranks, with the reason and the way out."""
+    """Raise ``InputError`` if the rows of this model cannot be cut over ranks, with the reason and what to do."""
     problem = context_parallel_problem(model)
     if problem is None:
         return
@@ -159,7 +159,7 @@ def _require(problem: str | None) -> None:
 
 @torch.compiler.disable(reason="the model around a layer is read off the Python stack, once")
 def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bool]:
-    """The answer for the model around a layer, as far as transformers' models reach; of a layer alone, for that."""
+    """Check of the outermost transformers model around a layer, and of modules around that; of the layer if alone."""
     around = holders(module)
     models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
     whole = (models or around)[-1]
@@ -183,7 +183,7 @@ def _unaware(name: str) -> str:
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The configs that the modules of a model were built from, each once, with the class that holds it."""
+    """Configs that the modules of a model were built from, each once, with the name of the class that holds it."""
     seen: set[int] = set()
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -204,7 +204,7 @@ def _encoder_decoder(model: nn.Module, name: str) -> str | None:
 
 def _state(model: nn.Module, name: str) -> str | None:
     if getattr(model, "_is_stateful", False):
-        return f"{name} carries a state along the row, which does not start anew at each sequence"
+        return f"{name} carries a state along the row, which does not restart at each sequence"
     return None
 
 

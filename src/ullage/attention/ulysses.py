@@ -1,8 +1,8 @@
-"""Context parallel by heads: every rank gets the whole row for its share of the heads, and gives its slice back.
+"""Ulysses context parallel: each rank gets the whole row for its share of the heads, and returns the results.
 
 One all-to-all brings queries, keys and values of all tokens and some heads, the attention runs as it does on one
-process, and one all-to-all takes the result back. Where there are fewer key heads than ranks, or they do not divide,
-each is repeated until they do. Source: DeepSpeed-Ulysses (Jacobs et al. 2023).
+process, and one all-to-all takes the result back. Where there are fewer key heads than ranks, or the ranks do not
+divide them, each key head is repeated until they do. Source: DeepSpeed-Ulysses (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ullage.places import permute
 
 
 class _AllToAll(torch.autograd.Function):
-    """Blocks of rows to the ranks of a group and theirs back; backward takes the gradients the other way."""
+    """Exchange of blocks of rows between the ranks of a group; backward sends the gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
@@ -36,7 +36,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
-    """``sends[j]`` rows, in order, to each rank *j* of the group; ``receives[j]`` rows from each. Differentiable."""
+    """Send ``sends[j]`` rows, in order, to each rank *j* of the group; get ``receives[j]`` back. Differentiable."""
     return _AllToAll.apply(rows, sends, receives, group)  # type: ignore[return-value]
 
 
@@ -50,27 +50,36 @@ def ulysses(
 ) -> Tensor:
     """Attention of this rank's slice, [t, query heads, value dim], by ``attend`` on the whole row and some heads.
 
-    ``query`` [t, query heads, dim], ``key`` and ``value`` [t, key heads, dim] of the slice; query heads are a multiple
-    of the ranks. ``attend`` takes the same of the whole row [T, heads / ranks, dim] in the row's order. Collective.
+    Args:
+        query: [t, query heads, dim] of the slice; the number of query heads is a multiple of the ranks.
+        key, value: [t, key heads, dim] of the slice.
+        slices: how the row is cut.
+        group: process group of the ranks.
+        attend: attention of the whole row, [T, heads / ranks, dim] in the row's order.
+
+    Collective; does not wait for the device.
     """
     size, own, counts = slices.size, len(query), slices.lengths
     copies = size // math.gcd(size, key.shape[1])
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    # One buffer for the three, the heads of one rank after those of the other: [ranks, t, heads / ranks · dim].
     parts = [tensor.unflatten(1, (size, -1)).flatten(2).transpose(0, 1) for tensor in (query, key, value)]
     widths = [part.shape[-1] for part in parts]
     received = all_to_all(torch.cat(parts, -1).flatten(0, 1), [own] * size, counts, group)
+    # Slices arrive rank by rank: put their tokens into the row's order, attend, and back again.
     to_row, to_slices = _orders(slices, query.device)
     row = permute(received, to_row, to_slices)
     mixed = attend(
         *(part.unflatten(1, (-1, tensor.shape[2])) for part, tensor in zip(row.split(widths, 1), (query, key, value)))
     )
+    # Results of these heads go to the rank that holds the tokens.
     back = all_to_all(permute(mixed.flatten(1), to_slices, to_row), counts, [own] * size, group)
     return back.unflatten(0, (size, own)).transpose(0, 1).reshape(own, query.shape[1], -1)
 
 
 def _orders(slices: Slices, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The row's order out of the slices' one after another, and back; None where they are the same."""
+    """Permutation from slices laid end to end to the row's order, and its inverse; None if the orders are the same."""
 
     def make() -> tuple[Tensor | None, Tensor | None]:
         order = np.concatenate(slices.indices)

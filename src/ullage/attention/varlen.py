@@ -2,10 +2,10 @@
 
 ``torch.nn.attention.varlen.varlen_attn`` is flash attention over cumulated lengths: float16 and bfloat16, a head
 dimension that is a multiple of 8 and at most 256, Ampere or newer, no dropout. It takes the lengths on the device and
-the longest as a host integer, so nothing waits. ``flex_attention`` takes float32 too, and head dimensions from 16 on;
-its block mask comes from the cumulated lengths on the device, one for all layers of a forward. Neither has dropout: for
-that, for what neither takes, and for devices that have neither, ``segments`` serves everywhere. Source: the signatures
-and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attention.py`` for the least head dimension.
+the longest one as a host integer, so nothing waits for the device. ``flex_attention`` takes float32 too, and head
+dimensions from 16 on; its block mask is made from the cumulated lengths on the device, once for all layers of a
+forward. Neither has dropout: for that, for what neither takes, and for other devices, use ``segments``. Source: the
+signatures and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attention.py`` for the smallest head dimension.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _remember(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
-    """What ``make`` gives, once for each state of ``cu_seqlens``, for as long as that tensor lives."""
+    """The result of ``make``, made once per state of ``cu_seqlens`` and kept for as long as that tensor lives."""
     if torch.compiler.is_compiling():
         return make()
+    # torch counts writes to a tensor in its version: a tensor that was written to has other lengths.
     if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
         _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
     known = _REMEMBERED[cu_seqlens][1]
@@ -35,7 +36,7 @@ def _remember(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
 
 
 def host_lengths(cu_seqlens: Tensor) -> list[int]:
-    """The lengths in tokens; waits for the device, if they are not on the host, once a forward."""
+    """The lengths in tokens; waits for the device once per forward, unless they are on the host."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.diff().tolist()
     return _remember(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
@@ -43,7 +44,7 @@ def host_lengths(cu_seqlens: Tensor) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _varlen() -> tuple[Any, bool] | None:
-    """torch's kernel and whether it must be told of grouped heads; None where torch has none with windows."""
+    """torch's varlen kernel, and whether it has an argument for grouped heads; None if it takes no windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -95,9 +96,17 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention within each sequence by torch's varlen kernel, [T, query heads, dim].
 
-    Shapes and ``window`` as in ``segments.packed_attention``; ``cu_seqlens`` int32 on the tensors' device,
-    ``longest`` sequence in tokens. ``keys``: the same two of the keys, where a sequence has more of them than queries;
-    its last query sees its last key. Does not wait for the device.
+    Args:
+        query: [T, query heads, dim].
+        key, value: [T, key heads, dim], or [keys, key heads, dim] beside ``keys``.
+        cu_seqlens: int32 [N + 1] on the tensors' device, cumulated lengths of the queries in tokens.
+        longest: tokens of the longest sequence of queries.
+        keys: (``cu_seqlens``, longest) of the keys, where a sequence has more keys than queries; its last query sees
+            its last key. The queries' own if None.
+        window: how many tokens a query sees, itself included; None for all.
+        scale: factor of the scores; 1/√dim if None.
+
+    Does not wait for the device.
     """
     found = _varlen()
     assert found is not None
@@ -122,7 +131,16 @@ def flex_attention(
 ) -> Tensor:
     """Causal attention within each sequence by flex attention, [T, query heads, value dim].
 
-    Shapes as in ``varlen_attention``. Does not wait for the device. torch has no backward of it on a CPU.
+    Args:
+        query: [T, query heads, dim].
+        key: [T, key heads, dim].
+        value: [T, key heads, value dim].
+        cu_seqlens: int32 [N + 1] on the tensors' device, cumulated lengths in tokens.
+        window: how many tokens a query sees, itself included; None for all.
+        scale: factor of the scores; 1/√dim if None.
+        training: whether a backward pass may follow.
+
+    Does not wait for the device. torch has no backward of it on a CPU.
     """
     from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
@@ -140,6 +158,7 @@ def flex_attention(
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
+    """Which blocks of 128 tokens see each other: same sequence, not later, within the window. Made on the device."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     positions = torch.arange(num_tokens, device=cu_seqlens.device)

@@ -1,0 +1,244 @@
+"""One layer's attention over a packed row: what it was asked for, whether that has an exact answer, and its kernel.
+
+``PackedCall`` holds the arguments of a call with ``cu_seq_lens_q``. ``require_exact`` refuses whatever could make the
+result differ from each sequence on its own: a mask, a filled cache, attention in both directions, sinks, soft caps,
+position biases, any keyword not known to be harmless, and a model in which tokens meet elsewhere than in its attention.
+``attend`` computes a whole row with the fastest kernel that takes it. Context parallel calls the same two methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ullage.attention.masks import DeferredMask
+from ullage.attention.segments import packed_attention
+from ullage.attention.slices import Slices
+from ullage.attention.support import require_packable
+from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
+from ullage.errors import InputError
+
+#: Keywords that models hand to their layers and that change nothing in an attention.
+_HARMLESS = frozenset(
+    {
+        # positions, which the caller has applied to queries and keys already
+        "position_embeddings",
+        # the cache, which the caller has applied already
+        "cache_position",
+        "past_key_value",
+        "past_key_values",
+        "use_cache",
+        # the outputs of the model
+        "deterministic",
+        "logits_to_keep",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        # the loss
+        "num_items_in_batch",
+        "shift_labels",
+        # facts for other attention implementations
+        "layer_idx",
+        "seq_idx",
+        "target_dtype",
+    }
+)
+#: Keywords that change the attention, and their meaning for the error message.
+_MEANINGS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap of the attention scores",
+    "position_bias": "a position bias",
+    "alibi": "a position bias",
+    "output_attentions": "attention weights as an output",
+    "cache": "a paged cache",
+}
+USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
+
+
+@dataclass(eq=False)
+class PackedCall:
+    """The arguments of one layer's attention over a packed row or over a slice of one.
+
+    Attributes:
+        module: the attention layer of the model.
+        cu_seqlens: int32 [N + 1], cumulated lengths in tokens of the whole row; None if the caller gave none.
+        key_cu_seqlens: the same of the keys, which must not differ.
+        max_seqlen: tokens of the longest sequence, on the host; None if the caller gave none.
+        mask: the model's mask, a ``DeferredMask`` if transformers made it.
+        is_causal: whether a token sees only those before it; None leaves it to the module.
+        window: how many tokens a query sees, itself included; None for all.
+        scale: factor of the scores; 1/√dim if None.
+        dropout: probability of dropping an attention weight.
+        slices: the slice that this rank holds of the row, within ``context_parallel``.
+        unknown: keywords of the call that have no parameter of their own.
+    """
+
+    module: nn.Module
+    cu_seqlens: Tensor | None
+    key_cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    mask: Any
+    is_causal: bool | None
+    window: int | None
+    scale: float | None
+    dropout: float
+    slices: Slices | None
+    unknown: dict[str, Any]
+
+    def require_exact(self, query: Tensor, key: Tensor) -> None:
+        """Raises ``InputError`` for a call whose result could differ from each sequence on its own.
+
+        ``query`` [batch, query heads, tokens, dim], ``key`` [batch, key heads, tokens, dim]. Waits for the device if
+        the model's rotary frequencies depend on the lengths and ``max_seqlen`` is unknown or above their limit.
+        """
+        module = self.module
+        # What was asked for beside the lengths.
+        require_known_keywords(module, self.unknown)
+        causal = self.is_causal if self.is_causal is not None else getattr(module, "is_causal", True)
+        _refuse_unpackable(module, query, key, self.mask, causal=causal, window=self.window)
+        # The lengths themselves.
+        _refuse_other_keys(module, self.cu_seqlens, self.key_cu_seqlens)
+        # The model around the layer: what it is, and what it was called with.
+        given = self.mask.given if isinstance(self.mask, DeferredMask) else None
+        limit, dynamic = require_packable(module) if given is None else require_packable(module, given.model)
+        if limit is not None:
+            self._refuse_mixed_frequencies(limit, dynamic)
+        if given is not None and not given.positions:
+            raise refusal(
+                module,
+                "cu_seq_lens_q came without position_ids, so the model would count positions through the whole row",
+                hint="pass what RaggedBatch.to_flattened() gives",
+            )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention within each sequence of a whole row, [T, query heads, value dim].
+
+        ``query`` [T, query heads, dim], ``key`` and ``value`` [T, key heads, dim]; the heads may be a part of the
+        module's. Waits for the device on CUDA only: where no kernel takes cumulated lengths, or without
+        ``max_seqlen``, once per forward. Raises ``InputError`` if the lengths do not sum to T.
+        """
+        assert self.cu_seqlens is not None  # require_exact has refused a call without
+        options = {"window": self.window, "scale": self.scale}
+        # CUDA, half precision: torch's varlen kernel.
+        if serves_varlen(query, value, self.dropout):
+            cu_seqlens, longest = self.cu_seqlens.to(query.device, torch.int32), self.max_seqlen
+            if longest is None:
+                longest = max(host_lengths(cu_seqlens))
+            return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
+        # CUDA, float32 and head dimensions that the varlen kernel does not take: flex attention.
+        if serves_flex(query, value, self.dropout):
+            cu_seqlens = self.cu_seqlens.to(query.device, torch.int32)
+            return flex_attention(query, key, value, cu_seqlens, training=self.module.training, **options)
+        # Everything else, the CPU first of all: scaled dot product attention by lengths.
+        return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
+
+    def _refuse_mixed_frequencies(self, limit: int, dynamic: bool) -> None:
+        """Refuses sequences that would get the rotary frequencies of a longer one in their row or slice of it."""
+        assert self.cu_seqlens is not None
+        if self.max_seqlen is not None and self.max_seqlen <= limit:
+            return
+        lengths = [length for length in host_lengths(self.cu_seqlens) if length > 0]
+        longest = max(lengths, default=0)
+        is_cut = self.slices is not None and self.slices.size > 1
+        if longest > limit and (is_cut or (len(lengths) > 1 and (dynamic or min(lengths) <= limit))):
+            raise refusal(
+                self.module,
+                "this model's rotary frequencies change with the longest sequence of a row, so one sequence would "
+                "change what the others get",
+                expected=f"sequences of at most {limit} tokens, or a longer one in a row of its own",
+                found=f"{len(lengths)} sequences of up to {longest} tokens" + (", cut over ranks" if is_cut else ""),
+                hint="use another rope_type than dynamic or longrope, or shorter sequences",
+            )
+
+
+@torch.compiler.disable(reason="the lengths of the sequences are data")
+def _attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
+    lengths = host_lengths(cu_seqlens)
+    if sum(lengths) != len(query) or min(lengths, default=0) < 0:
+        raise InputError(
+            "cu_seq_lens_q does not tile the row",
+            expected=f"lengths that sum to {len(query)} tokens",
+            found=f"{sum(lengths)} in {len(lengths)} sequences",
+        )
+    return packed_attention(query, key, value, lengths, **options)
+
+
+def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
+    """An ``InputError`` that names the layer; ``facts`` are those of the error (expected, found, hint)."""
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + ("" if layer is None else f", layer {layer}")
+    return InputError(what, where=where, **facts)
+
+
+def require_known_keywords(module: nn.Module, unknown: dict[str, Any]) -> None:
+    """Raises ``InputError`` for a keyword that asks for something that is not done here.
+
+    A keyword that is None, False or listed as harmless asks for nothing.
+    """
+    for name, asked in unknown.items():
+        if name in _HARMLESS or asked is None or asked is False:
+            continue
+        meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
+        hint = USE_ANOTHER if name in _MEANINGS else f"drop {name!r} from the batch, or {USE_ANOTHER}"
+        raise refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)
+
+
+def _refuse_unpackable(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, *, causal: bool, window: int | None
+) -> None:
+    """Refuses what would let packed sequences see each other, or not see what the model means them to see."""
+    if query.shape[0] != 1:
+        raise refusal(module, "packed sequences lie in one row", expected="batch size 1", found=query.shape[0])
+    if not causal:
+        raise refusal(
+            module,
+            "an attention in both directions cannot be packed",
+            hint="give this model padded batches, without cu_seq_lens",
+        )
+    if query.shape[2] != key.shape[2]:
+        raise refusal(
+            module,
+            "a packed row cannot continue a cache",
+            expected="as many keys as queries",
+            found=f"{key.shape[2]} keys, {query.shape[2]} queries",
+            hint="pass no past_key_values with cu_seq_lens",
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, DeferredMask) or mask.padded:
+        raise refusal(
+            module,
+            "an attention_mask was given together with cu_seq_lens",
+            hint="pass one of them: the lengths say everything about a packed row",
+        )
+    if mask.altered:
+        raise refusal(module, "the model's own attention pattern cannot be packed", hint=USE_ANOTHER)
+    if mask.window != window:
+        raise refusal(
+            module,
+            "the window of the mask is not that of the attention (chunked attention, for example)",
+            expected=mask.window,
+            found=window,
+            hint=USE_ANOTHER,
+        )
+
+
+def _refuse_other_keys(module: nn.Module, queries: Tensor | None, keys: Tensor | None) -> None:
+    if queries is None:
+        raise refusal(module, "a slice of a row came without cu_seq_lens_q", hint="pass all that shard_batch gives")
+    if queries.ndim != 1 or queries.is_floating_point():
+        raise refusal(
+            module,
+            "cu_seq_lens_q must hold cumulated lengths",
+            expected="int32 [sequences + 1]",
+            found=f"{str(queries.dtype)[6:]} {list(queries.shape)}",
+        )
+    if keys is None or keys is queries:
+        return
+    same = keys.shape == queries.shape and (keys.is_cuda or torch.compiler.is_compiling() or torch.equal(keys, queries))
+    if not same:
+        raise refusal(module, "cu_seq_lens_k differs from cu_seq_lens_q: queries and keys must have equal lengths")
