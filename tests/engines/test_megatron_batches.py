@@ -72,7 +72,7 @@ def test_a_step_without_samples_is_an_error(behaviours):
         ("no length", "original_seq_len or cu_seqlens", "2"),
         ("iterator on tp 1", "should have no data iterator", "1"),
         ("no iterator on tp 0", "must have a data iterator", "2"),
-        ("no iterator but a list", "one entry a virtual stage: expected one iterator, found list of 2", "02"),
+        ("no iterator but a list", "one entry per virtual stage: expected one iterator, found list of 2", "02"),
         ("ends early", "ended within a step: expected 2 microbatches, found 1", "0"),
         ("longer than its tokens", "expected 1 to 8, found 99", "02"),
         ("dynamic without our attention", "packed_block_spec", "0123"),

@@ -291,7 +291,7 @@ def test_what_a_scheduler_cannot_do():
         DynamicCPScheduler(8, 2, 1).get_groups_and_subsamples([("a", 17)])
     with pytest.raises(ValueError, match="too few sequences to keep every rank busy"):
         DynamicCPScheduler(8, 3, 1).get_groups_and_subsamples([(0, 3)])
-    with pytest.raises(ValueError, match="an id is there twice: found 5"):
+    with pytest.raises(ValueError, match="an id occurs twice: found 5"):
         DynamicCPScheduler(8, 2, 1).get_groups_and_subsamples([(5, 3), (5, 4)])
     with pytest.raises(ValueError, match="cp_size must be an integer"):
         DynamicCPScheduler(8, 0, 1)

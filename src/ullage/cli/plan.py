@@ -55,7 +55,7 @@ def plan(
     microbatch_multiple: Annotated[int, typer.Option(min=1, help="Microbatches come in multiples of this.")] = 1,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Sequences of one microbatch at most.")] = None,
     oversize: _Oversize = "error",
-    linear: Annotated[float | None, typer.Option(min=0, help="Cost of a token. Default 24576.")] = None,
+    linear: Annotated[float | None, typer.Option(min=0, help="Cost of a token. Default: a 7B transformer's.")] = None,
     quadratic: Annotated[float | None, typer.Option(min=0, help="Cost of a token squared. Default 1.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="The cost of a Hugging Face model: its config.json, or the folder it is in.")

@@ -1,13 +1,14 @@
-"""NeMo-RL's sequence packing, planned: a packer with its ``pack`` interface, a batch sharded by plan, and the way back.
+"""NeMo-RL adapter: its packer interface and its sharding of packed batches, over ullage's plan.
 
-NeMo-RL packs on the driver, where every row lies: a packer makes bins, and bin *k* goes to data-parallel shard
-``k % shards``. So the bins of a plan, listed microbatch by microbatch and in each rank by rank, arrive where the plan
-wants them, without a change to the code around. One line puts it in place::
+NeMo-RL packs on the driver, which holds every row: a packer makes bins, and bin *k* goes to data-parallel shard
+``k % shards``. The bins of a plan, listed in the order of microbatches and then ranks, therefore arrive at the ranks
+that the plan chose, without a change to NeMo-RL. One line installs it::
 
     nemo_rl.distributed.batched_data_dict.get_packer = ullage.engines.nemo_rl.get_packer
 
-Signatures, option names and metrics are those of ``nemo_rl/data/packing`` and of
-``nemo_rl/distributed/batched_data_dict.py`` (August 2026). NeMo-RL need not be installed.
+Signatures, option names and metrics were copied by hand from ``nemo_rl/data/packing`` and
+``nemo_rl/distributed/batched_data_dict.py`` of NeMo-RL's main branch as of August 2026. NeMo-RL is neither imported nor
+installed where this project is tested, so a later change of its interface is not noticed by the tests.
 """
 
 from __future__ import annotations
@@ -30,18 +31,24 @@ from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
 from ullage.planning.planner import plan
 
-#: NeMo-RL's names of algorithms. The first keeps arrival order; the others ask for good packing, and get the plan.
+#: NeMo-RL's names of algorithms, and ``BALANCED``. The first keeps arrival order; all others are the plan.
 ARRIVAL = "CONCATENATIVE"
 ALGORITHMS = (ARRIVAL, "FIRST_FIT_DECREASING", "FIRST_FIT_SHUFFLE", "MODIFIED_FIRST_FIT_DECREASING", "BALANCED")
 
 
 class SequencePacker:
-    """Packs sequences into bins whose work is balanced, in as few bins as there must be.
+    """Packer of sequences into as few bins as possible, with balanced work.
 
-    ``bin_capacity``: tokens of a bin, never exceeded. ``min_bin_count``, ``bin_count_multiple``: the number of bins is
-    at least the one and a multiple of the other; bins of one multiple run together on that many ranks. ``cost``: as
-    for ``ullage.plan``. ``strategy``: ``"balanced"``, or ``"next_fit"`` for arrival order. ``collect_metrics`` keeps
-    what :meth:`get_aggregated_metrics` tells. Raises ``InputError``, a ``ValueError``, for numbers out of range.
+    Args:
+        bin_capacity: most tokens in a bin; never exceeded.
+        collect_metrics: whether :meth:`pack` keeps figures for :meth:`get_aggregated_metrics`.
+        min_bin_count: least number of bins.
+        bin_count_multiple: the number of bins is a multiple of this; that many bins in a row run at the same time, one
+            per rank.
+        cost: cost model, as for ``ullage.plan``.
+        strategy: ``"balanced"``, or ``"next_fit"`` for arrival order.
+
+    Raises ``InputError``, a ``ValueError``, for numbers out of range.
 
     >>> SequencePacker(8, bin_count_multiple=2).pack([5, 3, 4, 4])
     [[2, 3], [0, 1]]
@@ -70,16 +77,18 @@ class SequencePacker:
         self._packed: list[dict[str, float]] = []
 
     def pack(self, sequence_lengths: Integers) -> list[list[int]]:
-        """The ids of each bin, none of them empty; ``[]`` without sequences where no number of bins is asked for.
+        """Ids of each bin, none of them empty; ``[]`` without sequences, unless a number of bins is required.
 
         Raises ``InputError``, a ``ValueError``, for a sequence above the capacity, and for fewer sequences than bins.
         """
         lengths = as_lengths(sequence_lengths, "sequence_lengths")
+        # A plan's bins are a multiple of its ranks; ``least`` microbatches make at least ``min_bin_count`` bins.
         ranks = self.bin_count_multiple or 1
         least = -(-(self.min_bin_count or 0) // ranks)
         made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, strategy=self.strategy)
         if 0 < made.num_microbatches < least and self.strategy == "balanced":
             made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, microbatch_multiple=least)
+        # NeMo-RL runs every bin, so none may be empty.
         bins = bins_of(made)
         bins += [[] for _ in range(least * ranks - len(bins))]
         costs, _, _ = integer_costs(self.cost, lengths)
@@ -89,7 +98,7 @@ class SequencePacker:
         return bins
 
     def compute_metrics(self, sequence_lengths: Integers, bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """How full ``bins`` are, under NeMo-RL's names."""
+        """Fill of ``bins``, as a dict with NeMo-RL's keys."""
         lengths = as_lengths(sequence_lengths, "sequence_lengths")
         filled = [int(lengths[list(ids)].sum()) / self.bin_capacity for ids in bins]
         tokens = int(lengths.sum()) if bins else 0
@@ -111,7 +120,7 @@ class SequencePacker:
         }
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """The same over every call of :meth:`pack` since the last :meth:`reset_metrics`; ``{}`` if there was none."""
+        """Metrics over all calls of :meth:`pack` since the last :meth:`reset_metrics`; ``{}`` if there was none."""
         if not self._packed:
             return {}
         total = {name: sum(each[name] for each in self._packed) for name in self._packed[0]}
@@ -131,11 +140,11 @@ class SequencePacker:
         }
 
     def reset_metrics(self) -> None:
-        """Forgets what was collected."""
+        """Forget the collected metrics."""
         self._packed.clear()
 
     def print_metrics(self) -> None:
-        """Prints :meth:`get_aggregated_metrics`, a line each."""
+        """Print :meth:`get_aggregated_metrics`, one per line."""
         for name, value in self.get_aggregated_metrics().items():
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
@@ -147,10 +156,14 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """A packer, in the place of NeMo-RL's factory of this name.
+    """Packer for an algorithm's name; replaces NeMo-RL's factory of this name.
 
-    ``algorithm``: one of NeMo-RL's names in any case, or a member of its enum. ``concatenative`` keeps arrival order;
-    the others, and ``balanced``, are the plan. Raises ``InputError``, a ``ValueError``, for another name.
+    Args:
+        algorithm: one of NeMo-RL's names in any case, or a member of its enum. ``concatenative`` keeps arrival order;
+            the others, and ``balanced``, are the plan.
+        bin_capacity, collect_metrics, min_bin_count, bin_count_multiple: as for :class:`SequencePacker`.
+
+    Raises ``InputError``, a ``ValueError``, for another name.
     """
     name = algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)
     if name.upper() not in ALGORITHMS:
@@ -160,17 +173,19 @@ def get_packer(
 
 
 @runtime_checkable
-class Rows(Protocol):
-    """A batch that can give some of its rows as a batch, as NeMo-RL's ``BatchedDataDict``."""
+class RowSelectable(Protocol):
+    """Batch with NeMo-RL's ``BatchedDataDict.select_indices``, which gives some of its rows as a batch."""
 
     def select_indices(self, indices: list[int]) -> Any: ...
 
 
 class PackedShard(UserDict):
-    """The rows of one data-parallel rank, one after another as it runs them, with NeMo-RL's words about microbatches.
+    """Rows of one data-parallel rank in the order in which it runs them, with NeMo-RL's attributes.
 
-    For each global batch: ``micro_batch_indices``, ``[begin, end]`` rows of each microbatch; ``micro_batch_lengths``,
-    its slots in tokens; ``elem_counts_per_gb``, its number of rows.
+    Attributes, each a list with one entry per global batch:
+        micro_batch_indices: ``[begin, end]`` rows of each microbatch.
+        micro_batch_lengths: padded tokens of each microbatch.
+        elem_counts_per_gb: number of rows.
     """
 
     micro_batch_indices: list[list[list[int]]]
@@ -178,7 +193,7 @@ class PackedShard(UserDict):
     elem_counts_per_gb: list[int]
 
     def microbatches(self) -> Iterator[dict[str, Any]]:
-        """The rows of each microbatch, as columns, in the order in which they run."""
+        """Columns of the rows of each microbatch, in the order in which they run."""
         start = 0
         for cuts, count in zip(self.micro_batch_indices, self.elem_counts_per_gb):
             for begin, end in cuts:
@@ -187,28 +202,33 @@ class PackedShard(UserDict):
 
 
 def shard_by_batch_size(
-    batch: Mapping[str, Any] | Rows,
+    batch: Mapping[str, Any] | RowSelectable,
     shards: int,
     batch_size: int | None = None,
     allow_uneven_shards: bool = False,
     dynamic_batching_args: None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
 ) -> tuple[list[Any], list[int]]:
-    """The rows of each shard, and the row of ``batch`` that each of them was, shard after shard.
+    """Rows of each shard, and for each of them, shard after shard, its row in ``batch``.
 
-    ``batch``: columns of equal length (tensors, arrays or lists), or a ``BatchedDataDict``. Each ``batch_size`` rows,
-    one optimizer step, are planned apart. ``sequence_packing_args``: NeMo-RL's ``max_tokens_per_microbatch``,
-    ``input_lengths_key``, ``algorithm``, ``sequence_length_pad_multiple``, ``microbatch_order``. Every shard gets as
-    many microbatches as the others, none of them empty. Numbers of rows may differ, and need not be divisible, so
-    ``allow_uneven_shards`` changes nothing; dynamic batching pads, and is left to NeMo-RL.
+    Args:
+        batch: columns of equal length (tensors, arrays or lists), or a ``BatchedDataDict``.
+        shards: number of data-parallel ranks.
+        batch_size: rows of one optimizer step; each step is planned separately. All rows if None.
+        allow_uneven_shards: accepted and ignored: shards may differ in rows, and need not divide them.
+        dynamic_batching_args: must be None: dynamic batching pads, and is left to NeMo-RL.
+        sequence_packing_args: NeMo-RL's ``max_tokens_per_microbatch``, ``input_lengths_key``, ``algorithm``,
+            ``sequence_length_pad_multiple``, ``microbatch_order``.
 
-    Shards are :class:`PackedShard`, or of ``batch``'s own type with the same attributes. :func:`reorder_data` is the
-    way back. Waits for the device if the lengths lie there. Raises ``InputError`` for a batch that ``batch_size`` does
-    not divide, columns of unequal length, a sequence above the capacity, and fewer rows than shards.
+    Every shard gets as many microbatches as the others, none of them empty. Shards are :class:`PackedShard`, or of
+    ``batch``'s own type with the same attributes; :func:`reorder_data` puts results back into the order of ``batch``.
+
+    Waits for the device if the lengths are on one. Raises ``InputError`` for a batch that ``batch_size`` does not
+    divide, columns of unequal length, a sequence above the capacity, and fewer rows than shards.
     """
     if dynamic_batching_args is not None or sequence_packing_args is None:
         raise InputError("only sequence packing is planned", expected="sequence_packing_args alone")
-    how = _Options.read(sequence_packing_args)
+    options = _PackingOptions.read(sequence_packing_args)
     columns: Mapping[str, Any] = batch  # type: ignore[assignment]  # a BatchedDataDict is a mapping too
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) != 1:
@@ -217,15 +237,17 @@ def shard_by_batch_size(
     step = total if batch_size is None else batch_size
     if step < 1 or total % step:
         raise InputError("batch_size must divide the batch", expected=f"a divisor of {total}", found=step)
-    slots = how.slots(columns)
-    packer = get_packer(how.algorithm, how.capacity, min_bin_count=shards, bin_count_multiple=shards)
+    # One plan per optimizer step.
+    slots = options.slots(columns)
+    packer = get_packer(options.algorithm, options.capacity, min_bin_count=shards, bin_count_multiple=shards)
     bins = [packer.pack(slots[start : start + step]) for start in range(0, total, step)]
+    # Bins are dealt as NeMo-RL deals them, bin k to shard k % shards.
     made, rows = [], []
     for shard in range(shards):
         mine = []
         for start, each in zip(range(0, total, step), bins):
             ids = [[start + i for i in part] for part in each[shard::shards]]
-            if how.largest_first:
+            if options.largest_first:
                 ids.sort(key=lambda part: -int(slots[part].sum()))
             mine.append(ids)
         rows.append([i for ids in mine for part in ids for i in part])
@@ -234,7 +256,9 @@ def shard_by_batch_size(
 
 
 @dataclass(frozen=True)
-class _Options:
+class _PackingOptions:
+    """NeMo-RL's ``sequence_packing_args``, read and checked."""
+
     capacity: int
     lengths_key: str
     algorithm: str
@@ -242,7 +266,7 @@ class _Options:
     largest_first: bool
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> _Options:
+    def read(cls, given: Mapping[str, Any]) -> _PackingOptions:
         names = ("max_tokens_per_microbatch", "input_lengths_key", "algorithm")
         for name in names:
             if name not in given:
@@ -255,7 +279,7 @@ class _Options:
         return cls(capacity, key, algorithm, multiple, order == "largest_first")
 
     def slots(self, columns: Mapping[str, Any]) -> Int64:
-        """The padded length of each row."""
+        """Padded length of each row, int64 [rows]."""
         if self.lengths_key not in columns:
             raise InputError("the batch lacks its lengths", expected=self.lengths_key, found=sorted(columns))
         given = columns[self.lengths_key]
@@ -264,8 +288,8 @@ class _Options:
 
 
 def _shard(batch: Any, rows: list[int], steps: list[list[list[int]]], slots: Int64) -> Any:
-    """``steps``: for each global batch, the rows of each microbatch."""
-    if isinstance(batch, Rows):
+    """One shard with NeMo-RL's attributes. ``steps``: for each global batch, the rows of each microbatch."""
+    if isinstance(batch, RowSelectable):
         shard = batch.select_indices(rows)
     else:
         shard = PackedShard({name: _select(column, rows) for name, column in batch.items()})
@@ -285,10 +309,10 @@ def _select(column: Any, rows: list[int]) -> Any:
 
 
 def reorder_data(values: Any, reordered_indices: Sequence[int]) -> Any:
-    """What was computed shard after shard, in the order of the batch.
+    """Results that were computed shard after shard, in the order of the batch.
 
     ``values``: a tensor, array or list of rows, or a mapping of them, in the order of the shards;
-    ``reordered_indices``: what :func:`shard_by_batch_size` gave. Raises ``InputError`` if their lengths disagree.
+    ``reordered_indices``: from :func:`shard_by_batch_size`. Raises ``InputError`` if their lengths disagree.
     """
     if isinstance(values, Mapping):
         return {name: reorder_data(column, reordered_indices) for name, column in values.items()}

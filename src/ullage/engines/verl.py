@@ -1,14 +1,16 @@
-"""verl's balancing, planned: partitions of equal work, microbatches that respect their cap, a dynamic-CP scheduler.
+"""verl adapter: its balancing functions and its dynamic context-parallel scheduler, over ullage's plan.
 
-In verl every data-parallel rank holds its rows, and balancing chooses among them. Its functions take lists and tensors
-and give index lists; those here have the same names, arguments and results, so they go where verl's are::
+In verl every data-parallel rank holds its own rows, and balancing divides them into partitions and microbatches. The
+functions here have the names, arguments and results of verl's, so one line per function installs them::
 
     verl.utils.seqlen_balancing.rearrange_micro_batches = ullage.engines.verl.rearrange_micro_batches
 
-What differs is what is inside. Partitions are never less even than by verl's Karmarkar-Karp, and are made in a part of
-its time; a microbatch never holds more tokens than it may, where verl balances after it has counted and does not look
-again; a rank that cannot go on says so on every rank. Signatures are those of ``verl/utils/seqlen_balancing.py`` and,
-for the scheduler, of what ``verl/utils/dynamic_cp_scheduler.py`` calls (August 2026). verl need not be installed.
+Partitions are never less even than by verl's Karmarkar-Karp, and take less time. A microbatch never exceeds its tokens;
+verl fixes the number of microbatches first, balances, and does not check again. A failure on one rank raises on all.
+
+Signatures were copied by hand from ``verl/utils/seqlen_balancing.py`` and, for the scheduler, from the calls in
+``verl/utils/dynamic_cp_scheduler.py``, of verl's main branch as of August 2026. verl is neither imported nor installed
+where this project is tested, so a later change of its interface is not noticed by the tests.
 """
 
 from __future__ import annotations
@@ -28,29 +30,33 @@ from torch.distributed import ProcessGroup
 from ullage.engines.dealing import bins_of, fill_empty
 from ullage.errors import InputError
 from ullage.layout import Int64, as_lengths
+from ullage.planning.cost import LINEAR_7B
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan, slots_of
 from ullage.planning.request import as_positive
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 
-#: A largest partition this near the bound that holds for every division is not tried to be improved.
+#: A largest partition within this factor of the bound for every division is not improved any further,
 _LEVEL = 1.0002
-#: Up to so many items it is, because differencing takes no time.
+#: except with at most this many items, for which differencing takes next to no time.
 _FEW = 1024
 
 
 def calculate_workload(seqlen_list: Tensor) -> Tensor:
-    """Work of sequences of these lengths: ``24576·L + L²``, a 7B transformer's, int64. Does not wait for the device."""
+    """Work of sequences of these lengths, int64: ``24576·L + L²``, verl's, which is that of a 7B transformer.
+
+    Does not wait for the device.
+    """
     length = seqlen_list.long()
-    return length * (24576 + length)
+    return length * (LINEAR_7B + length)
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """The indices of ``k_partitions`` parts with sums as equal as can be found, each part in rising order, none empty.
+    """Indices of ``k_partitions`` parts whose sums are as equal as can be found; each part ascending, none empty.
 
-    ``seqlen_list``: integers >= 0, lengths or work. ``equal_size``: the parts have equally many items. The largest sum
-    is at most that of Karmarkar-Karp's differencing, or within 0.02 % of what no division can beat. Raises
+    ``seqlen_list``: integers >= 0, lengths or work. ``equal_size``: whether all parts have as many items. The
+    largest sum is at most that of Karmarkar-Karp's differencing, or within 0.02 % of what no division can beat. Raises
     ``InputError``, a ``ValueError``, for fewer items than parts, and for numbers that ``equal_size`` cannot divide.
 
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
@@ -61,7 +67,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
         raise InputError("there are fewer items than partitions", expected=f"at least {k}", found=len(values))
     if equal_size and len(values) % k:
         raise InputError("equal_size must divide the items", expected=f"a multiple of {k}", found=len(values))
-    # Every item takes one slot, so that a capacity of n/k slots makes the parts equally long.
+    # The plan: every item takes one slot, so that a capacity of n/k slots gives parts of equal size.
     made = plan(
         np.ones(len(values), np.int64),
         ranks=k,
@@ -69,6 +75,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
         cost=lambda _: values,
     )
     parts = fill_empty(bins_of(made), values.tolist(), "partitions")
+    # Differencing, where the plan is not at the bound; the more even division is taken.
     largest, least = _largest(values, parts), max(-(-int(values.sum()) // k), int(values.max()))
     if largest > least and (len(values) <= _FEW or largest > least * _LEVEL):
         others = fill_empty(_differencing(values.tolist(), k, equal_size), values.tolist(), "partitions")
@@ -81,10 +88,11 @@ def _largest(values: Int64, parts: Sequence[Sequence[int]]) -> int:
 
 
 def _differencing(values: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """Karmarkar and Karp's differencing for ``k`` parts: of two partial divisions with the widest spread, the large
-    parts of one are joined with the small parts of the other, until one division is left.
+    """Karmarkar and Karp's differencing for ``k`` parts.
 
-    A part is (sum, number of items, items as (index, value)); ties go by these, so that the outcome is one.
+    Of the two partial divisions with the widest spread, the large parts of one are joined with the small parts of the
+    other, until one division is left. A part is (sum, number of items, items as (index, value)); ties are broken by
+    these, so that the result is deterministic.
     """
     order = sorted((value, i) for i, value in enumerate(values))
     size = k if equal_size else 1
@@ -116,23 +124,30 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """A batch cut into microbatches of equal work that hold at most ``max_token_len`` tokens, and the rows of each.
+    """Microbatches of equal work with at most ``max_token_len`` tokens, and the row indices of each.
 
-    ``batch``: a ``TensorDict`` or a mapping of columns. ``input_ids`` is a jagged nested tensor, or padded [N, L]
-    beside an ``attention_mask``. As few microbatches as hold the rows, but at least ``min_num_micro_batch``, a multiple
-    of ``num_batches_divided_by`` (virtual pipeline stages), and with a ``dp_group`` as many as its neediest rank has.
-    ``force_group_size``: so many consecutive rows stay together. With ``use_dynamic_bsz_balance`` the light
-    microbatches run first and last, where a pipeline fills and drains.
+    Args:
+        batch: a ``TensorDict`` or a mapping of columns. ``input_ids`` is a jagged nested tensor, or padded [N, L]
+            beside an ``attention_mask``.
+        max_token_len: most tokens in a microbatch.
+        dp_group: data-parallel process group.
+        num_batches_divided_by: the number of microbatches is a multiple of this (virtual pipeline stages).
+        same_micro_num_in_dp: whether all ranks of ``dp_group`` get as many microbatches as the rank that needs most.
+        min_num_micro_batch: least number of microbatches. As few as hold the rows otherwise.
+        use_dynamic_bsz_balance: whether the light microbatches run first and last, where a pipeline fills and drains.
+        force_group_size: this many consecutive rows stay together.
 
-    Collective over ``dp_group``. Waits for the device, once. Raises ``InputError`` for a row or group above
+    Collective over ``dp_group``. Waits for the device once. Raises ``InputError`` for a row or group above
     ``max_token_len``, and if there are fewer rows than microbatches: on every rank, if there is a group.
     """
     size = max(1, int(force_group_size))
     axis = Axis.from_group(dp_group, "dp") if dp_group is not None and same_micro_num_in_dp else None
+    # How many microbatches this rank needs; if that fails, the other ranks learn it below.
     read, failure = tried(lambda: _read_items(batch, max_token_len, size))
     if failure is not None and axis is None:
         raise failure
     tokens, work, needed = read if read is not None else (np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
+    # The number of microbatches: the largest that any rank needs, rounded up to the multiple.
     count, available = max(needed, min_num_micro_batch or 0), len(tokens)
     if axis is not None:
         rows = gather_int64(np.array([-1 if failure else count, available]), axis)
@@ -149,6 +164,7 @@ def rearrange_micro_batches(
             found=available * size,
             hint="raise max_token_len, or lower min_num_micro_batch",
         )
+    # Divide, order, and turn groups back into rows.
     items = _even_bins(tokens, work, max_token_len, count)
     if use_dynamic_bsz_balance:
         items.sort(key=lambda ids: (int(work[ids].sum()), ids[0]), reverse=True)
@@ -158,39 +174,39 @@ def rearrange_micro_batches(
 
 
 def _read_items(batch: Any, max_token_len: int, size: int) -> tuple[Int64, Int64, int]:
-    """Tokens and work of each group of ``size`` rows, and the microbatches that they need."""
+    """Tokens and work of each group of ``size`` rows, and the number of microbatches that they need."""
     ids = batch["input_ids"]
     given = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     lengths = as_lengths(given.tolist(), "lengths of the rows")
     if len(lengths) % size:
         raise InputError("force_group_size must divide the batch", expected=f"a divisor of {len(lengths)}", found=size)
-    work = (lengths * (24576 + lengths)).reshape(-1, size).sum(1)
+    work = (lengths * (LINEAR_7B + lengths)).reshape(-1, size).sum(1)
     tokens = lengths.reshape(-1, size).sum(1)
     return tokens, work, plan(tokens, ranks=1, capacity=max_token_len, cost=lambda _: work).num_microbatches
 
 
 def _even_bins(tokens: Int64, work: Int64, capacity: int, count: int) -> list[list[int]]:
-    """``count`` bins of even work, none empty, none above ``capacity``, each in rising order."""
+    """``count`` bins of even work, none empty, none above ``capacity``, each ascending."""
     if not count:
         return []
     made = plan(tokens, ranks=count, capacity=capacity, cost=lambda _: work)
-    if made.num_microbatches > 1:  # no even division was found within the capacity; this one is known
+    if made.num_microbatches > 1:  # no even division was found; the one that gave the count is valid
         made = plan(tokens, ranks=1, capacity=capacity, cost=lambda _: work)
     bins = bins_of(made)
     return [sorted(ids) for ids in fill_empty(bins + [[] for _ in range(count - len(bins))], work.tolist())]
 
 
 def select_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Some rows of a batch, in the order given: a ``TensorDict`` of a ``TensorDict``, a dict of any other mapping.
+    """Rows of a batch, in the order given: a ``TensorDict`` from a ``TensorDict``, a dict from any other mapping.
 
-    Tensors, nested ones too, arrays and lists are columns; anything else is about the whole batch and is kept.
+    Tensors (nested ones too), arrays and lists are columns; anything else belongs to the whole batch and is kept.
     """
-    tensordict = sys.modules.get("tensordict")  # who has none of its batches need not have it installed
+    tensordict = sys.modules.get("tensordict")  # not imported: without it there can be no TensorDict
     if tensordict is None or not isinstance(batch, tensordict.TensorDictBase):
         return {name: _select(column, rows) for name, column in batch.items()}
     index = torch.tensor(rows, dtype=torch.long)
     columns = {
-        # What is no tensor is a stack with a row for each, or, without a shape, about the whole batch.
+        # Other values of a TensorDict are stacks with one entry per row, or, without a shape, for the whole batch.
         name: _select(column, rows) if isinstance(column, Tensor) else column[index] if column.shape else column
         for name, column in batch.items()
     }
@@ -213,9 +229,9 @@ def _select(column: Any, rows: Sequence[int]) -> Any:
 
 
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]]) -> Tensor:
-    """Outputs that were collected microbatch by microbatch, back in the order of the batch.
+    """Outputs of the microbatches, one after another, in the order of the batch.
 
-    ``data`` [rows, ...], or nested; ``batch_idx_list``: what :func:`rearrange_micro_batches` gave. Raises
+    ``data`` [rows, ...], or nested; ``batch_idx_list``: from :func:`rearrange_micro_batches`. Raises
     ``InputError`` if they disagree.
     """
     order = np.fromiter(chain.from_iterable(batch_idx_list), np.int64)
@@ -225,7 +241,7 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]])
 
 
 @dataclass
-class _Bin:
+class _SharedBin:
     """Sequences that ``degree`` consecutive ranks run together."""
 
     degree: int
@@ -233,11 +249,15 @@ class _Bin:
 
 
 class DynamicCPScheduler:
-    """Sequences to microbatches in which each has 1, 2, 4, ... ranks: what verl asks of a Megatron-Core scheduler.
+    """Scheduler of microbatches in which each sequence runs on 1, 2, 4, ... ranks, as verl calls Megatron-Core's.
 
-    ``max_seqlen_per_dp_cp_rank``: tokens a rank holds; ``dp_size`` · ``cp_size`` ranks; the number of microbatches is a
-    multiple of ``microbatch_group_size_per_vp_stage``; no sequence gets fewer than ``min_cp_size`` ranks. Raises
-    ``InputError``, a ``ValueError``, for numbers that are not positive or do not divide.
+    Args:
+        max_seqlen_per_dp_cp_rank: tokens that a rank holds in one microbatch.
+        cp_size, dp_size: the scheduler divides work over ``dp_size · cp_size`` ranks.
+        microbatch_group_size_per_vp_stage: the number of microbatches is a multiple of this.
+        min_cp_size: least number of ranks per sequence.
+
+    Raises ``InputError``, a ``ValueError``, for numbers that are not positive or do not divide.
     """
 
     def __init__(
@@ -256,30 +276,33 @@ class DynamicCPScheduler:
             raise InputError("min_cp_size must divide the ranks", expected=f"a part of {self.ranks}", found=min_cp_size)
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Iterable[tuple[Any, int]]) -> list[list[list[Any]]]:
-        """For each microbatch and each rank, the ids of the samples that it runs.
+        """Ids of the samples that each rank runs, by microbatch and rank.
 
         ``sample_id_seqlens``: pairs of an id and a length in tokens. Ranks that share samples are consecutive and begin
         at a multiple of their number; they list the same ids. No rank is without samples: where the plan leaves one
-        idle, samples are split off, or shared by more ranks. Raises ``InputError`` for an id that is there twice, a
-        sequence that all ranks together cannot hold, and too few sequences for that.
+        idle, a bin is divided or shared by more ranks. Raises ``InputError`` for an id that occurs twice, a sequence
+        that all ranks together cannot hold, and too few sequences to keep every rank busy.
         """
         pairs = list(sample_id_seqlens)
         names = [name for name, _ in pairs]
         if len(set(names)) != len(names):
-            raise InputError("an id is there twice", found=next(name for name in names if names.count(name) > 1))
+            raise InputError("an id occurs twice", found=next(name for name in names if names.count(name) > 1))
         lengths = as_lengths([length for _, length in pairs], "lengths")
-        hosts, capacity = self.ranks // self.min_cp_size, self.max_seqlen_per_dp_cp_rank * self.min_cp_size
+        # Blocks of ``min_cp_size`` ranks are the ranks of the plan, which then gives each bin 1, 2, 4, ... of them.
+        num_blocks, capacity = self.ranks // self.min_cp_size, self.max_seqlen_per_dp_cp_rank * self.min_cp_size
         made = plan(
             lengths,
-            ranks=hosts,
+            ranks=num_blocks,
             capacity=capacity,
             context_parallel="auto",
             microbatch_multiple=self.multiple,
             pad_to_multiple_of=1 if self.min_cp_size == 1 else 2 * self.min_cp_size,
         )
+        # Every microbatch must occupy every rank, and their number be a multiple.
         steps = [step for microbatch in range(made.num_microbatches) if (step := _occupied(made, microbatch))]
         steps += [[] for _ in range(-len(steps) % self.multiple)]
         _occupy_all(steps, made)
+        # Largest degree first, so that each bin begins at a multiple of its degree.
         return [
             [
                 [names[i] for i in part.ids]
@@ -290,23 +313,26 @@ class DynamicCPScheduler:
         ]
 
 
-def _occupied(made: Plan, microbatch: int) -> list[_Bin]:
+def _occupied(made: Plan, microbatch: int) -> list[_SharedBin]:
     found, rank = [], 0
     while rank < made.ranks:
         degree = made.degree(microbatch, rank)
         ids = made.members(microbatch, rank).tolist()
         if ids:
-            found.append(_Bin(degree, ids))
+            found.append(_SharedBin(degree, ids))
         rank += degree
     return found
 
 
-def _occupy_all(steps: list[list[_Bin]], made: Plan) -> None:
-    """Gives every rank of every microbatch something to do: halves the dearest bin that can be halved into the idle
-    ranks, or doubles its degree, or takes a sequence from another bin."""
+def _occupy_all(steps: list[list[_SharedBin]], made: Plan) -> None:
+    """Occupy the idle ranks of every microbatch, most expensive bin first.
+
+    A bin of several sequences is halved, and one half goes to the idle ranks; a bin of one sequence gets twice as many
+    ranks; where no bin fits the idle ranks, they get a sequence of another bin, of any microbatch. Changes ``steps``.
+    """
     costs = made.costs.tolist()
 
-    def each(part: _Bin) -> float:
+    def cost_per_rank(part: _SharedBin) -> float:
         return sum(costs[i] for i in part.ids) / part.degree
 
     for step in steps:
@@ -317,13 +343,13 @@ def _occupy_all(steps: list[list[_Bin]], made: Plan) -> None:
                 if part.degree <= idle and (len(part.ids) > 1 or _fits(made, part.ids[0], 2 * part.degree))
             ]
             if not fitting:
-                step.append(_taken(steps, idle, made, each))
+                step.append(_taken(steps, idle, made, cost_per_rank))
                 continue
-            dearest = max(fitting, key=each)
-            if len(dearest.ids) > 1:
-                step.append(_Bin(dearest.degree, _halve(dearest.ids, costs)))
+            expensive = max(fitting, key=cost_per_rank)
+            if len(expensive.ids) > 1:
+                step.append(_SharedBin(expensive.degree, _halve(expensive.ids, costs)))
             else:
-                dearest.degree *= 2
+                expensive.degree *= 2
 
 
 def _fits(made: Plan, i: int, degree: int) -> bool:
@@ -331,7 +357,7 @@ def _fits(made: Plan, i: int, degree: int) -> bool:
 
 
 def _halve(ids: list[int], costs: list[int]) -> list[int]:
-    """Takes about half of the work, and at least one of several sequences, out of ``ids``."""
+    """Move sequences with about half of the work, at least one and not all, out of ``ids``; return them."""
     kept, taken, balance = [], [], 0
     for i in sorted(ids, key=lambda i: -costs[i]):
         lighter = kept if balance < 0 or not kept else taken
@@ -341,17 +367,19 @@ def _halve(ids: list[int], costs: list[int]) -> list[int]:
     return taken
 
 
-def _taken(steps: list[list[_Bin]], idle: int, made: Plan, each: Callable[[_Bin], float]) -> _Bin:
-    """A sequence that fits on at most ``idle`` ranks, taken from the dearest bin that has several."""
+def _taken(
+    steps: list[list[_SharedBin]], idle: int, made: Plan, cost_per_rank: Callable[[_SharedBin], float]
+) -> _SharedBin:
+    """Bin of one sequence that fits on at most ``idle`` ranks, from the most expensive bin that has several."""
     rich = [part for step in steps for part in step if len(part.ids) > 1]
-    for part in sorted(rich, key=each, reverse=True):
+    for part in sorted(rich, key=cost_per_rank, reverse=True):
         for i in sorted(part.ids, key=lambda i: -int(made.costs[i])):
             degree = 1
             while degree <= idle and not _fits(made, i, degree):
                 degree *= 2
             if degree <= idle:
                 part.ids.remove(i)
-                return _Bin(degree, [i])
+                return _SharedBin(degree, [i])
     raise InputError(
         "there are too few sequences to keep every rank busy",
         expected="for each rank of each microbatch a sequence, or a power-of-two share of one",

@@ -27,6 +27,8 @@ Cost = Callable[[Int64], Any]
 
 #: Sums of costs stay below this, so that no int64 comparison overflows.
 _TOTAL_LIMIT = 2.0**60
+#: Cost of a token, in units of a squared token, of a 7B transformer: 6 · hidden size 4096. The default of the planner.
+LINEAR_7B = 24576
 #: Costs that are not integers are scaled up until the dearest has about this many bits.
 _RESOLUTION_BITS = 40
 
@@ -40,7 +42,7 @@ class TransformerCost:
     ``cost/d + communication·L·(d − 1)/d``. Raises ``InputError`` for numbers that are negative or not finite.
     """
 
-    linear: float = 24576
+    linear: float = LINEAR_7B
     quadratic: float = 1
     per_microbatch: float = 0
     communication: float = 0

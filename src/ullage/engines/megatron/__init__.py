@@ -1,9 +1,9 @@
-"""Megatron-Core trained on packed, balanced sequences: its own entry points over our steps.
+"""Megatron-Core adapter: its entry points for sequence packing, over ullage's plans and steps.
 
 :func:`wrap_data_iterator` and :func:`get_batch_on_this_rank_for_sequence_packing` have Megatron-Core's signatures,
 config fields, sample keys and returned tuples. :func:`packed_step` is the first of them with the plan kept.
 :func:`packed_block_spec` is a layer spec whose attention takes packed rows where Transformer Engine is not there, and
-:func:`on_cpu` lets megatron-core run without CUDA. megatron-core is imported by what needs it, when it is called.
+:func:`on_cpu` lets megatron-core run without CUDA. megatron-core is imported only by the functions that need it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``get_batch_on_this_rank_for_sequence_packing``: one microbatch, sliced for cp and given to the ranks of tp.
+"""Next microbatch of a rank (``get_batch_on_this_rank_for_sequence_packing``): sliced over cp and shared over tp.
 
-Per call two small steps: the tensor-parallel ranks tell each other whether they have what they need, so that an error
-on one is an error on all; then rank 0 shares what this stage wants. Where every rank has its own microbatches
-(``wrap_data_iterator(owners="every")``) nothing is shared. Slicing is :func:`ullage.exchange.shard` and stands alone.
+A call has two collective steps over the tensor-parallel ranks: they exchange whether each has what it needs, so that an
+error on one is an error on all; then rank 0 sends the fields that this pipeline stage needs. Where every rank has its
+own microbatches (``wrap_data_iterator(owners="every")``) nothing is sent. Slicing is :func:`ullage.exchange.shard`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from torch.distributed import ProcessGroup
 
-#: What travels beside the fields: for each sequence its length, its slot, the degree (0 if fixed), whether the fields
-#: lie on a GPU, and whether the last stage rolls its labels.
-_ROWS = "length, slot, degree, on a GPU, rolled"
+#: Field that is sent beside those of the model, int64 [sequences, 5]: length, slot, context-parallel degree (0 if it is
+#: fixed), whether the fields lie on a GPU, and whether the last stage rolls its labels.
+_DESCRIPTION = "length, slot, degree, on a GPU, rolled"
 
 Batch = tuple[Tensor | None, Tensor | None, Tensor | None, None, Tensor | None, "PackedSeqParams", Tensor]
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Which part of the row is this rank's."""
+    """This rank's part of a row: part ``rank`` of ``size``, and the process group of the other parts if it varies."""
 
     size: int
     rank: int
@@ -57,21 +57,30 @@ def get_batch_on_this_rank_for_sequence_packing(
 ) -> Batch:
     """(tokens, labels, loss_mask, None, position_ids, PackedSeqParams, padding_mask) of the next microbatch.
 
-    Tensors are [1, T], T the row's slots divided by cp: tokens and positions on the first stage, labels and mask on
-    the last, all four where there is a multi-token-prediction layer, ``None`` elsewhere; ``padding_mask`` (bool, true
-    on padding) everywhere. ``data_iterator``: as ``wrap_data_iterator`` gave it, or any iterator of dicts with
-    ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen`` and the fields; ``None`` on tensor-parallel ranks but 0.
+    Args:
+        data_iterator: from ``wrap_data_iterator``, or any iterator of dicts with ``cu_seqlens``,
+            ``cu_seqlens_padded``, ``max_seqlen`` and the fields; ``None`` on tensor-parallel ranks other than 0.
+        vpp_size: number of virtual pipeline stages, ``None`` without.
+        mtp_on_this_rank: whether a multi-token-prediction layer is on this stage, which then gets all four fields.
+        vp_stage: the virtual stage of this call.
+        pg_collection: process groups; Megatron's parallel state if ``None``.
 
-    Collective over tp. Raises on every rank of tp if one has not what it needs: ``InputError`` there,
-    ``DistributedError`` on the others.
+    Tensors are [1, T], T being the padded tokens of the row divided by cp: tokens and positions on the first stage,
+    labels and mask on the last, ``None`` elsewhere; ``padding_mask`` (bool, true on padding) everywhere.
+
+    Collective over tp. Waits for the device if ``cu_seqlens`` lie on one. If a rank of tp lacks something, it raises
+    ``InputError`` and the others ``DistributedError``.
     """
+    # The fields that this stage needs.
     topology = _inner_axes(pg_collection)
     first = topology.is_first_stage and vp_stage in (None, 0)
     last = topology.is_last_stage and (vp_stage is None or vpp_size is None or vp_stage == vpp_size - 1)
     wanted = [name for name in FIELDS if mtp_on_this_rank or (first if name in ("tokens", "position_ids") else last)]
+    # All ranks of tp go on, or all raise.
     given, failure = tried(lambda: _take(data_iterator, wanted, topology))
     everywhere = given is not None and given.everywhere
     _agree(topology.tp, failure, everywhere)
+    # Rank 0 cuts the slice of this context-parallel rank and sends it.
     mine: RaggedBatch | None = None
     if given is not None:
         mine, failure = tried(lambda: _sliced(given, wanted, topology, pg_collection))
@@ -83,7 +92,7 @@ def get_batch_on_this_rank_for_sequence_packing(
 
 
 def _inner_axes(groups: Any) -> Topology:
-    """The axes within one data-parallel coordinate; a collection need not have more than these."""
+    """The axes cp, tp and pp; a collection need not have any other group."""
     if groups is None:
         return Topology.from_megatron()
     return Topology(**{name: Axis.from_group(getattr(groups, name, None), name) for name in ("cp", "tp", "pp")})
@@ -144,7 +153,7 @@ def _agree(axis: Axis, failure: Exception | None, everywhere: bool) -> None:
 
 
 def _slice_of(degree: int, topology: Topology, pg_collection: Any) -> _Slice:
-    """This rank's part: of the fixed context-parallel group, or of the group of this microbatch's own degree."""
+    """This rank's part, in the fixed context-parallel group or in the group of this microbatch's own degree."""
     if degree == 0:
         return _Slice(topology.cp.size, topology.cp.rank)
     whole = Topology.from_megatron(pg_collection, flatten_cp=True).dp
@@ -155,12 +164,12 @@ def _slice_of(degree: int, topology: Topology, pg_collection: Any) -> _Slice:
 
 
 def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collection: Any) -> RaggedBatch:
-    """What this rank and its tensor-parallel peers run."""
+    """Slice of a microbatch for this rank and its tensor-parallel peers, with ``_DESCRIPTION`` per sequence."""
     layout, local = given.layout, given.get("local_cp_size")
     degree = 0 if local is None else int(local)
     part = _slice_of(degree, topology, pg_collection)
     home = home_device(topology)
-    # What wrap_data_iterator made is clean; anyone else's padding may hold what a kernel cannot take.
+    # Padding from wrap_data_iterator holds zeros; that of other iterators may hold ids that a kernel cannot take.
     clean = None if given.clean or layout.num_tokens == layout.size else padding_mask(layout)
     values: dict[str, Tensor] = {}
     for name in wanted:
@@ -180,11 +189,11 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
     rows[:, 0], rows[:, 1], rows[:, 2:] = layout.lengths, layout.slots, (degree, on_gpu, given.rolled)
     described = torch.from_numpy(rows)
     values = {name: piece[name] for name in wanted}
-    return RaggedBatch({**values, _ROWS: described}, piece.layout, (_ROWS,))
+    return RaggedBatch({**values, _DESCRIPTION: described}, piece.layout, (_DESCRIPTION,))
 
 
 def _finish(part: RaggedBatch, wanted: list[str], topology: Topology, pg_collection: Any, mtp: bool) -> Batch:
-    rows = part[_ROWS].cpu().numpy()
+    rows = part[_DESCRIPTION].cpu().numpy()
     layout = Layout.from_slots(rows[:, 0], rows[:, 1])
     cut = _slice_of(int(rows[0, 2]), topology, pg_collection)
     device = home_device(topology)
@@ -215,11 +224,11 @@ def _has_transformer_engine() -> bool:
 def _packed_seq_params(
     layout: Layout, device: torch.device, degree: int, group: ProcessGroup | None, rolled: bool
 ) -> PackedSeqParams:
-    """Lengths and places, each under its own name.
+    """``PackedSeqParams`` with real lengths in ``cu_seqlens_q`` and padded ones in ``cu_seqlens_q_padded``.
 
-    Two consumers take ``cu_seqlens_q`` for places in the row: megatron-core's roll of multi-token-prediction labels,
-    and Transformer Engine under context parallelism. For them it holds the places too, which under a causal mask is
-    exact: padding stands behind every token of its sequence.
+    Two readers use ``cu_seqlens_q`` as positions in the row: megatron-core's roll of multi-token-prediction labels, and
+    Transformer Engine under context parallelism. For them it holds the padded lengths as well, which is exact under a
+    causal mask, because padding follows every token of its sequence.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

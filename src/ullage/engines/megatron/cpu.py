@@ -1,10 +1,10 @@
-"""Lets megatron-core run on CPUs with gloo, for tests and laptops; does nothing where there is CUDA.
+"""Stand-ins that let megatron-core run on CPUs with gloo, for tests and laptops; nothing is replaced under CUDA.
 
 megatron-core asks torch for the current CUDA device when it makes buffers, moves batches with ``Tensor.cuda`` and
-counts tokens in a tensor with ``device="cuda"``. Within :func:`on_cpu` these mean the host. What has no meaning there,
-synchronising and the tracker of CUDA random states, does nothing; so dropout draws from torch's own generator. What a
-pipeline stage sends keeps its memory until its backward pass: megatron-core frees it once the send is posted, which on
-a GPU happens in the stream's order, but gloo reads the memory whenever the receiver is ready.
+counts tokens in a tensor with ``device="cuda"``. Within :func:`on_cpu` all of these use the CPU. Synchronising and the
+tracker of CUDA random states do nothing; so dropout draws from torch's own generator. The output that a pipeline stage
+sends keeps its memory until its backward pass: megatron-core frees it once the send is posted, which on a GPU happens
+in the stream's order, but gloo reads the memory whenever the receiver is ready.
 Checked with megatron-core 0.16.1.
 """
 
@@ -22,7 +22,7 @@ from ullage.errors import InputError
 
 
 class _HostTorch(types.ModuleType):
-    """``torch`` as one module of megatron-core sees it: its new tensors lie on the host."""
+    """Stand-in for ``torch`` in one module of megatron-core: ``zeros`` makes tensors on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -33,7 +33,7 @@ class _HostTorch(types.ModuleType):
 
 
 class _NoTracker:
-    """Stands for the tracker of CUDA random states."""
+    """Stand-in for the tracker of CUDA random states."""
 
     def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -53,7 +53,7 @@ class _NoTracker:
 
 @contextlib.contextmanager
 def on_cpu(required: bool = False) -> Iterator[None]:
-    """Within it megatron-core runs on the host, if torch has no CUDA. Models and steps both belong within.
+    """Context in which megatron-core runs on the CPU, if torch has no CUDA. Build models and run steps within it.
 
     ``required``: raise ``InputError`` where there is CUDA, instead of doing nothing.
     """

@@ -1,4 +1,4 @@
-"""The process groups of dynamic context parallelism: one for each power of two and each block of neighbours."""
+"""Process groups of dynamic context parallelism: one for each aligned block of 2, 4, 8, ... neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _made: dict[tuple[int, ...], tuple[object, dict[int, ProcessGroup]]] = {}
 
 
 def degree_groups(axis: Axis) -> dict[int, ProcessGroup]:
-    """The groups of 2, 4, 8, ... neighbours along dp·cp that this rank belongs to, by their size.
+    """Process groups of 2, 4, 8, ... neighbours along dp·cp that this rank belongs to, by size.
 
-    Made once for each world and axis, with the backend of the axis's group; the first call is collective over the
-    world. Neighbours are aligned: the group of *d* ranks at coordinate *r* is that of *r // d*.
+    Made once per world and axis, with the backend of the axis's group; the first call is collective over the world.
+    Neighbours are aligned: the group of *d* ranks at coordinate *r* is that of *r // d*.
     """
     key, world = tuple(axis.ranks), dist.group.WORLD if dist.is_initialized() else None
     held = _made.get(key)
@@ -29,7 +29,7 @@ def degree_groups(axis: Axis) -> dict[int, ProcessGroup]:
         everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(everyone, key)
         backend = dist.get_backend(axis.group)
-        # All ranks make all groups, in one order: the only way that every backend takes.
+        # Every backend requires that all ranks make all groups in the same order.
         for ranks in sorted(set(everyone)):
             degree = 2
             while degree <= len(ranks):

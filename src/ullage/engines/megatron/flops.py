@@ -1,4 +1,4 @@
-"""The FLOPs of a Megatron-Core GPT by its config: what its sequences cost, and what a step should be told in."""
+"""FLOPs of a Megatron-Core GPT, from its config: the cost of its sequences, and the work of a step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | None:
-    """Forward FLOPs a token, and FLOPs a squared token, of a GPT with this ``TransformerConfig``; causal half only.
+    """Forward FLOPs per token, and per squared token (causal half only), of a GPT with this ``TransformerConfig``.
 
     A batch costs ``terms[0]·Σlength + terms[1]·Σlength²`` forward and three times that with backward. ``vocab_size``:
-    of the output layer, 0 to leave it out. ``None`` where the config does not say, or describes experts or latent
+    of the output layer, 0 to leave it out. Returns ``None`` for a config without sizes, and for experts or latent
     attention, for which there is no formula here.
     """
     hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_layers", None)

@@ -1,8 +1,9 @@
-"""A layer spec of megatron-core whose attention takes packed rows without Transformer Engine.
+"""Layer spec for megatron-core whose attention takes packed rows without Transformer Engine.
 
-``megatron-core``'s own local spec asserts that no sequence is packed and that its norms see no sequence parallelism.
-Here the core attention is ours: on CUDA torch's varlen kernel, elsewhere scaled dot product attention by lengths. Under
-context parallelism each rank gathers keys and values along the group and computes its two chunks of every sequence.
+megatron-core's own local spec asserts that no sequence is packed and that its norms see no sequence parallelism.
+Here the core attention is ullage's: on CUDA torch's varlen kernel, elsewhere scaled dot product attention by lengths.
+Under context parallelism each rank gathers keys and values along the group and computes its two chunks of every
+sequence.
 
 megatron-core 0.16.1 applies rotary positions by the model's context-parallel group even where a microbatch comes with a
 group of its own (``PackedSeqParams.cp_group``); :class:`PackedSelfAttention` gives it that group for the call.
@@ -39,7 +40,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """What ``GPTModel`` takes as ``transformer_layer_spec``: this stage's layers and its last norm, for packed rows.
+    """Spec of this stage's layers and last norm, for packed rows: ``GPTModel``'s ``transformer_layer_spec``.
 
     ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree.
     Raises ``InputError`` for what the attention here does not do.
@@ -51,7 +52,7 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
 
 
 def packed_layer_spec(config: Any) -> Any:
-    """One layer of :func:`packed_block_spec`, a ``ModuleSpec``: for ``get_gpt_mtp_block_spec``, for example."""
+    """``ModuleSpec`` of one layer of :func:`packed_block_spec`, for example for ``get_gpt_mtp_block_spec``."""
     _refuse(config)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -87,7 +88,7 @@ def _refuse(config: Any) -> None:
 
 
 class PackedNorm:
-    """A LayerNorm or RMSNorm of torch whose parameters are marked for the all-reduce of sequence parallelism."""
+    """torch's LayerNorm or RMSNorm, with parameters marked for the all-reduce of sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
         norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}.get(config.normalization)
@@ -101,7 +102,7 @@ class PackedNorm:
 
 
 class _Alone:
-    """A group of this rank only, as far as rotary positions ask."""
+    """Group of this rank only, with the two methods that rotary positions call."""
 
     def size(self) -> int:
         return 1
@@ -111,7 +112,7 @@ class _Alone:
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention that applies rotary positions by the group its microbatch came with."""
+    """Self-attention that applies rotary positions by the context-parallel group of its microbatch."""
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         if packed_seq_params is None or packed_seq_params.local_cp_size is None:
@@ -157,7 +158,16 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[T, heads·dim] of packed ``query`` [T, heads, dim]; [tokens, batch, heads·dim] of plain ones."""
+        """Causal attention: [T, heads·dim] for packed rows, [tokens, batch, heads·dim] for plain ones.
+
+        Args:
+            query, key, value: [T, heads, dim] if packed, [tokens, batch, heads, dim] if not.
+            attention_mask, attn_mask_type: unused; the attention is causal.
+            attention_bias: must be None.
+            packed_seq_params: lengths of the sequences, and their context-parallel group if it varies.
+
+        Collective under context parallelism. Waits for the device unless torch's varlen kernel serves.
+        """
         if attention_bias is not None:
             raise InputError("packed attention takes no bias")
         dropout = self.dropout if self.training else 0.0
@@ -181,7 +191,7 @@ class PackedCoreAttention(MegatronModule):
 
 
 class _Gather(torch.autograd.Function):
-    """[T, ...] of each rank -> [ranks·T, ...]; backward sums what the ranks found for this rank's part."""
+    """All-gather of [T, ...] to [ranks·T, ...]; the backward pass sums the ranks' gradients of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
@@ -203,7 +213,7 @@ class _Gather(torch.autograd.Function):
 
 @lru_cache(maxsize=8)
 def _place_of(slots: tuple[int, ...], size: int) -> Int64:
-    """Where each element of the whole row stands in the slices laid end to end."""
+    """Index of each element of the whole row in the ranks' slices laid end to end."""
     layout = Layout(slots)
     order = np.concatenate([shard_index(layout, size, rank) for rank in range(size)])
     place = np.empty_like(order)
@@ -215,11 +225,13 @@ def _over_slices(
     query: Tensor, key: Tensor, value: Tensor, slots: list[int], group: Any, dropout: float, scale: float | None
 ) -> Tensor:
     """Attention of this rank's zigzag slice [T, heads, dim] over keys and values of the whole row."""
+    # Keys and values of the whole row, in its own order.
     size, rank = group.size(), group.rank()
     place = torch.from_numpy(_place_of(tuple(slots), size)).to(query.device)
     both = _Gather.apply(torch.cat([key, value], -1), group)
     both = both.index_select(0, place)  # type: ignore[union-attr]
     keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
+    # This rank's two chunks of every sequence, each against the keys from the sequence's start to the chunk's end.
     outputs, mine, start = [], 0, 0
     for slot in slots:
         chunk = slot // (2 * size)
@@ -233,7 +245,7 @@ def _over_slices(
 
 
 def _prefix(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
-    """Queries that are the last tokens of the keys, [tokens, heads, dim]."""
+    """Causal attention of queries that are the last tokens of the keys, [tokens, heads, dim]."""
     count, seen = len(query), len(key)
     mask = torch.ones(count, seen, dtype=torch.bool, device=query.device).tril(seen - count)
     rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]

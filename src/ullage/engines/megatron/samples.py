@@ -1,9 +1,9 @@
-"""What a Megatron data iterator yields, as sequences of real tokens.
+"""Samples of a Megatron data iterator, read as sequences of real tokens.
 
 Two forms are in use. A *pre-packed* sample holds several sequences end to end and ``cu_seqlens`` that bound them (with
-``cu_seqlens_padded`` too, the first gives the lengths and the second the places). A sample of *one sequence* says with
-``original_seq_len`` how many of its ``padded_seq_len`` elements are real. Padding is cut off here: the plan's layout
-pads anew, and statistics count what is real. Further fields come along, one entry a token or one a sequence.
+``cu_seqlens_padded`` too, the first gives the lengths and the second the positions). A sample of *one sequence* says
+with ``original_seq_len`` how many of its ``padded_seq_len`` elements are real. Padding is removed here: the plan's
+layout adds its own, and statistics count real tokens. Further fields are kept, one entry per token or per sequence.
 
 Source: ``_unpack_batch`` in Megatron-LM, ``megatron/core/datasets/data_schedule_utils.py``.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from ullage.columns import sample_value
 from ullage.errors import InputError
 
-#: The fields of every sample, and their dtypes.
+#: Required fields of a sample, one entry per token, and their dtypes.
 FIELDS = {
     "tokens": torch.int64,
     "labels": torch.int64,
@@ -31,7 +31,7 @@ _LENGTHS = ("original_seq_len", "padded_seq_len", "cu_seqlens", "cu_seqlens_padd
 
 
 def pull(data_iterator: Any, count: int) -> list[Any]:
-    """The next ``count`` items. Raises ``InputError`` if there are fewer."""
+    """Take the next ``count`` items. Raises ``InputError`` if there are fewer."""
     items = []
     for _ in range(count):
         try:
@@ -44,9 +44,9 @@ def pull(data_iterator: Any, count: int) -> list[Any]:
 
 
 def read_items(items: Iterable[Any]) -> list[dict[str, Tensor]]:
-    """The sequences of what an iterator yielded: samples, or lists of samples. Does not write to them.
+    """Sequences of the items of an iterator, which are samples or lists of samples. Does not write to them.
 
-    Raises ``InputError`` that names sample and key for one that is missing, contradicts another or is no number.
+    Raises ``InputError`` with sample and key for a key that is missing, contradicts another or is not numeric.
     """
     samples: list[Any] = []
     for item in items:
@@ -96,7 +96,7 @@ def _sequences(samples: Sequence[Any], i: int, sample: Any) -> list[dict[str, Te
 
 
 def _flat(value: Tensor, size: int | None) -> Tensor:
-    """Without the leading dimension of 1 that a collate function adds."""
+    """``value`` without the leading dimension of 1 that a collate function adds."""
     has_row = value.ndim >= 2 and value.shape[0] == 1 and (size is None or value.shape[1] == size)
     return value.squeeze(0) if has_row else value
 
@@ -144,7 +144,7 @@ def _part(values: dict[str, Tensor], where: str, size: int, cuts: list[tuple[int
             part[name] = value[k]
         else:
             raise InputError(
-                "a field has one entry neither a token nor a sequence",
+                "a field has neither one entry per token nor one per sequence",
                 where=f"{where}, key {name!r}",
                 expected=f"{size} or {len(cuts)}",
                 found=f"shape {list(value.shape)}",

@@ -1,4 +1,4 @@
-"""What Megatron's config says about packing, read once and checked."""
+"""Packing settings from Megatron's config, read once and checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ullage.planning.plans import Plan
 from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names
 from ullage.ranks.topology import Topology
 
-#: The scheduler that gives each microbatch a context-parallel degree of its own.
+#: Name of the scheduler that gives each microbatch its own context-parallel degree.
 DYNAMIC = "default_dynamic_cp"
 #: The attribute by which ``packed_block_spec`` marks the config of a model whose attention honours
 #: ``PackedSeqParams.cp_group``. Megatron-LM's own switch for that, where it has one, is ``dynamic_context_parallel``.
@@ -25,19 +25,30 @@ TAKES_GROUPS = "attention_takes_cp_group"
 
 
 def schedulers() -> list[str]:
-    """Every name that ``config.sequence_packing_scheduler`` may have: ours and upstream's."""
+    """Valid names for ``config.sequence_packing_scheduler``: ullage's strategies and Megatron-LM's schedulers."""
     return [name for name in strategy_names() if ALIASES.get(name, name) != PREASSIGNED]
 
 
 def is_dynamic(config: Any) -> bool:
-    """Whether the config asks for a context-parallel degree for each microbatch."""
+    """Whether the config asks for a context-parallel degree per microbatch."""
     return _scheduler(config) == DYNAMIC
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``capacity``: slots a dp·cp rank holds in one microbatch. ``virtual``: virtual pipeline stages, 1 without.
-    ``multiple``: of the number of microbatches. ``mtp_stages``: pipeline stages with multi-token-prediction layers."""
+    """Packing settings of a run.
+
+    Attributes:
+        capacity: padded tokens that a dp·cp rank holds in one microbatch.
+        scheduler: one of :func:`schedulers`.
+        virtual: number of virtual pipeline stages, 1 without.
+        multiple: the number of microbatches is a multiple of this.
+        mtp_stages: pipeline stages with multi-token-prediction layers; -1 is the last.
+        cost: cost of a sequence.
+        fp8_multiple: each rank's row is a multiple of this many tokens, for FP8 kernels.
+        sequence_parallel: whether tensor-parallel ranks divide the row.
+        alignment: ``pad_packed_seq_alignment``; a slot is a multiple of this.
+    """
 
     capacity: int
     scheduler: str
@@ -55,7 +66,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Any) -> Settings:
-        """Raises ``InputError`` for a field that is missing or cannot be used, and for an unknown scheduler."""
+        """Read a config. Raises ``InputError`` for a field that is missing or invalid, and for an unknown scheduler."""
         capacity = _positive(config, "max_seqlen_per_dp_cp_rank")
         _field(config, "sequence_packing_scheduler", hint=f"set one of {', '.join(schedulers())}")
         scheduler = _scheduler(config)
@@ -81,21 +92,20 @@ class Settings:
         )
 
     def pad_to_multiple_of(self, topology: Topology) -> int:
-        """What a slot is a multiple of: two chunks for each context-parallel rank, each rank's part for sequence
-        parallelism, and what FP8 kernels take."""
+        """Multiple of a slot: two chunks per context-parallel rank, each divisible for sequence parallelism and FP8."""
         cp, tp = topology.cp.size, topology.tp.size
         halves = 2 * cp if cp > 1 else 1
         return math.lcm(halves * (tp if self.sequence_parallel else 1), self.fp8_multiple * cp, self.alignment)
 
     def row_multiple(self, topology: Topology, degree: int | None) -> int:
-        """What a whole row is a multiple of. Slots of a degree of their own are multiples of twice that degree, which
-        with sequence parallelism each rank may not be able to cut further."""
+        """Multiple of a whole row. With a degree per microbatch, slots are multiples of twice the degree only, so the
+        row is filled up to what sequence parallelism and FP8 can divide."""
         if degree is None or degree == 1:
             return self.pad_to_multiple_of(topology)
         return math.lcm(self.pad_to_multiple_of(topology) * degree, 2 * degree)
 
     def planner(self, topology: Topology) -> Callable[[Int64], Plan]:
-        """A function of the lengths; ``topology`` has dp flattened over cp if the degree is dynamic."""
+        """Function from lengths to a plan; ``topology`` has dp flattened over cp if the degree is dynamic."""
 
         def make_plan(lengths: np.ndarray) -> Plan:
             return plan(
@@ -134,7 +144,7 @@ def _positive(config: Any, name: str) -> int:
 
 
 def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
-    """A model that does not honour the group of its microbatch would train on wrong positions without a word."""
+    """Refuse models that ignore the group of a microbatch: they would train on wrong positions without an error."""
     reason = None
     if mtp_stages:
         reason = "megatron-core rolls multi-token-prediction labels over the model's one context-parallel group"
@@ -155,7 +165,7 @@ def _cost(config: Any) -> TransformerCost:
 
 
 def _fp8_multiple(config: Any) -> int:
-    """Tokens that FP8 kernels want a rank's row to be a multiple of, by recipe. Source: Megatron-LM's padding."""
+    """Multiple of a rank's row that FP8 kernels require, in tokens, by recipe. Source: Megatron-LM's padding."""
     if not getattr(config, "fp8", None):
         return 1
     recipe = str(getattr(config, "fp8_recipe", ""))
@@ -163,7 +173,7 @@ def _fp8_multiple(config: Any) -> int:
 
 
 def _mtp_stages(config: Any) -> frozenset[int]:
-    """The pipeline stages that hold multi-token-prediction layers; -1 is the last. Source: ``mtp_on_this_rank``."""
+    """Pipeline stages that hold multi-token-prediction layers; -1 is the last. Source: ``mtp_on_this_rank``."""
     if not getattr(config, "mtp_num_layers", None):
         return frozenset()
     layout = getattr(config, "pipeline_model_parallel_layout", None)

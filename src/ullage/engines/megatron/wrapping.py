@@ -1,12 +1,12 @@
-"""``wrap_data_iterator``: one global batch taken from the iterators, planned, exchanged and packed.
+"""Packed microbatches of one step (``wrap_data_iterator``): taken from the iterators, planned, exchanged, packed.
 
-Collective over all ranks; whatever goes wrong on one of them is raised on all. Tensor-parallel rank 0 of the first and
-of the last pipeline stage bring samples, in lock-step, as in Megatron-LM; stages between learn every length, and get
-the fields too if they hold multi-token-prediction layers. With ``owners="every"`` each rank brings the samples of its
-data-parallel coordinate, and nothing is broadcast along tp and pp.
+Collective over all ranks; a failure on one of them is raised on all. Tensor-parallel rank 0 of the first and of the
+last pipeline stage pass the same samples, as in Megatron-LM; the stages between get the lengths, and the fields too if
+they hold multi-token-prediction layers. With ``owners="every"`` each rank passes the samples of its data-parallel
+coordinate, and nothing is broadcast along tp and pp.
 
-Source of signature and returned tuple: ``megatron/core/datasets/data_schedule.py`` of Megatron-LM (its pull request
-2924 and what became of it).
+Source of signature and returned tuple: ``megatron/core/datasets/data_schedule.py`` of Megatron-LM (pull request 2924
+and its successors).
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from ullage.ranks import Topology, tried
 
 
 class Microbatch(dict[str, Any]):
-    """One packed microbatch under Megatron's keys, its lengths kept on the host beside them.
+    """Packed microbatch under Megatron's keys, with its lengths on the host.
 
-    ``everywhere``: whether each tensor-parallel rank has it, so that nothing need be broadcast. ``rolled``: whether a
-    multi-token-prediction layer somewhere in the model makes the last stage roll its labels. ``clean``: whether padding
-    holds zeros.
+    Args:
+        values: tensors by Megatron's keys.
+        layout: lengths and slots of the sequences.
+        everywhere: whether each tensor-parallel rank has the microbatch, so that nothing need be broadcast.
+        rolled: whether a multi-token-prediction layer anywhere in the model makes the last stage roll its labels.
+        clean: whether padding holds zeros.
     """
 
     def __init__(
@@ -55,8 +58,11 @@ class Microbatch(dict[str, Any]):
 
 @dataclass(frozen=True)
 class WrappedStep:
-    """A step as Megatron takes it. ``data_iterator``: an iterator, ``None``, or a list of them, one a virtual stage.
-    The other fields are equal on every rank; ``num_tokens`` and ``sum_squared_lengths`` count real tokens, exactly."""
+    """Packed step for Megatron's schedules.
+
+    ``data_iterator``: an iterator, ``None``, or a list of them, one per virtual stage. The other fields are equal on
+    every rank; ``num_tokens`` and ``sum_squared_lengths`` are exact integers over real tokens.
+    """
 
     data_iterator: Any
     num_microbatches: int
@@ -68,7 +74,10 @@ class WrappedStep:
 def wrap_data_iterator(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None, *, owners: str = "ends"
 ) -> tuple[Any, int, int, int]:
-    """(data iterator, number of microbatches, Σlength, Σlength²) of one step; see :func:`packed_step`."""
+    """(data iterator, number of microbatches, Σlength, Σlength²) of one step.
+
+    Megatron-LM's signature; arguments, collectives and errors are those of :func:`packed_step`.
+    """
     step = packed_step(data_iterator, config, num_microbatches, pg_collection, owners=owners)
     return step.data_iterator, step.num_microbatches, step.num_tokens, step.sum_squared_lengths
 
@@ -76,14 +85,16 @@ def wrap_data_iterator(
 def packed_step(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None, *, owners: str = "ends"
 ) -> WrappedStep:
-    """Takes a step's samples from the iterators and gives back packed microbatches, planned over all ranks.
+    """Take a step's samples from the iterators and make packed microbatches of them, planned over all ranks.
 
-    ``data_iterator``: on a rank that brings samples, an iterator of samples or of lists of samples, or with virtual
-    stages a list with one iterator and ``None`` otherwise; elsewhere ``None``. ``config``: needs
-    ``max_seqlen_per_dp_cp_rank``, ``sequence_packing_scheduler``, ``virtual_pipeline_model_parallel_size``, and with
-    virtual stages ``microbatch_group_size_per_vp_stage``. ``num_microbatches``: items to take from each iterator.
-    ``pg_collection``: process groups; Megatron's parallel state if ``None``. ``owners``: ``"ends"``, or ``"every"``
-    where every rank brings samples.
+    Args:
+        data_iterator: on a rank that passes samples, an iterator of samples or of lists of samples, or with virtual
+            stages a list with one iterator and ``None`` otherwise; ``None`` on other ranks.
+        config: has ``max_seqlen_per_dp_cp_rank``, ``sequence_packing_scheduler``,
+            ``virtual_pipeline_model_parallel_size``, and with virtual stages ``microbatch_group_size_per_vp_stage``.
+        num_microbatches: number of items to take from each iterator.
+        pg_collection: process groups; Megatron's parallel state if ``None``.
+        owners: ``"ends"``, or ``"every"`` where every rank passes samples.
 
     Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
     """
@@ -99,7 +110,7 @@ def packed_step(
     maker = _maker(topology, settings, source, num_microbatches, failure, pg_collection)
     made = maker.make(failure)
     if made is None:
-        raise InputError("no rank has any sample for this step", expected=f"{num_microbatches} a rank")
+        raise InputError("no rank has any sample for this step", expected=f"{num_microbatches} per rank")
     assert settings is not None
     if settings.dynamic:
         degree_groups(topology.dp)
@@ -111,7 +122,7 @@ _compared: dict[tuple[Any, ...], object] = {}
 
 
 def _compare_once(topology: Topology) -> None:
-    """Collective the first time that these groups are seen: raises on every rank unless they make up a grid."""
+    """Check, on the first step with these groups, that they form a grid. Collective then; raises on every rank."""
     world = dist.group.WORLD if dist.is_initialized() else None
     key = (topology.owners, *(tuple(axis.ranks) for axis in topology.axes))
     if key not in _compared or _compared[key] is not world:
@@ -120,14 +131,14 @@ def _compare_once(topology: Topology) -> None:
 
 
 def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
-    """This rank's iterator, ``None`` where it should have none."""
+    """This rank's iterator, ``None`` on a rank that passes no samples. Raises ``InputError`` if that is not so."""
     given, count = data_iterator, 1
     if isinstance(given, (list, tuple)):
         count = len(given)
         given = next((one for one in given if one is not None), None)
     if count != settings.virtual and data_iterator is not None:
         raise InputError(
-            "data_iterator must have one entry a virtual stage",
+            "data_iterator must have one entry per virtual stage",
             expected=f"a list of {settings.virtual}" if settings.virtual > 1 else "one iterator",
             found=f"{type(data_iterator).__name__} of {count}" if count > 1 else type(data_iterator).__name__,
         )
@@ -149,7 +160,7 @@ def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
 
 
 class _Taken(StepMaker):
-    """The step of samples that an iterator gave, or of a failure to get them."""
+    """Step of samples that are given, or of the failure to get them."""
 
     taken: tuple[list[Any], Exception | None] = ([], None)
 
@@ -213,7 +224,7 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
 
 
 def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
-    """The batch with one more slot, all padding, where its row is empty or no multiple of what its ranks can share."""
+    """The batch with a last slot of padding, if its row is empty or not a multiple of ``multiple``."""
     size = batch.layout.size
     rest = multiple if size == 0 else -size % multiple
     if not rest:
@@ -229,7 +240,7 @@ def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
 
 
 def home_device(topology: Topology) -> torch.device | None:
-    """Where Megatron wants the data: on this process's GPU if its groups are NCCL's, otherwise where they are."""
+    """Device for Megatron's data: this process's GPU if its groups are NCCL's; otherwise ``None``, to leave it."""
     groups = [axis.group for axis in topology.axes if axis.group is not None]
     if torch.cuda.is_available() and any("nccl" in dist.get_backend_config(group) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
@@ -237,12 +248,12 @@ def home_device(topology: Topology) -> torch.device | None:
 
 
 def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None) -> dict[str, Any]:
-    """A batch under Megatron's keys."""
+    """Tensors of a batch by Megatron's keys, with its lengths."""
     values, layout = {name: batch[name] for name in batch.names}, batch.layout
     if device is not None:
         values = {name: value.to(device, non_blocking=True) for name, value in values.items()}
     if "labels" in values and layout.num_tokens < layout.size:
-        # Kernels of the loss index by label before the mask is applied, so padding's must be a token.
+        # Kernels of the loss index by label before the mask is applied, so a label of padding must be a token id.
         values["labels"] = values["labels"].masked_fill(padding_mask(layout, values["labels"].device), 0)
     where = device or next((value.device for value in values.values()), torch.device("cpu"))
     described: dict[str, Tensor] = {
@@ -257,5 +268,5 @@ def _values(batch: RaggedBatch, device: torch.device | None, degree: int | None)
 
 
 def padding_mask(layout: Layout, device: torch.device | str = "cpu") -> Tensor:
-    """True on the padding of a row, bool [layout.size]."""
+    """Mask of the padding of a row, bool [layout.size], true on padding."""
     return torch.from_numpy(layout.padding_mask()).to(device)
