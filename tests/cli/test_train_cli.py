@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from tests.support.launch import environment, full_disk
-from ullage.cli.train import _command, _run
-from ullage.cli.train_arguments import parse
+from ullage.cli.train.arguments import parse
+from ullage.cli.train.verb import _command, _run
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.training.saving import checkpoints_in, require_checkpoint
 from ullage.training.staging import partial_of
@@ -163,7 +163,7 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
 
 
 def test_a_resumed_run_keeps_its_global_batch(run, tmp_path):
-    from ullage.cli.train_record import taken_over
+    from ullage.cli.train.record import taken_over
 
     folder, *_ = run
     record = json.loads((folder / "ullage_run.json").read_text())
@@ -178,7 +178,7 @@ def test_a_resumed_run_keeps_its_global_batch(run, tmp_path):
 
 
 def test_zero_is_a_plain_config_of_deepspeed(tmp_path):
-    from ullage.cli.train_arguments import _zero
+    from ullage.cli.train.arguments import _zero
 
     (flag,) = _zero({"zero": 3})
     config = json.loads(flag.removeprefix("--deepspeed="))
@@ -192,7 +192,7 @@ def test_zero_is_a_plain_config_of_deepspeed(tmp_path):
 
 
 def test_a_llama_by_name(tmp_path):
-    from ullage.cli.train_model import load_model
+    from ullage.cli.train.model import load_model
     from ullage.datasets.text import byte_tokenizer
 
     def config(*flags: str):
@@ -213,7 +213,7 @@ def test_a_llama_by_name(tmp_path):
 def test_a_busy_port_and_a_missing_compiler_are_said_in_one_line(monkeypatch, tmp_path):
     import socket
 
-    from ullage.cli.train_process import one_line_errors
+    from ullage.cli.train.process import one_line_errors
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

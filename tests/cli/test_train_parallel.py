@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.support.launch import environment
-from ullage.cli.train import _run
-from ullage.cli.train_layout import require_layout_of
+from ullage.cli.train.layout import require_layout_of
+from ullage.cli.train.verb import _run
 from ullage.errors import CheckpointError, InputError
 from ullage.training.saving import checkpoints_in
 

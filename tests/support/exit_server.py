@@ -24,7 +24,7 @@ LOADED = (
     "deepspeed.runtime.zero.stage3",
     "transformers.integrations.deepspeed",
     "transformers.models.llama.modeling_llama",
-    "ullage.cli.train_parallel",
+    "ullage.engines.fsdp.trainer",
     "ullage.training.deepspeed",
     "ullage.training.trainer",
 )

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from tests.support import processes
-from ullage.cli.train_process import one_line_errors
+from ullage.cli.train.process import one_line_errors
 from ullage.errors import TrainingError
 from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
 from ullage.training.extensions import remove_abandoned_locks

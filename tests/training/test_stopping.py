@@ -11,8 +11,8 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 
 from tests.support.story import Samples
-from ullage.cli.train import _command
-from ullage.cli.train_process import path_of_environment
+from ullage.cli.train.process import path_of_environment
+from ullage.cli.train.verb import _command
 from ullage.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, StopOnSignal, Trainer

@@ -1,4 +1,4 @@
-"""What ``ullage train`` understands: Trainer's own arguments, ours beside them, and a YAML file that holds both.
+"""Parser of the arguments of ``ullage train``: Trainer's own, ours beside them, and a YAML file that holds both.
 
 ``HfArgumentParser`` makes flags of dataclass fields. A ``--config`` file is turned into the same flags and put before
 those of the command line, so a value means the same in both places, is checked by the same code, and the command
@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -21,8 +20,9 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train_layout import ParallelArguments
-from ullage.cli.train_record import taken_over
+from ullage.cli.train.layout import ParallelArguments
+from ullage.cli.train.record import taken_over
+from ullage.cli.train.settings import DataArguments, ModelArguments, OutputArguments, RunArguments, TrainCommand
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
@@ -88,107 +88,6 @@ _MOST_USED = (
     "report_to",
     "use_cpu",
 )
-
-
-@dataclass
-class DataArguments:
-    """Which sequences to train on."""
-
-    data: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "FILE",
-            "help": "a .jsonl, .json, .csv, .parquet or .txt file (one text a line); without it, the docstrings of "
-            "this Python's standard library",
-        },
-    )
-    text_column: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "NAME",
-            "help": "the column that holds the texts, or lists of token ids; without it 'text', or the only one",
-        },
-    )
-    eval_data: str | None = field(
-        default=None, metadata={"metavar": "FILE", "help": "a file to evaluate on, instead of a part of --data"}
-    )
-    held_out: float = field(
-        default=0.05,
-        metadata={"help": "the fraction of samples that is evaluated on and not trained on, chosen by a hash of each"},
-    )
-    max_length: int = field(
-        default=1024, metadata={"help": "cut sequences that are longer, in tokens; 0 cuts none (said in the output)"}
-    )
-    tokenizer: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "FOLDER",
-            "help": "a folder with a tokenizer; without it the model's own, or transformers' byte tokenizer",
-        },
-    )
-
-
-@dataclass
-class ModelArguments:
-    """Which model to train."""
-
-    model: str = field(
-        default="lstm",
-        metadata={
-            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm) or llama, with sizes if you like "
-            "(gru-512 or llama-256x4: hidden size, layers), a folder with a model or its config, or a config .json"
-        },
-    )
-    hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
-    num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new model (1)"})
-    dropout: float | None = field(default=None, metadata={"help": "dropout of a new recurrent model (0)"})
-
-
-@dataclass
-class OutputArguments:
-    """What to write, and over what."""
-
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "start over in a folder that holds a run: its checkpoints are deleted"}
-    )
-    json: bool = field(default=False, metadata={"help": "the closing summary as one line of JSON on stdout"})
-
-
-@dataclass
-class RunArguments:
-    """How far to go, and on which machines."""
-
-    stop_at_step: int | None = field(
-        default=None,
-        metadata={"help": "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there"},
-    )
-    allow_changed_checkpoint: bool = field(
-        default=False,
-        metadata={"help": "resume also where files of the checkpoint are not what was written, but can be read"},
-    )
-    zero: int | None = field(
-        default=None,
-        metadata={
-            "choices": [1, 2, 3],
-            "help": "train under DeepSpeed ZeRO at this stage with plain settings; --deepspeed FILE for others",
-        },
-    )
-
-
-@dataclass(frozen=True)
-class TrainCommand:
-    """The arguments of one call, each kind in its own dataclass.
-
-    ``given``: the names that the call or its config file gave, beside those taken over from a run that is resumed.
-    """
-
-    data: DataArguments
-    model: ModelArguments
-    output: OutputArguments
-    run: RunArguments
-    parallel: ParallelArguments
-    training: TrainingArguments
-    given: frozenset[str]
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:

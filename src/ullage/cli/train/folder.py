@@ -12,9 +12,10 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ullage.cli.train_record import read_record, settings_of, write_record
+from ullage.cli.train.record import read_record, settings_of, write_record
+from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError
 from ullage.training.agreement import agreement, several_ranks
 from ullage.training.resuming import newest_whole, require_whole, state_notes
@@ -27,9 +28,6 @@ from ullage.training.saving import (
     step_of,
 )
 from ullage.training.staging import PARTIAL
-
-if TYPE_CHECKING:
-    from ullage.cli.train_arguments import TrainCommand
 
 _LAST = ("true", "last")
 

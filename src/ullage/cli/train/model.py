@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ullage.cli.train_arguments import ModelArguments, TrainCommand
+from ullage.cli.train.settings import ModelArguments, TrainCommand
 from ullage.datasets.text import byte_tokenizer
 from ullage.errors import CheckpointError, InputError
 from ullage.models import RecurrentConfig

@@ -9,12 +9,10 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ullage.cli.train.settings import TrainCommand
 from ullage.errors import UsageError
-
-if TYPE_CHECKING:
-    from ullage.cli.train_arguments import TrainCommand
 
 RECORD = "ullage_run.json"
 

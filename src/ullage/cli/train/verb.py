@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from ullage.cli.leaving import leave_at_once
-from ullage.cli.train_process import make_ready, one_line_errors
+from ullage.cli.train.process import make_ready, one_line_errors
 from ullage.errors import InputError, TrainingError, UllageError
 
 if TYPE_CHECKING:
-    from ullage.cli.train_arguments import TrainCommand
-    from ullage.cli.train_progress import Meter
+    from ullage.cli.train.progress import Meter
+    from ullage.cli.train.settings import TrainCommand
     from ullage.datasets.text import TokenDataset
 
 app = typer.Typer(add_completion=False)
@@ -49,10 +49,10 @@ def train(ctx: typer.Context) -> None:
 def _run(argv: list[str], first: bool) -> None:
     from transformers import set_seed
 
-    from ullage.cli.train_arguments import parse
-    from ullage.cli.train_folder import begin, finish, look_at
-    from ullage.cli.train_layout import require_layout_of
-    from ullage.cli.train_model import load_model, load_tokenizer
+    from ullage.cli.train.arguments import parse
+    from ullage.cli.train.folder import begin, finish, look_at
+    from ullage.cli.train.layout import require_layout_of
+    from ullage.cli.train.model import load_model, load_tokenizer
     from ullage.training.arguments import require_sharding
     from ullage.training.costing import num_parameters
 
@@ -172,7 +172,7 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
-    from ullage.cli.train_progress import Meter
+    from ullage.cli.train.progress import Meter
     from ullage.training import RaggedCollator, Trainer
 
     class Measured(Trainer):
@@ -185,7 +185,7 @@ def _trainer(
         arguments.eval_strategy = IntervalStrategy.NO
     meter = Meter(show=first and not arguments.disable_tqdm)
     if command.parallel.asked:
-        from ullage.cli.train_parallel import ParallelTrainer
+        from ullage.engines.fsdp.trainer import ParallelTrainer
 
         return ParallelTrainer(command, model, tokenizer, training, held_out, meter), meter
     trainer = Measured(
@@ -206,7 +206,7 @@ def _train(
     trainer: Any, meter: Meter, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
 ) -> bool:
     """Trains; whether to the end. After a signal says how to continue, and exits with 130 or 143."""
-    from ullage.cli.train_progress import Stop
+    from ullage.cli.train.progress import Stop
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
 

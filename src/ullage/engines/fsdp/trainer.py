@@ -20,7 +20,7 @@ from transformers import DefaultFlowCallback, Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
-from ullage.cli.train_layout import WEIGHTS
+from ullage.cli.train.layout import WEIGHTS
 from ullage.engines import fsdp
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
@@ -33,7 +33,7 @@ from ullage.training.packing import PackedBatch
 from ullage.training.saving import save_checkpoint
 
 if TYPE_CHECKING:
-    from ullage.cli.train_arguments import TrainCommand
+    from ullage.cli.train.arguments import TrainCommand
 
 _STATE = "trainer_state.json"
 #: Slots a rank holds in a microbatch unless --packing_capacity says otherwise: this engine always packs.
