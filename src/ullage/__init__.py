@@ -1,108 +1,69 @@
 """ullage: training on sequences of unequal length, from the batch to the checkpoint.
 
-The face of the house. Nothing is imported until a name is touched, so ``import ullage`` costs milliseconds and
-``ullage inspect`` never loads torch or transformers.
+Nothing is imported until a name is used, so ``import ullage`` costs milliseconds and ``ullage inspect`` never loads
+torch or transformers.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage import (
-        attention,
-        batch,
-        checkpoint,
-        columns,
-        datasets,
-        engines,
-        errors,
-        exchange,
-        layout,
-        models,
-        movement,
-        places,
-        planning,
-        ranks,
-        report,
-        training,
+        attention as attention,
+        batch as batch,
+        checkpoint as checkpoint,
+        cli as cli,
+        columns as columns,
+        datasets as datasets,
+        engines as engines,
+        errors as errors,
+        exchange as exchange,
+        layout as layout,
+        models as models,
+        movement as movement,
+        places as places,
+        planning as planning,
+        ranks as ranks,
+        report as report,
+        training as training,
     )
-    from ullage.batch import RaggedBatch
-    from ullage.errors import CheckpointError, DistributedError, InputError, TrainingError, UllageError, UsageError
-    from ullage.layout import Layout, Pieces
-    from ullage.movement import to_device
-    from ullage.planning import Plan, RecurrentCost, TransformerCost, pack_lengths, plan
+    from ullage.batch import RaggedBatch as RaggedBatch
+    from ullage.errors import (
+        CheckpointError as CheckpointError,
+        DistributedError as DistributedError,
+        InputError as InputError,
+        TrainingError as TrainingError,
+        UllageError as UllageError,
+        UsageError as UsageError,
+    )
+    from ullage.layout import Layout as Layout, Pieces as Pieces
+    from ullage.movement import to_device as to_device
+    from ullage.planning import (
+        Plan as Plan,
+        RecurrentCost as RecurrentCost,
+        TransformerCost as TransformerCost,
+        pack_lengths as pack_lengths,
+        plan as plan,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "batch": ["RaggedBatch"],
+            "errors": [
+                "CheckpointError", "DistributedError", "InputError", "TrainingError", "UllageError", "UsageError",
+            ],
+            "layout": ["Layout", "Pieces"],
+            "movement": ["to_device"],
+            "planning": ["Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
+        },
+        modules=[
+            "attention", "batch", "checkpoint", "cli", "columns", "datasets", "engines", "errors", "exchange", "layout",
+            "models", "movement", "places", "planning", "ranks", "report", "training",
+        ],
+    )  # fmt: skip
 
 __version__ = "0.1.0"
-
-_HOME = {
-    "CheckpointError": "errors",
-    "DistributedError": "errors",
-    "InputError": "errors",
-    "Layout": "layout",
-    "Pieces": "layout",
-    "Plan": "planning",
-    "RaggedBatch": "batch",
-    "RecurrentCost": "planning",
-    "TrainingError": "errors",
-    "TransformerCost": "planning",
-    "UllageError": "errors",
-    "UsageError": "errors",
-    "pack_lengths": "planning",
-    "plan": "planning",
-    "to_device": "movement",
-}
-_ROOMS = (
-    "attention", "batch", "checkpoint", "columns", "datasets", "engines", "errors", "exchange", "layout", "models",
-    "movement", "places", "planning", "ranks", "report", "training",
-)  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"ullage.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in _ROOMS:
-        return importlib.import_module(f"ullage.{name}")
-    raise AttributeError(f"module 'ullage' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, *_ROOMS])
-
-
-__all__ = [
-    "CheckpointError",
-    "DistributedError",
-    "InputError",
-    "Layout",
-    "Pieces",
-    "Plan",
-    "RaggedBatch",
-    "RecurrentCost",
-    "TrainingError",
-    "TransformerCost",
-    "UllageError",
-    "UsageError",
-    "attention",
-    "batch",
-    "checkpoint",
-    "columns",
-    "datasets",
-    "engines",
-    "errors",
-    "exchange",
-    "layout",
-    "models",
-    "movement",
-    "pack_lengths",
-    "places",
-    "plan",
-    "planning",
-    "ranks",
-    "report",
-    "to_device",
-    "training",
-]

@@ -40,15 +40,15 @@ def inspect(
         except OSError as error:
             raise InputError(f"the page cannot be written: {error.strerror or error}", where=str(html)) from error
     if as_json:
-        typer.echo(json.dumps(as_data(inventory, problems)))
+        typer.echo(json.dumps(inventory_data(inventory, problems)))
     else:
         _print(inventory, problems, None if all_rows else _SHOWN, tensors=not summary)
     if problems:
         raise typer.Exit(1)
 
 
-def as_data(inventory: Any, problems: Any) -> dict[str, Any]:
-    """The inventory as plain data, for ``--json``."""
+def inventory_data(inventory: Any, problems: Any) -> dict[str, Any]:
+    """The inventory as plain data: what ``--json`` prints."""
     written_by = inventory.written_by
     return {
         "folder": str(inventory.folder),

@@ -33,8 +33,8 @@ _PADDED_STEPS = 6
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Where a leg runs: ``zero`` 0 is without DeepSpeed."""
+class _Launch:
+    """Number of processes and ZeRO stage of a leg; ``zero`` 0 is without DeepSpeed."""
 
     processes: int
     zero: int
@@ -53,7 +53,7 @@ class _Layout:
         return ["--zero", str(self.zero)] if self.zero else []
 
 
-_LAYOUTS = (_Layout(2, 2), _Layout(1, 1), _Layout(2, 3), _Layout(1, 0))
+_LAUNCHES = (_Launch(2, 2), _Launch(1, 1), _Launch(2, 3), _Launch(1, 0))
 
 
 @app.command()
@@ -131,13 +131,13 @@ class _Quickstart:
     def __init__(self, folder: Path, steps: int, model: str) -> None:
         self.folder, self.steps = folder, steps
         self.typed: list[str] = []
-        self.stops = [steps * (k + 1) // len(_LAYOUTS) for k in range(len(_LAYOUTS))]
+        self.stops = [steps * (k + 1) // len(_LAUNCHES) for k in range(len(_LAUNCHES))]
         self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
         self.common += ["--save_total_limit", "20", "--per_device_train_batch_size", str(_BATCH // 2)]
         self.packed = ["--packing_capacity", str(_CAPACITY), "--max_steps", str(steps)]
 
     def run(self) -> tuple[Journey, Path]:
-        first, *others = _LAYOUTS
+        first, *others = _LAUNCHES
         _Shown.line("Each line that begins with $ is a command for your own terminal; OMP_NUM_THREADS=1 is set.\n")
         self.tell("How one step is planned", "plan", "docstrings", "--n", _BATCH, "--ranks", 2, "--capacity", _CAPACITY)
         padded = ["--max_steps", str(_PADDED_STEPS), "--save_steps", str(_PADDED_STEPS)]
@@ -147,19 +147,19 @@ class _Quickstart:
         self.train("Packed, without interruption: the run to compare with", first, "whole", self.steps, whole)
         self.train("The same run, stopped on the way", first, "run", self.stops[0], whole, stop=True)
         self.convert()
-        for layout, stop in zip(others, self.stops[1:], strict=True):
-            title = f"Continued on {layout}" + (" without DeepSpeed" if not layout.zero else "")
-            self.train(title, layout, "run", stop, ["--resume_from_checkpoint"], stop=stop < self.steps)
+        for launch, stop in zip(others, self.stops[1:], strict=True):
+            title = f"Continued on {launch}" + (" without DeepSpeed" if not launch.zero else "")
+            self.train(title, launch, "run", stop, ["--resume_from_checkpoint"], stop=stop < self.steps)
         journey = self.journey()
         return journey, self.page(journey)
 
     def train(
-        self, title: str, layout: _Layout, name: str, until: int, flags: Sequence[str], stop: bool = False
+        self, title: str, launch: _Launch, name: str, until: int, flags: Sequence[str], stop: bool = False
     ) -> None:
         """One ``ullage train``, unless its folder is there already."""
         folder = self.folder / name
-        flags = [*layout.flags, *flags, *(["--stop_at_step", str(until)] if stop else [])]
-        command = [*layout.launcher, "ullage", "train", "--output_dir", str(folder), *flags]
+        flags = [*launch.flags, *flags, *(["--stop_at_step", str(until)] if stop else [])]
+        command = [*launch.launcher, "ullage", "train", "--output_dir", str(folder), *flags]
         self.do(title, command, done=_reached(folder) >= until)
 
     def convert(self) -> None:
@@ -192,10 +192,10 @@ class _Quickstart:
         steps = {name: read_steps(folder / f"checkpoint-{_reached(folder)}") for name, folder in folders.items()}
         begins = [0, *self.stops]
         legs = [
-            Leg(str(layout), [step for step in steps["run"] if begin < step.number <= end])
-            for layout, begin, end in zip(_LAYOUTS, begins, self.stops, strict=False)
+            Leg(str(launch), [step for step in steps["run"] if begin < step.number <= end])
+            for launch, begin, end in zip(_LAUNCHES, begins, self.stops, strict=False)
         ]
-        first = str(_LAYOUTS[0])
+        first = str(_LAUNCHES[0])
         return Journey(Leg(first, steps["padded"]), Leg(first, steps["whole"]), legs)
 
     def page(self, journey: Journey) -> Path:

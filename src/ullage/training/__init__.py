@@ -6,47 +6,28 @@ by name, so that a collator does not wait for transformers' trainer.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ullage.training.arguments import TrainingArguments
-    from ullage.training.collators import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator
-    from ullage.training.mixin import RaggedTrainerMixin
-    from ullage.training.stopping import StopOnSignal
-    from ullage.training.trainer import Seq2SeqTrainer, Trainer
-
-_HOME = {
-    "PackedSequenceCollator": "collators",
-    "RaggedCollator": "collators",
-    "RaggedTrainerMixin": "mixin",
-    "Seq2SeqCollator": "collators",
-    "Seq2SeqTrainer": "trainer",
-    "StopOnSignal": "stopping",
-    "Trainer": "trainer",
-    "TrainingArguments": "arguments",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ullage.training' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ullage.training.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
-
-
-__all__ = [
-    "PackedSequenceCollator",
-    "RaggedCollator",
-    "RaggedTrainerMixin",
-    "Seq2SeqCollator",
-    "Seq2SeqTrainer",
-    "StopOnSignal",
-    "Trainer",
-    "TrainingArguments",
-]
+    from ullage.training.arguments import TrainingArguments as TrainingArguments
+    from ullage.training.collators import (
+        PackedSequenceCollator as PackedSequenceCollator,
+        RaggedCollator as RaggedCollator,
+        Seq2SeqCollator as Seq2SeqCollator,
+    )
+    from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
+    from ullage.training.stopping import StopOnSignal as StopOnSignal
+    from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "arguments": ["TrainingArguments"],
+            "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
+            "mixin": ["RaggedTrainerMixin"],
+            "stopping": ["StopOnSignal"],
+            "trainer": ["Seq2SeqTrainer", "Trainer"],
+        },
+    )

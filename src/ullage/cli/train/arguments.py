@@ -20,9 +20,15 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.layout import ParallelArguments
 from ullage.cli.train.record import taken_over
-from ullage.cli.train.settings import DataArguments, ModelArguments, OutputArguments, RunArguments, TrainCommand
+from ullage.cli.train.settings import (
+    DataArguments,
+    ModelArguments,
+    OutputArguments,
+    ParallelArguments,
+    RunArguments,
+    TrainCommand,
+)
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 

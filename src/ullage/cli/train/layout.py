@@ -1,42 +1,43 @@
-"""``--dp --cp --tp`` of ``ullage train``: over which axes a run is spread, and whose checkpoint a folder is."""
+"""Training over ``--dp --cp --tp``: the engine's trainer, and which kind of run wrote a checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ullage.cli.train.progress import Meter
+from ullage.cli.train.settings import TrainCommand
+from ullage.engines import fsdp
+from ullage.engines.fsdp.trainer import WEIGHTS
 from ullage.errors import CheckpointError
+from ullage.exchange import PackedStep
+from ullage.training.arguments import form_process_group
+from ullage.training.packing import PackedBatch
 
-#: The folder of a checkpoint that ``ullage.engines.fsdp`` wrote.
-WEIGHTS = "model_and_optimizer"
 
+class MeasuredTrainer(fsdp.Trainer):
+    """The engine's trainer of a command; counts what it trains on.
 
-@dataclass
-class ParallelArguments:
-    """Over which axes to spread the model; any of them turns to torch's own engine, packed."""
+    command: the call, whose ``parallel`` gives the sizes of the axes.
+    meter: counts tokens, and is a callback.
+    Others as for :class:`ullage.engines.fsdp.Trainer`.
+    """
 
-    dp: int | None = field(
-        default=None,
-        metadata={"metavar": "N", "help": "ranks that share data and weights (FSDP2); all that --cp and --tp leave"},
-    )
-    cp: int | None = field(
-        default=None, metadata={"metavar": "N", "help": "ranks that share each packed row (context parallel)"}
-    )
-    tp: int | None = field(
-        default=None, metadata={"metavar": "N", "help": "ranks that share each layer (tensor parallel)"}
-    )
-    cp_method: str = field(
-        default="auto", metadata={"help": "how cp shares attention: auto, ulysses (heads) or gather (keys)"}
-    )
+    def __init__(self, command: TrainCommand, meter: Meter, **others: Any) -> None:
+        sizes, self._meter = command.parallel, meter
+        form_process_group(command.training)  # before the axes are made of its ranks
+        super().__init__(
+            args=command.training,
+            callbacks=[meter],
+            topology=fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1),
+            cp_method=sizes.cp_method,
+            **others,
+        )
 
-    @property
-    def asked(self) -> bool:
-        """Whether the run goes over ``ullage.engines.fsdp``."""
-        return any(size is not None for size in (self.dp, self.cp, self.tp))
-
-    def data_ranks(self, world_size: int) -> int:
-        """Ranks that read different sequences; those of cp and tp share them."""
-        return self.dp or max(1, world_size // ((self.cp or 1) * (self.tp or 1)))
+    def training_step(self, step: PackedStep) -> fsdp.StepResult:
+        if self.topology.cp.rank == self.topology.tp.rank == 0:  # the others have the same sequences
+            self._meter.count(PackedBatch(tuple(step.microbatches), step.plan))
+        return super().training_step(step)
 
 
 def require_layout_of(checkpoint: Path | None, asked: bool) -> None:

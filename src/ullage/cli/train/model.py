@@ -26,7 +26,7 @@ _DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def load_tokenizer(folder: str | None, model: str) -> Any:
+def tokenizer_for(folder: str | None, model: str) -> Any:
     """The tokenizer in ``folder``, or the model's own, or the byte tokenizer. Raises ``InputError``."""
     own = Path(model)
     if folder is None and own.is_dir() and any((own / name).is_file() for name in _TOKENIZER_FILES):

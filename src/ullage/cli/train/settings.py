@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ullage.cli.train.layout import ParallelArguments
 from ullage.training import TrainingArguments
 
 
@@ -91,6 +90,34 @@ class RunArguments:
             "help": "train under DeepSpeed ZeRO at this stage with plain settings; --deepspeed FILE for others",
         },
     )
+
+
+@dataclass
+class ParallelArguments:
+    """Over which axes to spread the model; any of them turns to torch's own engine, packed."""
+
+    dp: int | None = field(
+        default=None,
+        metadata={"metavar": "N", "help": "ranks that share data and weights (FSDP2); all that --cp and --tp leave"},
+    )
+    cp: int | None = field(
+        default=None, metadata={"metavar": "N", "help": "ranks that share each packed row (context parallel)"}
+    )
+    tp: int | None = field(
+        default=None, metadata={"metavar": "N", "help": "ranks that share each layer (tensor parallel)"}
+    )
+    cp_method: str = field(
+        default="auto", metadata={"help": "how cp shares attention: auto, ulysses (heads) or gather (keys)"}
+    )
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run goes over ``ullage.engines.fsdp``."""
+        return any(size is not None for size in (self.dp, self.cp, self.tp))
+
+    def data_ranks(self, world_size: int) -> int:
+        """Ranks that read different sequences; those of cp and tp share them."""
+        return self.dp or max(1, world_size // ((self.cp or 1) * (self.tp or 1)))
 
 
 @dataclass(frozen=True)

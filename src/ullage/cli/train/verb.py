@@ -52,7 +52,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
     from ullage.cli.train.folder import begin, finish, look_at
     from ullage.cli.train.layout import require_layout_of
-    from ullage.cli.train.model import load_model, load_tokenizer
+    from ullage.cli.train.model import load_model, tokenizer_for
     from ullage.training.arguments import require_sharding
     from ullage.training.costing import num_parameters
 
@@ -71,7 +71,7 @@ def _run(argv: list[str], first: bool) -> None:
         say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
         return
     require_layout_of(situation.checkpoint, command.parallel.asked)
-    tokenizer = load_tokenizer(command.data.tokenizer, command.model.model)
+    tokenizer = tokenizer_for(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command, tokenizer, situation.checkpoint)
     training, held_out = _datasets(command, tokenizer, say)
@@ -172,10 +172,11 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
+    from ullage.cli.train.layout import MeasuredTrainer
     from ullage.cli.train.progress import Meter
     from ullage.training import RaggedCollator, Trainer
 
-    class Measured(Trainer):
+    class Counting(Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             meter.count(inputs)
             return super().training_step(model, inputs, *args, **kwargs)
@@ -184,19 +185,12 @@ def _trainer(
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
     meter = Meter(show=first and not arguments.disable_tqdm)
+    given = {"model": model, "train_dataset": training, "eval_dataset": held_out, "processing_class": tokenizer}
+    trainer: Any
     if command.parallel.asked:
-        from ullage.engines.fsdp.trainer import ParallelTrainer
-
-        return ParallelTrainer(command, model, tokenizer, training, held_out, meter), meter
-    trainer = Measured(
-        model=model,
-        args=arguments,
-        data_collator=cast(Any, RaggedCollator()),
-        train_dataset=training,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        callbacks=[meter],
-    )
+        trainer = MeasuredTrainer(command, meter, **given)
+    else:
+        trainer = Counting(args=arguments, data_collator=cast(Any, RaggedCollator()), callbacks=[meter], **given)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     return trainer, meter

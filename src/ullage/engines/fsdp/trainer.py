@@ -1,27 +1,32 @@
-"""``ullage train --dp --cp --tp``: the same run over ``ullage.engines.fsdp``, packed.
+"""Trainer over the engine of this package, with the arguments, callbacks and names of transformers' Trainer.
 
-:class:`ParallelTrainer` has the part of Trainer's face that the command uses, over the engine's own loop. When to log,
-evaluate, save and stop is decided by transformers' own callback, by the same arguments. A checkpoint holds
-``trainer_state.json``, the model's config and, in ``model_and_optimizer``, what :func:`ullage.engines.fsdp.save` wrote,
-so a run goes on with any other ``--dp --cp --tp``.
+The loop is the engine's own; when to log, evaluate, save and stop is decided by transformers' own callback, by the same
+arguments. A checkpoint holds ``trainer_state.json``, the model's config and, in ``model_and_optimizer``, what
+:func:`ullage.engines.fsdp.save` writes, so a run continues on any other topology.
+
+Source: transformers 5.23 ``trainer.py``: the names, the two groups of the optimizer, and what a callback is given.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import DefaultFlowCallback, Trainer, get_scheduler
+import transformers
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
-from ullage.cli.train.layout import WEIGHTS
-from ullage.engines import fsdp
+from ullage.batch import RaggedBatch
+from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
+from ullage.engines.fsdp.mesh import make_topology
+from ullage.engines.fsdp.model import parallelize
+from ullage.engines.fsdp.step import StepResult, evaluate_step, train_step
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
 from ullage.planning import Statistics, TransformerCost
@@ -29,17 +34,15 @@ from ullage.ranks.wire import device_of
 from ullage.training.arguments import form_process_group
 from ullage.training.costing import cost_of
 from ullage.training.counting import LeftOut
-from ullage.training.packing import PackedBatch
 from ullage.training.saving import save_checkpoint
 
-if TYPE_CHECKING:
-    from ullage.cli.train.arguments import TrainCommand
-
+#: The folder of a checkpoint that holds what ``ullage.engines.fsdp.save`` wrote.
+WEIGHTS = "model_and_optimizer"
 _STATE = "trainer_state.json"
-#: Slots a rank holds in a microbatch unless --packing_capacity says otherwise: this engine always packs.
+#: Slots a rank holds in a microbatch unless packing_capacity is given: this engine always packs.
 _CAPACITY = 8192
-#: Arguments of Trainer that this loop does not honour, and the values that ask for nothing.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
+#: Arguments that this loop does not implement, and the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "fsdp": (None, "", [], False),
     "fp16": (False,),
@@ -82,69 +85,116 @@ class Watched:
         }
 
 
-class ParallelTrainer:
-    """Trains over the engine; what ``ullage train`` asks of a Trainer, by Trainer's names."""
+class Trainer:
+    """Trains a Hugging Face causal language model on packed steps over dp, cp and tp.
+
+    The part of ``transformers.Trainer`` that a training run needs, by its names: :meth:`train`, :meth:`evaluate`,
+    :meth:`save_model`, callbacks, ``state`` and ``args``. Override :meth:`training_step` to see each step::
+
+        trainer = fsdp.Trainer(model, arguments, train_dataset=samples, topology=fsdp.make_topology(cp=2))
+        trainer.train()
+
+    model: a model of transformers, changed in place by :func:`ullage.engines.fsdp.parallelize`.
+    args: ``ullage.training.TrainingArguments``, or transformers' own, with the defaults of ours for packing. A step has
+        ``per_device_train_batch_size`` × dp sequences. Without ``packing_capacity`` a microbatch has 8192 slots.
+    data_collator: makes a RaggedBatch of a list of one sample, such as ``RaggedCollator()``; None takes samples as
+        they are: dicts with ``input_ids`` and, unless these are predicted too, ``labels``.
+    train_dataset: the samples by index, the same on every rank.
+    eval_dataset: the samples that :meth:`evaluate` takes; None evaluates nothing.
+    processing_class: a tokenizer, saved beside the model.
+    callbacks: of transformers; those that it adds by itself are there already.
+    topology: the ranks of dp, cp and tp; None is all processes of ``torchrun`` as dp.
+    cp_method: how cp shares attention: ``"auto"``, ``"ulysses"`` (heads) or ``"gather"`` (keys).
+
+    Collective. Raises ``InputError`` on every rank for an argument that this loop does not implement, an empty
+    dataset, and whatever ``parallelize`` refuses.
+    """
 
     #: As in ``RaggedTrainerMixin``.
     _stop_wish = _stop_agreed = 0
 
     def __init__(
-        self, command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, meter: Any
+        self,
+        model: Any,
+        args: Any,
+        data_collator: Callable[[list[Any]], RaggedBatch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        *,
+        topology: Topology | None = None,
+        cp_method: str = "auto",
     ) -> None:
-        self.args = command.training
-        form_process_group(self.args)
-        self._refuse()
-        sizes = command.parallel
-        self.topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
-        self.dataset, self.eval_dataset, self._tokenizer, self._meter = training, held_out, tokenizer, meter
-        if self.args.gradient_checkpointing:
-            model.activation_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+        self.args = args
+        form_process_group(args)
+        _require_supported(args)
+        if train_dataset is None or not len(train_dataset):
+            raise InputError("there is nothing to train on", where="train_dataset", expected="at least one sample")
+        self.topology = topology or make_topology()
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator, self.processing_class = data_collator, processing_class
+        if args.gradient_checkpointing:
+            model.activation_checkpointing_enable(args.gradient_checkpointing_kwargs)
         self._cost = cost_of(model)
-        dtype = torch.bfloat16 if self.args.bf16 else None
-        self.model = fsdp.parallelize(model, self.topology, dtype=dtype, cp_method=sizes.cp_method)
-        self.optimizer = _optimizer(self.model, self.args)
-        self.global_batch_size = self.args.per_device_train_batch_size * self.topology.dp.size
-        self.steps_per_epoch = math.ceil(len(training) / self.global_batch_size)
-        self.state, self.control = TrainerState(), TrainerControl()
-        epochs = float(self.args.num_train_epochs)
-        given = self.args.max_steps
-        self.state.max_steps = given if given > 0 else math.ceil(epochs * self.steps_per_epoch)
-        self.state.num_train_epochs = math.ceil(self.state.max_steps / self.steps_per_epoch)
-        self.state.is_world_process_zero = self.state.is_local_process_zero = self.args.should_save
-        self.state.train_batch_size = self.global_batch_size
-        self.state.compute_steps(self.args, self.state.max_steps)
+        dtype = torch.bfloat16 if args.bf16 else None
+        self.model = parallelize(model, self.topology, dtype=dtype, cp_method=cp_method)
+        self.optimizer = _optimizer(self.model, args)
+        self.global_batch_size = args.per_device_train_batch_size * self.topology.dp.size
+        self.steps_per_epoch = math.ceil(len(train_dataset) / self.global_batch_size)
+        self.state, self.control = self._first_state(), TrainerControl()
         self.scheduler = get_scheduler(
-            self.args.lr_scheduler_type,
+            args.lr_scheduler_type,
             self.optimizer,
-            num_warmup_steps=self.args.get_warmup_steps(self.state.max_steps),
+            num_warmup_steps=args.get_warmup_steps(self.state.max_steps),
             num_training_steps=self.state.max_steps,
-            scheduler_specific_kwargs=cast(Any, self.args.lr_scheduler_kwargs),
+            scheduler_specific_kwargs=cast(Any, args.lr_scheduler_kwargs),
         )
+        shown = PrinterCallback if args.disable_tqdm else ProgressCallback
+        reporting = get_reporting_integration_callbacks(args.report_to)
         self._handler = CallbackHandler(
-            [DefaultFlowCallback(), meter, *get_reporting_integration_callbacks(self.args.report_to)],
+            [DefaultFlowCallback, *reporting, *callbacks, shown],
             self.model,
-            tokenizer,
+            processing_class,
             self.optimizer,
             self.scheduler,
         )
-        self._since_log: list[fsdp.StepResult] = []
+        self._since_log: list[StepResult] = []
         self._watched = Watched()
-        self._left_out = LeftOut(self.args.packing_oversize)
+        self._left_out = LeftOut(self._oversize)
         self._host_group = None
-        world = dist.group.WORLD if self.args.world_size > 1 else None
+        world = dist.group.WORLD if args.world_size > 1 else None
         if world is not None and device_of(world).type != "cpu":
             self._host_group = dist.new_group(backend="gloo")
 
+    def _first_state(self) -> TrainerState:
+        state, steps = TrainerState(), self.args.max_steps
+        state.max_steps = steps if steps > 0 else math.ceil(float(self.args.num_train_epochs) * self.steps_per_epoch)
+        state.num_train_epochs = math.ceil(state.max_steps / self.steps_per_epoch)
+        state.is_world_process_zero = state.is_local_process_zero = self.args.should_save
+        state.train_batch_size = self.global_batch_size
+        state.compute_steps(self.args, state.max_steps)
+        return state
+
+    @property
+    def _oversize(self) -> str:
+        return getattr(self.args, "packing_oversize", "error")
+
     def add_callback(self, callback: Any) -> None:
-        """As Trainer's."""
+        """Adds a callback, as transformers' Trainer does."""
         self._handler.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """As Trainer's."""
+        """Removes a callback or the one of this class, as transformers' Trainer does."""
         self._handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: str | None = None, *, allow_changed_checkpoint: bool = False) -> None:
-        """Trains to the end, or until a callback says stop. Collective."""
+        """Trains to the end, or until a callback says stop. Collective.
+
+        resume_from_checkpoint: a folder ``checkpoint-N`` of such a run, on any topology with steps of the same size.
+        allow_changed_checkpoint: take files that were changed since they were written.
+        Raises ``CheckpointError`` on every rank for a checkpoint that is damaged or of another model or step size.
+        """
         if resume_from_checkpoint is not None:
             self._load(Path(resume_from_checkpoint), allow_changed_checkpoint)
         self.model.train()
@@ -163,7 +213,7 @@ class ParallelTrainer:
         batch = self.args.per_device_eval_batch_size * self.topology.dp.size
         with self._steps(self.eval_dataset, batch) as steps:
             for step in steps:
-                result = fsdp.evaluate_step(self.model, step)
+                result = evaluate_step(self.model, step)
                 loss += float(result.loss) * int(result.num_labels)
                 count += int(result.num_labels)
         metrics = {"eval_loss": loss / max(count, 1), "eval_runtime": round(time.perf_counter() - began, 3)}
@@ -171,19 +221,25 @@ class ParallelTrainer:
         self.control = self._handler.on_evaluate(self.args, self.state, self.control, metrics=metrics)
         return metrics
 
-    def save_model(self) -> None:
-        """The whole model and its tokenizer, so that ``from_pretrained`` reads them. Collective."""
-        fsdp.save_pretrained(self.model, self.args.output_dir or ".", self._tokenizer)
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Writes the whole model and its tokenizer, so that ``from_pretrained`` reads them. Collective.
+
+        output_dir: the folder, by default that of the arguments.
+        """
+        others = () if self.processing_class is None else (self.processing_class,)
+        save_pretrained(self.model, output_dir or self.args.output_dir or ".", *others)
 
     def _train_epoch(self, epoch: int) -> None:
         """What is left of an epoch: each has an order of its own, the same on every layout."""
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.args.seed + epoch))
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(self.args.seed + epoch))
         done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
-        left = torch.utils.data.Subset(self.dataset, order[done:].tolist())
+        left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())
         with self._steps(left, self.global_batch_size) as steps:
             for step in steps:
                 self.control = self._handler.on_step_begin(self.args, self.state, self.control)
-                self._train_step(step)
+                self._since_log.append(self.training_step(step))
+                self.state.global_step += 1
+                self.state.epoch = self.state.global_step / self.steps_per_epoch
                 self.control = self._handler.on_step_end(self.args, self.state, self.control)
                 self._act()
                 if self.control.should_training_stop:
@@ -191,20 +247,16 @@ class ParallelTrainer:
         self.control = self._handler.on_epoch_end(self.args, self.state, self.control)
         self._act()
 
-    def _train_step(self, step: PackedStep) -> None:
-        speaks = self.topology.cp.rank == self.topology.tp.rank == 0  # the others have the same sequences
-        if speaks:
-            self._meter.count(PackedBatch(tuple(step.microbatches), step.plan))
+    def training_step(self, step: PackedStep) -> StepResult:
+        """Forward, backward and the optimizer's step of one packed step. Collective; does not wait for the device."""
         statistics = step.plan.statistics()
         self._watched.add(step, statistics, self._cost)
         self._left_out.add(statistics)
         wish = self._tell_wish()
         limit = self.args.max_grad_norm or None
-        result = fsdp.train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
+        result = train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
         self._stop_agreed = wish()
-        self._since_log.append(result)
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self.steps_per_epoch
+        return result
 
     def _tell_wish(self) -> Callable[[], int]:
         """The signal that asks any rank to stop, 0 for none; the step hides the reduction. Does not wait for a device.
@@ -250,20 +302,20 @@ class ParallelTrainer:
 
     def _steps(self, dataset: Any, global_batch_size: int) -> PackedIterator:
         return PackedIterator(
-            dataset,
+            dataset if self.data_collator is None else _Collated(dataset, self.data_collator),
             self.topology,
             global_batch_size=global_batch_size,
-            capacity=self.args.packing_capacity or _CAPACITY,
+            capacity=getattr(self.args, "packing_capacity", None) or _CAPACITY,
             shared=True,
             cp_order=None,  # rows are cut where the model runs
             cost=self._cost,
-            strategy=self.args.packing_plan_strategy,
-            oversize=self.args.packing_oversize,
+            strategy=getattr(self.args, "packing_plan_strategy", "balanced"),
+            oversize=self._oversize,
         )
 
     def _save(self) -> None:
         def write(place: Path) -> None:
-            fsdp.save(place / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
+            save(place / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
             if self.args.should_save:
                 self.model.config.save_pretrained(place)
                 self.state.save_to_json(str(place / _STATE))
@@ -279,34 +331,48 @@ class ParallelTrainer:
                 expected=f"{saved.train_batch_size} sequences",
                 found=f"{self.global_batch_size}: {self.topology.dp.size} ranks of dp with "
                 f"{self.args.per_device_train_batch_size} each",
-                hint="give --per_device_train_batch_size and --dp that multiply to it",
+                hint="choose per_device_train_batch_size and dp whose product is that number",
             )
-        fsdp.load(folder / WEIGHTS, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
+        load(folder / WEIGHTS, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
         self.state.global_step, self.state.log_history = saved.global_step, saved.log_history
         self.state.epoch = saved.global_step / self.steps_per_epoch
 
-    def _refuse(self) -> None:
-        for name, harmless in _NOT_HERE.items():
-            value = getattr(self.args, name, harmless[0])
-            if value not in harmless:
-                raise InputError(
-                    f"--{name} is not for a run with --dp, --cp or --tp",
-                    found=value,
-                    hint="multiply --per_device_train_batch_size instead"
-                    if name == "gradient_accumulation_steps"
-                    else "leave it out",
-                )
+
+class _Collated:
+    """The samples of a dataset as a collator prepares them, one at a time."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], RaggedBatch]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._collate([self._dataset[index]]).samples()[0]
+
+
+def _require_supported(arguments: Any) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(arguments, name, harmless[0])
+        if value not in harmless:
+            more = name == "gradient_accumulation_steps"
+            raise InputError(
+                f"{name} is not supported over ullage.engines.fsdp, which --dp, --cp and --tp use",
+                expected=harmless[0],
+                found=value,
+                hint="multiply per_device_train_batch_size instead" if more else "leave it out",
+            )
 
 
 def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:
     """Trainer's optimizer of these arguments, with Trainer's two groups."""
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in trained if (name in decayed) is chosen], "weight_decay": decay}
         for chosen, decay in ((True, arguments.weight_decay), (False, 0.0))
     ]
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & set(options):
-        raise InputError("--optim is not for a run with --dp, --cp or --tp", found=str(arguments.optim))
+        raise InputError("this optim is not supported over ullage.engines.fsdp", found=str(arguments.optim))
     return kind([group for group in groups if group["params"]], **options)

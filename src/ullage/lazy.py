@@ -1,0 +1,46 @@
+"""Packages whose names load when they are first used.
+
+A package lists its names once for type checkers, as imports under ``TYPE_CHECKING``, and once for Python, as a table
+of the modules that define them::
+
+    if TYPE_CHECKING:
+        from ullage.training.collators import RaggedCollator as RaggedCollator
+    else:
+        __getattr__, __dir__, __all__ = lazy_names(__name__, {"collators": ["RaggedCollator"]})
+
+``X as X`` marks a name as public for type checkers. ``tests/project/test_house.py`` compares the two lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_names(
+    package: str, table: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
+
+    package: its ``__name__``.
+    table: for each module of the package, the names that are taken from it.
+    modules: modules of the package that are public themselves.
+    """
+    home = {name: module for module, names in table.items() for name in names}
+    public = sorted({*home, *modules})
+
+    def load(name: str) -> Any:
+        if name in home:
+            value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+            setattr(sys.modules[package], name, value)  # the next use does not come here
+            return value
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *public})
+
+    return load, names, public

@@ -1,0 +1,110 @@
+"""The rules of the source tree: which room imports which, one module per class name, and what a package binds."""
+
+import importlib
+import re
+
+from tests.support import house
+from tests.support.launch import ROOT
+
+TREE = house.read_tree(ROOT / "src", "ullage")
+
+#: Exceptions that are left, each with its reason. Empty ones are the aim.
+UPWARD: set[tuple[str, str]] = set()
+CIRCLES = {
+    frozenset({"ullage.planning.bounds", "ullage.planning.checking", "ullage.planning.plans"}),
+    frozenset({"ullage.checkpoint", "ullage.checkpoint.converting", "ullage.checkpoint.verifying"}),
+}
+DOUBLED = {
+    "Trainer",  # the same face over two engines: ullage.training's and ullage.engines.fsdp's
+    "Box",
+    "Call",
+    "Drawing",
+    "Layout",
+    "Meeting",
+    "Pieces",
+    "Problem",
+    "Record",
+    "Row",
+    "Rows",
+    "Shard",
+    "Stream",
+    "Topology",
+    "_Rows",
+}
+HIDDEN = {"ullage.checkpoint.locate"}
+LONG = {"ullage.batch"}
+
+
+def rooms():
+    """The rooms in the order of the table in docs/layout.md."""
+    table = (ROOT / "docs" / "layout.md").read_text().partition("## The house")[2]
+    first_cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, flags=re.MULTILINE)
+    return [room for cell in first_cells for room in re.findall(r"\w+", cell)]
+
+
+def test_every_room_is_in_the_table_and_every_row_is_a_room():
+    there = {house.room_of(module) for module in TREE} - {"", "__main__"}
+    assert len(there) > 10
+    assert sorted(rooms()) == sorted(there)
+
+
+def test_no_room_imports_one_below_it():
+    assert house.upward(TREE, [*rooms(), "__main__"]) - UPWARD == set()
+
+
+def test_no_modules_import_each_other():
+    assert house.circles(TREE) - CIRCLES == set()
+
+
+def test_a_class_name_belongs_to_one_module():
+    found = house.doubled_classes(TREE)
+    assert {name: modules for name, modules in found.items() if name not in DOUBLED} == {}
+
+
+def test_no_name_of_a_package_hides_a_module():
+    assert house.hidden_modules(TREE) - HIDDEN == set()
+
+
+def test_lazy_names_are_those_that_type_checkers_see():
+    tables = house.lazy_tables(TREE)
+    assert {"ullage", "ullage.training", "ullage.datasets", "ullage.engines.fsdp"} <= tables.keys()
+    for package, (listed, typed) in tables.items():
+        assert listed == typed, package
+
+
+def test_every_room_is_an_attribute_and_every_public_name_loads():
+    ullage = importlib.import_module("ullage")
+    for room in rooms():
+        assert getattr(ullage, room) is importlib.import_module(f"ullage.{room}")
+    for package in house.lazy_tables(TREE):
+        module = importlib.import_module(package)
+        assert set(module.__all__) <= set(dir(module))
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+        star: dict[str, object] = {}
+        exec(f"from {package} import *", star)
+        assert set(module.__all__) <= star.keys()
+
+
+def test_a_module_has_fewer_than_400_lines():
+    assert {name for name, text in TREE.items() if len(text.splitlines()) >= 400} - LONG == set()
+
+
+PLANTED = {
+    "lib": "from lib.low import Low\n",
+    "lib.high": "class High: ...\nclass Row: ...\n",
+    "lib.low": "def read():\n    from lib.high import High\n    return High\nclass Low: ...\n",
+    "lib.rows": "from lib.rows.first import second\n",
+    "lib.rows.first": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lib.rows.second import Row\n",
+    "lib.rows.second": "import lib.rows.first\nclass Row: ...\n",
+}
+
+
+def test_planted_violations_are_found():
+    assert house.upward(PLANTED, ["low", "high", "rows"]) == {("lib.low", "lib.high")}
+    assert house.upward(PLANTED, ["high", "low", "rows"]) == set()
+    assert house.circles(PLANTED) == {frozenset({"lib.rows.first", "lib.rows.second"})}
+    assert house.doubled_classes(PLANTED) == {"Row": ["lib.high", "lib.rows.second"]}
+    assert house.hidden_modules(PLANTED) == {"lib.rows.second"}
+    through_the_root = {**PLANTED, "lib.high": "from lib import Low\n"}
+    assert house.upward(through_the_root, ["high", "low", "rows"]) == {("lib.high", "lib.low")}
