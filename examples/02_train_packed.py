@@ -46,6 +46,7 @@ trainer = Trainer(model, arguments, RaggedCollator(), samples)
 trainer.train()
 
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-row = next(row for row in reversed(trainer.state.log_history) if "ullage" in row)
+row = next(row for row in reversed(trainer.state.log_history) if "capacity_unused" in row)
 if trainer.is_world_process_zero():
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, ullage {row['ullage']:.1%}, imbalance {row['imbalance']:.3f}")
+    unused, imbalance = row["capacity_unused"], row["imbalance"]
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, capacity unused {unused:.1%}, imbalance {imbalance:.3f}")

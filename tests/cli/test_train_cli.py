@@ -74,19 +74,19 @@ def test_a_run_says_what_it_did_and_the_loss_falls(run):
         "texts to train on",
         "texts to evaluate on",
         "parameters",
-        "ullage avoided",
+        "padding avoided",
         "tokens per second",
         str(folder),
     )
     for word in words:
         assert word in done.stdout
     assert "warn" not in done.stderr.lower()
-    assert all(word in done.stderr for word in ("training:", "loss ", "tokens/s", "ullage avoided"))
+    assert all(word in done.stderr for word in ("training:", "loss ", "tokens/s", "padding avoided"))
     steps = losses(checkpoints_in(folder)[-1])
     assert steps[-1][1] < steps[0][1] - 1.0
     record = json.loads((folder / "ullage_run.json").read_text())["summary"]
     assert record["tokens"] < record["num_padded_tokens"]
-    assert record["ullage_avoided"] == pytest.approx(1 - record["tokens"] / record["num_padded_tokens"])
+    assert record["padding_avoided"] == pytest.approx(1 - record["tokens"] / record["num_padded_tokens"])
     assert record["steps"] == steps[-1][0]
     assert record["eval_loss"] < steps[0][1]
 
@@ -117,7 +117,7 @@ def test_a_second_call_reports_the_finished_run_and_changes_nothing(run, capsys)
     here(*arguments)
     said = capsys.readouterr().out
     assert "holds this run, finished; --overwrite_output_dir starts over" in said
-    assert "ullage avoided" in said
+    assert "padding avoided" in said
     assert files(folder) == before
 
 
@@ -710,4 +710,4 @@ def test_the_default_run_is_on_the_docstrings(tmp_path):
     assert "the docstrings of the standard library" in done.stdout
     summary = json.loads((tmp_path / "out" / "ullage_run.json").read_text())["summary"]
     assert summary["eval_loss"] < summary["first_loss"] < 5.6
-    assert summary["ullage_avoided"] > 0.5
+    assert summary["padding_avoided"] > 0.5

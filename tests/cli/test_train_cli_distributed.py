@@ -49,7 +49,7 @@ def two(tmp_path_factory):
 def test_only_the_first_process_speaks(two):
     folder, _, done = two
     assert done.returncode == 0, done.stderr
-    for line in ("texts to train on", "parameters", "ullage avoided", "Load it and let it write"):
+    for line in ("texts to train on", "parameters", "padding avoided", "Load it and let it write"):
         assert done.stdout.count(line) == 1
     assert "Traceback" not in done.stderr
     assert "warning" not in done.stderr.lower()

@@ -15,14 +15,15 @@ from ullage.checkpoint.inventory import Group, Inventory, WrittenBy
 from ullage.report.journey import Journey, Leg, Step, journey_page, read_steps
 
 
-def step(number: int, loss: float | None = None, speed: float = 1000.0, ullage: float = 0.1) -> Step:
-    return Step(number, 5.0 / number if loss is None else loss, speed, ullage, 1.25)
+def step(number: int, loss: float | None = None, speed: float = 1000.0) -> Step:
+    return Step(number, 5.0 / number if loss is None else loss, speed, 0.0, 0.1, 1.25)
 
 
 def journey(error: float = 0.0) -> Journey:
     whole = [step(n) for n in range(1, 13)]
     ours = [replace(s, loss=s.loss * (1 + (error if s.number == 6 else 0.0))) for s in whole]
-    padded = Leg("2 processes", [replace(s, tokens_per_second=250.0, ullage=0.8, imbalance=None) for s in whole[:4]])
+    unpacked = {"padding_computed": 0.8, "capacity_unused": None, "imbalance": None}
+    padded = Leg("2 processes", [replace(s, tokens_per_second=250.0, **unpacked) for s in whole[:4]])
     legs = [Leg("2 processes, ZeRO 2", ours[:4]), Leg("1 process", ours[4:8]), Leg("2 processes, ZeRO 3", ours[8:])]
     return Journey(padded, Leg("2 processes, ZeRO 2", whole), legs)
 
@@ -46,7 +47,8 @@ def test_the_losses_around_each_change_are_compared_and_a_difference_is_seen():
     assert journey(error=1e-4).to_dict()["agrees"] is False
     rows = one.to_dict()["rows"]
     assert [row["run"] for row in rows] == ["padded", "whole", "stopped", "continued", "continued"]
-    assert (rows[0]["tokens/s"], rows[0]["ullage"], rows[0]["imbalance"]) == ("250", "80.0%", "")
+    assert tuple(rows[0][name] for name in ("tokens/s", "padding", "unused", "imbalance")) == ("250", "80.0%", "", "")
+    assert (rows[1]["padding"], rows[1]["unused"]) == ("0.0%", "10.0%")
     assert (rows[3]["steps"], rows[3]["imbalance"], rows[3]["loss"]) == ("5 to 8", "1.250", "0.625")
 
 
@@ -61,9 +63,9 @@ def test_the_page_draws_every_leg_and_the_padding():
 
 
 def test_steps_are_read_from_the_trainers_log(tmp_path):
-    row = {"step": 3, "loss": 1.5, "tokens_per_second": 7.0, "ullage": 0.25, "learning_rate": 1e-3}
+    row = {"step": 3, "loss": 1.5, "tokens_per_second": 7.0, "padding_computed": 0.25, "learning_rate": 1e-3}
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [row, {"step": 3, "eval_loss": 1.0}]}))
-    assert read_steps(tmp_path) == [Step(3, 1.5, 7.0, 0.25, None)]
+    assert read_steps(tmp_path) == [Step(3, 1.5, 7.0, 0.25, None, None)]
 
 
 @pytest.mark.slow

@@ -285,4 +285,4 @@ def test_packing_changes_no_loss(alone, tmp_path):
 
 def test_people_can_watch(alone):
     watched = set(alone["llama"]["watched"])
-    assert {"tokens_per_second", "ullage", "imbalance", "flops_per_second"} <= watched
+    assert {"tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second"} <= watched

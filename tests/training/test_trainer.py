@@ -279,12 +279,13 @@ def test_metrics_see_sequences_of_true_length_in_order(tmp_path):
     assert [p.shape for p in seen["predictions"]] == [(len(s["input_ids"]), story.VOCAB) for s in samples]
 
 
-def test_logs_tell_real_tokens_per_second_and_ullage(tmp_path):
+def test_logs_tell_real_tokens_per_second_and_padding(tmp_path):
     samples = [{"input_ids": [3] * 9}, {"input_ids": [4]}]
     mine = trainer(tmp_path, language_model(), samples, per_device_train_batch_size=2, logging_steps=1)
     mine.train()
     entries = [entry for entry in mine.state.log_history if "loss" in entry]
-    assert [entry["ullage"] for entry in entries] == [pytest.approx(1 - 10 / 18, abs=1e-4)] * 2
+    assert [entry["padding_computed"] for entry in entries] == [0.0] * 2  # the model takes one row
+    assert mine.state.log_history[-1]["padding_avoided"] == round(1 - 10 / 18, 4)
     assert all(entry["tokens_per_second"] > 0 for entry in entries)
 
 
@@ -327,7 +328,7 @@ def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, 
     mine.train()
     assert mine.state.num_input_tokens_seen == number
     logged = next(entry for entry in mine.state.log_history if "loss" in entry)
-    assert logged["ullage"] == pytest.approx(1 - number / 10)
+    assert logged["padding_computed"] == pytest.approx(1 - number / 10)
     told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.mixin"]
     expected = [] if processing_class else ["padding cannot be told from tokens, so all count as tokens"]
     assert [message.partition(":")[0] for message in told] == expected

@@ -85,7 +85,7 @@ def build(kind, config, data, more, options, folder):
 
 def numbers(entry):
     """What does not depend on the clock, and is not only ours."""
-    other = ("runtime", "per_second", "ullage", "preparation", "step_time")
+    other = ("runtime", "per_second", "padding_computed", "preparation", "step_time")
     return {name: value for name, value in entry.items() if not any(word in name for word in other)}
 
 

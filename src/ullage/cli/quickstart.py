@@ -264,7 +264,7 @@ def _show(journey: Journey, page: Path) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in HEADINGS[:-1]:
-        number = heading in ("tokens/s", "ullage", "imbalance")
+        number = heading in ("tokens/s", "padding", "unused", "imbalance")
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in journey.rows():
         table.add_row(*row[:-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ HEADINGS = (
     "layout",
     "steps",
     "tokens/s",
-    "ullage",
+    "padding",
+    "unused",
     "imbalance",
     "loss",
     "losses before and after: here, uninterrupted",
@@ -47,18 +48,19 @@ class Step:
     number: int
     loss: float
     tokens_per_second: float
-    ullage: float
-    imbalance: float | None
+    padding_computed: float
+    capacity_unused: float | None = None
+    imbalance: float | None = None
+
+
+#: What a step is read from, by the Trainer's names.
+_LOGGED = ("loss", "tokens_per_second", "padding_computed", "capacity_unused", "imbalance")
 
 
 def read_steps(checkpoint: Path) -> list[Step]:
     """The steps that led to a Trainer's checkpoint, in order."""
     history = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    return [
-        Step(row["step"], row["loss"], row["tokens_per_second"], row["ullage"], row.get("imbalance"))
-        for row in history
-        if "loss" in row
-    ]
+    return [Step(row["step"], *(row.get(name) for name in _LOGGED)) for row in history if "loss" in row]
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,21 @@ class Leg:
         return statistics.median(step.tokens_per_second for step in self.steps[_WARMING:] or self.steps)
 
     @property
-    def ullage(self) -> float:
-        return statistics.mean(step.ullage for step in self.steps)
+    def padding_computed(self) -> float:
+        return statistics.mean(step.padding_computed for step in self.steps)
+
+    @property
+    def capacity_unused(self) -> float | None:
+        return _mean(step.capacity_unused for step in self.steps)
 
     @property
     def imbalance(self) -> float | None:
-        known = [step.imbalance for step in self.steps if step.imbalance is not None]
-        return statistics.mean(known) if known else None
+        return _mean(step.imbalance for step in self.steps)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -135,13 +145,15 @@ class Journey:
 def _row(name: str, leg: Leg, comparisons: list[Comparison] | None) -> tuple[str, ...]:
     first, last = leg.steps[0], leg.steps[-1]
     beside = "" if not comparisons else "; ".join(f"{c.loss:.5f}, {c.uninterrupted:.5f}" for c in comparisons)
+    unused = "" if leg.capacity_unused is None else f"{leg.capacity_unused:.1%}"
     imbalance = "" if leg.imbalance is None else f"{leg.imbalance:.3f}"
     return (
         name,
         leg.layout,
         f"{first.number} to {last.number}",
         f"{leg.tokens_per_second:,.0f}",
-        f"{leg.ullage:.1%}",
+        f"{leg.padding_computed:.1%}",
+        unused,
         imbalance,
         f"{last.loss:.3f}",
         beside,

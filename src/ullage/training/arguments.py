@@ -40,6 +40,10 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
     )
+    packing_peak_flops: float | None = field(
+        default=None,
+        metadata={"help": "FLOP/s that one device could do (H100, bf16: 989e12); logs then have mfu."},
+    )
     empty_step: str = field(
         default="warn",
         metadata={"help": "A step in which no label counts: warn (once, and go on with a loss of 0.0) or error."},
@@ -107,6 +111,7 @@ class PackingOptions:
     strategy: str
     oversize: str
     coalesce_gradients: bool
+    peak_flops: float | None
 
     @classmethod
     def of(cls, arguments: Any) -> PackingOptions | None:
@@ -125,4 +130,13 @@ class PackingOptions:
             arguments.packing_plan_strategy,
             arguments.packing_oversize,
             arguments.packing_coalesce_gradients,
+            peak_flops_of(arguments),
         )
+
+
+def peak_flops_of(arguments: Any) -> float | None:
+    """``packing_peak_flops``. Raises ``InputError`` if it is not positive."""
+    peak = getattr(arguments, "packing_peak_flops", None)
+    if peak is not None and not peak > 0:
+        raise InputError("packing_peak_flops must be positive", expected="FLOP/s of one device, or None", found=peak)
+    return peak

@@ -14,13 +14,14 @@ from ullage.planning.request import one_of
 from ullage.training import counting
 from ullage.training.agreement import agreement
 from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
+from ullage.training.metering import TokenMeter
 from ullage.training.packing import PackingMixin
 
 
 class BeginningMixin(PackingMixin):
     """The part of :class:`RaggedTrainerMixin` that looks at arguments and data before a run begins."""
 
-    _tokens: counting.TokenMeter
+    meter: TokenMeter
     _told_of_unused = False
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +36,10 @@ class BeginningMixin(PackingMixin):
         capacity; ``DistributedError`` on every rank where one failed, and where arguments or data differ.
         """
         options, several = self._packing, self.args.world_size > 1
-        self._tokens = counting.TokenMeter("error" if options is None else options.oversize)
+        if options is None:
+            self.meter.begin_run()
+        else:
+            self.meter.begin_run(options.oversize, options.peak_flops)
         self._told_of_unused = False
         # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
         standard = type(self).get_train_dataloader is transformers.Trainer.get_train_dataloader

@@ -1,11 +1,15 @@
-"""What a model costs, read off the model itself."""
+"""Cost of a model per sequence, and its FLOPs, read off the model itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
+from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.planning import RecurrentCost, TransformerCost
+from ullage.planning.cost import Cost
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -22,3 +26,15 @@ def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost:
         return TransformerCost.from_config(config)
     except InputError:  # a model we have no formula for: its matrices cost every token the same
         return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
+
+
+def model_flops(cost: Cost, num_parameters: int, microbatches: Sequence[RaggedBatch]) -> int:
+    """FLOPs of microbatches, forward and backward: of real tokens, with the causal half of attention.
+
+    Without a formula for the model, six times parameters times tokens.
+    """
+    tokens = sum(microbatch.numel() for microbatch in microbatches)
+    if not isinstance(cost, TransformerCost):
+        return 6 * tokens * num_parameters
+    squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in microbatches)
+    return int(cost.training_flops(tokens, squares))

@@ -1,11 +1,10 @@
-"""What a batch holds, counted in real elements: tokens of the input, labels that a loss counts, ids in the vocabulary.
+"""Counts of real elements in a batch: tokens of the input, labels that a loss counts, ids in the vocabulary.
 
 Everything here looks at a batch as the dataloader gave it, on the host, before it moves.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
-from ullage.planning.plans import Statistics
 
 
 def value_of(inputs: Any, name: str) -> Any:
-    """What a batch holds under a name; None for an absent field, and for a batch that has no named fields."""
+    """A field of a batch by name; None if it is absent, and for a batch that has no named fields."""
     return inputs.get(name) if isinstance(inputs, (RaggedBatch, Mapping)) else None
 
 
@@ -60,7 +58,7 @@ def knows_padding(inputs: Any, main_input: str) -> bool:
 
 
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
-    """What the same batch takes when padded to its longest sequence."""
+    """Elements of the same batch when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
         return inputs.layout.num_items * inputs.max_seqlen
     value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
@@ -69,7 +67,24 @@ def num_padded_tokens(inputs: Any, main_input: str) -> int:
     if isinstance(value, Tensor) and value.is_nested:
         lengths = [len(row) for row in value.unbind()]
         return len(lengths) * max(lengths, default=0)
+    bounds = value_of(inputs, "cu_seq_lens_q")
+    if isinstance(bounds, Tensor) and len(bounds) > 1:
+        return (len(bounds) - 1) * int(bounds.diff().max())
     return value.numel() if isinstance(value, Tensor) else 0
+
+
+def num_elements(inputs: Any, main_input: str, form: str | None = None) -> int:
+    """Elements of the main input that the model is given, padding included.
+
+    ``form``: that in which a RaggedBatch reaches the model (:func:`ullage.training.forms.form_of`); all but
+    ``"flattened"`` are padded rows.
+    """
+    if isinstance(inputs, RaggedBatch):
+        return inputs.layout.size if form == "flattened" else num_padded_tokens(inputs, main_input)
+    value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
+    if isinstance(value, Tensor) and not value.is_nested:
+        return value.numel()
+    return num_tokens(inputs, main_input)
 
 
 def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bool = True) -> Tensor | None:
@@ -167,88 +182,3 @@ def over_capacity(sample: int, capacity: int, length: int) -> SampleError:
         found=length,
         hint="raise packing_capacity, or set packing_oversize to 'truncate' or 'drop'",
     )
-
-
-#: For each treatment of sequences over the capacity: the names in the logs, and those of a plan's statistics.
-_OVERSIZE_COUNTS = {
-    "drop": {"dropped_sequences": "num_dropped", "dropped_tokens": "dropped_tokens"},
-    "truncate": {"truncated_sequences": "num_truncated", "truncated_tokens": "truncated_tokens"},
-}
-
-
-class LeftOut:
-    """What a run does not train on: sequences and tokens over the capacity, and steps in which no label counts.
-
-    Plans tell of all ranks, so the counts are the same on each. ``oversize``: what becomes of sequences over the
-    capacity; under ``"error"`` there is nothing to count.
-    """
-
-    def __init__(self, oversize: str) -> None:
-        self._watched = _OVERSIZE_COUNTS.get(oversize, {})
-        self._since, self._all = self._zeros(), self._zeros()
-        self.empty_steps = 0
-
-    def _zeros(self) -> dict[str, int]:
-        return dict.fromkeys(self._watched, 0)
-
-    def add(self, statistics: Statistics) -> None:
-        """Counts what a plan drops or truncates."""
-        for name, field in self._watched.items():
-            self._since[name] += getattr(statistics, field)
-            self._all[name] += getattr(statistics, field)
-
-    def since(self) -> dict[str, float]:
-        """What was dropped or truncated since the last call."""
-        counts, self._since = self._since, self._zeros()
-        return {**counts}
-
-    def totals(self) -> dict[str, float]:
-        """What was dropped or truncated in all, and how many steps were empty, if any was."""
-        totals: dict[str, float] = {f"total_{name}": count for name, count in self._all.items()}
-        return totals | ({"total_empty_steps": self.empty_steps} if self.empty_steps else {})
-
-
-class TokenMeter:
-    """What went through the model since the last log, on this rank: real tokens, what they take, and FLOPs.
-
-    ``left_out``: what did not, of all ranks.
-    """
-
-    def __init__(self, oversize: str = "error") -> None:
-        self.left_out = LeftOut(oversize)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.real = self.taken = 0
-        self.flops = 0.0
-        self.imbalances: list[float] = []
-        self.since = time.perf_counter()
-
-    def add(self, real: int, taken: int) -> None:
-        """Counts a batch: its real tokens, and what it takes in memory or would take when padded."""
-        self.real += real
-        self.taken += taken
-
-    def add_plan(self, statistics: Statistics, flops: float) -> None:
-        """Counts what a plan leaves between ranks and what it leaves out, and this rank's FLOPs of it."""
-        self.imbalances.append(statistics.rank_imbalance)
-        self.left_out.add(statistics)
-        self.flops += flops
-
-    def rates(self, accelerator: Any, device: torch.device) -> dict[str, float]:
-        """Per second and over all ranks, none if nothing was counted; and what was left out. Starts anew.
-
-        One small reduction.
-        """
-        sums = torch.tensor([self.real, self.taken, self.flops], device=device, dtype=torch.float64)
-        if accelerator.num_processes > 1:
-            sums = accelerator.reduce(sums, "sum")
-        real, taken, flops = sums.tolist()
-        seconds, imbalances, left_out = time.perf_counter() - self.since, self.imbalances, self.left_out.since()
-        self._reset()
-        if real == 0:
-            return left_out
-        rates = {"tokens_per_second": round(real / seconds, 1), "ullage": round(1 - real / taken, 4)}
-        if imbalances:
-            rates |= {"imbalance": round(sum(imbalances) / len(imbalances), 4), "flops_per_second": flops / seconds}
-        return rates | left_out

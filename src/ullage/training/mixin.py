@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_pt_utils import LabelSmoother
@@ -30,6 +31,7 @@ from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.continuing import ContinuingMixin
 from ullage.training.evaluation import EvaluationMixin
 from ullage.training.losses import RaggedLabelSmoother
+from ullage.training.metering import TokenMeter
 from ullage.training.noise import NoiseHooks
 from ullage.training.packing import PackedBatch
 from ullage.training.saving import require_same_model
@@ -62,7 +64,8 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if type(self.label_smoother) is LabelSmoother:
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._shifts)
         self._evaluating = False
-        self._tokens = counting.TokenMeter()
+        world = self.args.world_size
+        self.meter = TokenMeter(self.args.device, dist.group.WORLD if world > 1 else None, num_devices=world)
         if self.accelerator.dispatch_batches:
             raise InputError(
                 "dispatch_batches would cut packed batches apart",
@@ -165,7 +168,7 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if isinstance(inputs, PackedBatch):
             number = inputs.numel()
         elif kind == "all" and not _is_ragged(inputs):
-            number = counting.num_padded_tokens(inputs, self._main_input)
+            number = counting.num_elements(inputs, self._main_input)
         else:
             if getattr(self.processing_class, "pad_token_id", None) is None:
                 self._warn_of_unknown_padding(inputs)
@@ -183,15 +186,14 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds real tokens per second over all ranks, and the ullage: of the plan, or what padding would have been.
+        """Log as transformers does, with the metrics of :class:`~ullage.training.metering.TokenMeter` added.
 
-        Packed training also tells model FLOP/s over all ranks, the imbalance that the plan leaves, and what was
-        dropped or truncated. The closing entry has what was dropped or truncated in all, and steps without labels.
+        Collective for the entries of training: one small reduction.
         """
         if "loss" in logs:
-            logs.update(self._tokens.rates(self.accelerator, self.args.device))
+            logs.update(self.meter.rates())
         if "train_loss" in logs:  # the closing entry, which train() returns too
-            logs.update(self._tokens.left_out.totals())
+            logs.update(self.meter.closing())
         super().log(logs, start_time)
 
     # The loss.

@@ -29,13 +29,13 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.layout import Layout
-from ullage.planning import Plan, TransformerCost, plan
+from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.training import forms
 from ullage.training.arguments import PackingOptions
 from ullage.training.collators import RaggedCollator
-from ullage.training.costing import cost_of, num_parameters
+from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.counting import count_labels
 from ullage.training.losses import Division, division_of
 from ullage.training.reading import ReadingMixin
@@ -186,12 +186,7 @@ class PackingMixin(ReadingMixin):
         return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
     def _model_flops(self, batch: PackedBatch) -> int:
-        """Forward and backward of this rank's microbatches: real tokens only, attention's causal half."""
-        cost = self._cost
-        if not isinstance(cost, TransformerCost):
-            return 6 * batch.numel() * self._num_parameters
-        squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
-        return int(cost.training_flops(batch.numel(), squares))
+        return model_flops(self._cost, self._num_parameters, batch.microbatches)
 
     def _pack(self, batches: list[RaggedBatch]) -> PackedBatch:
         """This rank's share of the global batch that the batches of all ranks make together. Collective.

@@ -154,7 +154,7 @@ class StepMixin(BeginningMixin):
         if not fewest:
             return [], None
         for batch in batches:
-            self._tokens.add(self._num_tokens(batch), counting.num_padded_tokens(batch, self._main_input))
+            self._count_batch(batch)
         return batches, self._num_items(met.labels, met.complete)
 
     def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:
@@ -250,14 +250,21 @@ class StepMixin(BeginningMixin):
             kept[_DRAWN] = {"steps": epoch.steps, "given": epoch.given.tolist()}
         packed = self._pack(drawn)
         statistics = packed.plan.statistics()
-        self._tokens.add(packed.numel(), packed.plan.num_microbatches * packed.plan.capacity)
-        self._tokens.add_plan(statistics, self._model_flops(packed))
+        self.meter.add_packed(packed.microbatches, packed.plan, self._model_flops(packed), statistics)
         labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
         if complete and (statistics.num_dropped or statistics.num_truncated):
             labels = self._count_together([batch for batch in packed.microbatches if len(batch)], device).labels
         return [packed], self._num_items(labels, complete)
 
     # Counting together.
+
+    def _count_batch(self, batch: Any) -> None:
+        form = self._form_of_model() if isinstance(batch, RaggedBatch) else None
+        self.meter.add(
+            self._num_tokens(batch),
+            counting.num_elements(batch, self._main_input, form),
+            counting.num_padded_tokens(batch, self._main_input),
+        )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._evaluating:
@@ -331,8 +338,8 @@ class StepMixin(BeginningMixin):
                 hint="leave out samples without labels, take a larger batch, or set empty_step='warn'",
             )
         self._step_is_empty = True
-        self._tokens.left_out.empty_steps += 1
-        if self._tokens.left_out.empty_steps == 1 and self.is_world_process_zero():
+        self.meter.left_out.empty_steps += 1
+        if self.meter.left_out.empty_steps == 1 and self.is_world_process_zero():
             _logger.warning(
                 "no label counts in this step (%s): its loss is 0.0 and its gradients are zero. It is said once; "
                 "the closing summary counts such steps, empty_step='error' ends the run at the first.",

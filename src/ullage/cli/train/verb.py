@@ -19,7 +19,7 @@ from ullage.cli.train.process import make_ready, one_line_errors
 from ullage.errors import InputError, TrainingError, UllageError
 
 if TYPE_CHECKING:
-    from ullage.cli.train.progress import Meter
+    from ullage.cli.train.progress import Progress
     from ullage.cli.train.settings import TrainCommand
     from ullage.datasets.text import TokenDataset
 
@@ -85,10 +85,10 @@ def _run(argv: list[str], first: bool) -> None:
         if first:
             begin(command, situation)
     try:
-        trainer, meter = _trainer(command, model, tokenizer, training, held_out, first)
-        if not _train(trainer, meter, command, situation.checkpoint, argv, say):
+        trainer, progress = _trainer(command, model, tokenizer, training, held_out, first)
+        if not _train(trainer, progress, command, situation.checkpoint, argv, say):
             return
-        summary = _summary(command, trainer, meter)
+        summary = _summary(command, trainer, progress)
     except OSError as error:  # what cannot be written has been said where it was
         where = str(error.filename or command.training.output_dir)
         raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error
@@ -168,36 +168,32 @@ def _datasets(command: TrainCommand, tokenizer: Any, say: _Voice) -> tuple[Token
 
 def _trainer(
     command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, first: bool
-) -> tuple[Any, Meter]:
+) -> tuple[Any, Progress]:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
-    from ullage.cli.train.layout import MeasuredTrainer
-    from ullage.cli.train.progress import Meter
+    from ullage.cli.train.layout import parallel_trainer
+    from ullage.cli.train.progress import Progress
     from ullage.training import RaggedCollator, Trainer
-
-    class Counting(Trainer):
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            meter.count(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
 
     arguments = command.training
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
-    meter = Meter(show=first and not arguments.disable_tqdm)
     given = {"model": model, "train_dataset": training, "eval_dataset": held_out, "processing_class": tokenizer}
     trainer: Any
     if command.parallel.asked:
-        trainer = MeasuredTrainer(command, meter, **given)
+        trainer = parallel_trainer(command, **given)
     else:
-        trainer = Counting(args=arguments, data_collator=cast(Any, RaggedCollator()), callbacks=[meter], **given)
+        trainer = Trainer(args=arguments, data_collator=cast(Any, RaggedCollator()), **given)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    return trainer, meter
+    progress = Progress(trainer.meter, show=first and not arguments.disable_tqdm)
+    trainer.add_callback(progress)
+    return trainer, progress
 
 
 def _train(
-    trainer: Any, meter: Meter, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
+    trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
 ) -> bool:
     """Trains; whether to the end. After a signal says how to continue, and exits with 130 or 143."""
     from ullage.cli.train.progress import Stop
@@ -227,7 +223,7 @@ def _train(
         typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
         sys.exit(signalled.exit_status)
     finally:
-        meter.close()
+        progress.close()
     folder = trainer.args.output_dir
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
@@ -271,7 +267,7 @@ def _launcher() -> list[str]:
     return ["torchrun", *hosts, "--nproc_per_node", str(here), "-m"]
 
 
-def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any]:
+def _summary(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
     """Saves the model, evaluates it once more unless that was just done, and gathers what there is to say."""
     history = trainer.state.log_history
     evaluated = [row for row in history if "eval_loss" in row and row["step"] == trainer.state.global_step]
@@ -279,7 +275,6 @@ def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any
     if trainer.eval_dataset is not None:
         eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
     trainer.save_model()
-    meter.reduce(trainer.args.device)
     losses = [row["loss"] for row in history if "loss" in row]
     closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
     return {
@@ -288,11 +283,11 @@ def _summary(command: TrainCommand, trainer: Any, meter: Meter) -> dict[str, Any
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "eval_loss": eval_loss,
-        "tokens": meter.num_tokens,
-        "num_padded_tokens": meter.num_padded_tokens,
-        "ullage_avoided": meter.ullage_avoided,
-        "seconds": meter.seconds,
-        "tokens_per_second": meter.tokens_per_second,
+        "tokens": trainer.meter.num_tokens,
+        "num_padded_tokens": trainer.meter.num_padded_tokens,
+        "padding_avoided": trainer.meter.padding_avoided,
+        "seconds": progress.seconds,
+        "tokens_per_second": progress.tokens_per_second,
         **{name: count for name, count in closing.items() if name in _LEFT_OUT},
     }
 
@@ -316,7 +311,7 @@ def _told(summary: dict[str, Any]) -> str:
         "loss": f"{loss('first_loss')} to {loss('last_loss')}, held out {loss('eval_loss')}",
         "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
         f"{summary['num_padded_tokens']:,}",
-        "ullage avoided": f"{summary['ullage_avoided']:.1%}",
+        "padding avoided": f"{summary['padding_avoided']:.1%}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
         "model": summary["model"],
     }

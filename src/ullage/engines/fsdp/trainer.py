@@ -29,11 +29,11 @@ from ullage.engines.fsdp.model import parallelize
 from ullage.engines.fsdp.step import StepResult, evaluate_step, train_step
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
-from ullage.planning import Statistics, TransformerCost
+from ullage.ranks import Topology
 from ullage.ranks.wire import device_of
-from ullage.training.arguments import form_process_group
-from ullage.training.costing import cost_of
-from ullage.training.counting import LeftOut
+from ullage.training.arguments import form_process_group, peak_flops_of
+from ullage.training.costing import cost_of, model_flops, num_parameters
+from ullage.training.metering import TokenMeter
 from ullage.training.saving import save_checkpoint
 
 #: The folder of a checkpoint that holds what ``ullage.engines.fsdp.save`` wrote.
@@ -56,33 +56,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dataloader_drop_last": (False,),
     "empty_step": ("warn",),
 }
-
-
-class Watched:
-    """What people watch, since the last log: the plans tell it of all ranks."""
-
-    def __init__(self) -> None:
-        self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
-        self._ullage: list[float] = []
-        self._imbalance: list[float] = []
-
-    def add(self, step: PackedStep, statistics: Statistics, cost: Any) -> None:
-        """Counts a step; model FLOPs are of real tokens, forward and backward, attention's causal half."""
-        self._ullage.append(statistics.ullage)
-        self._imbalance.append(statistics.rank_imbalance)
-        self._tokens += step.num_tokens
-        if isinstance(cost, TransformerCost):
-            self._flops += cost.training_flops(step.num_tokens, step.sum_squared_lengths)
-
-    def rates(self) -> dict[str, float]:
-        """By the names that Trainer's packed runs log."""
-        seconds, steps = time.perf_counter() - self._since, len(self._ullage)
-        return {
-            "tokens_per_second": round(self._tokens / seconds, 1),
-            "ullage": round(sum(self._ullage) / steps, 4),
-            "imbalance": round(sum(self._imbalance) / steps, 4),
-            "flops_per_second": self._flops / seconds,
-        }
 
 
 class Trainer:
@@ -136,7 +109,7 @@ class Trainer:
         self.data_collator, self.processing_class = data_collator, processing_class
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        self._cost = cost_of(model)
+        self._cost, self._num_parameters = cost_of(model), num_parameters(model)
         dtype = torch.bfloat16 if args.bf16 else None
         self.model = parallelize(model, self.topology, dtype=dtype, cp_method=cp_method)
         self.optimizer = _optimizer(self.model, args)
@@ -160,8 +133,8 @@ class Trainer:
             self.scheduler,
         )
         self._since_log: list[StepResult] = []
-        self._watched = Watched()
-        self._left_out = LeftOut(self._oversize)
+        self.meter = TokenMeter(args.device, self.topology.dp.group, args.world_size)
+        self.meter.begin_run(self._oversize, peak_flops_of(args))
         self._host_group = None
         world = dist.group.WORLD if args.world_size > 1 else None
         if world is not None and device_of(world).type != "cpu":
@@ -202,9 +175,9 @@ class Trainer:
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self._train_epoch(self.state.global_step // self.steps_per_epoch)
         self._count_empty_steps()
-        totals = self._left_out.totals()
-        if totals:
-            self._log(totals)
+        closing = self.meter.closing()
+        if closing:
+            self._log(closing)
         self.control = self._handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self) -> dict[str, float]:
@@ -249,9 +222,8 @@ class Trainer:
 
     def training_step(self, step: PackedStep) -> StepResult:
         """Forward, backward and the optimizer's step of one packed step. Collective; does not wait for the device."""
-        statistics = step.plan.statistics()
-        self._watched.add(step, statistics, self._cost)
-        self._left_out.add(statistics)
+        flops = model_flops(self._cost, self._num_parameters, step.microbatches)
+        self.meter.add_packed(step.microbatches, step.plan, flops)
         wish = self._tell_wish()
         limit = self.args.max_grad_norm or None
         result = train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
@@ -282,9 +254,8 @@ class Trainer:
             norm = self._since_log[-1].grad_norm
             self._count_empty_steps()
             logs = {"loss": sum(losses) / len(losses), "grad_norm": float(norm) if norm is not None else 0.0}
-            rates, self._since_log, self._watched = self._watched.rates(), [], Watched()
-            rates |= self._left_out.since()
-            self._log({**logs, "learning_rate": float(self.scheduler.get_last_lr()[0]), **rates})
+            self._since_log = []
+            self._log({**logs, "learning_rate": float(self.scheduler.get_last_lr()[0]), **self.meter.rates()})
         if self.control.should_evaluate and self.eval_dataset is not None:
             self.evaluate()
         if self.control.should_save:
@@ -293,7 +264,7 @@ class Trainer:
 
     def _count_empty_steps(self) -> None:
         """Those since the last log in which no label counted. Waits for the device."""
-        self._left_out.empty_steps += sum(int(result.num_labels) == 0 for result in self._since_log)
+        self.meter.left_out.empty_steps += sum(int(result.num_labels) == 0 for result in self._since_log)
 
     def _log(self, logs: dict[str, float]) -> None:
         logs["epoch"] = self.state.epoch or 0.0

@@ -1,0 +1,166 @@
+"""Metrics of a training run: tokens, padding, imbalance and FLOPs, by the names under which they are logged.
+
+docs/training.md lists every name with its meaning and unit. The Trainer, ``ullage train`` and the trainer over
+``ullage.engines.fsdp`` count with the same class, so a name means the same in all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ullage.batch import RaggedBatch
+from ullage.planning import Plan
+from ullage.planning.plans import Statistics
+
+#: For each treatment of sequences over the capacity: the names in the logs, and those of a plan's statistics.
+_OVERSIZE_COUNTS = {
+    "drop": {"dropped_sequences": "num_dropped", "dropped_tokens": "dropped_tokens"},
+    "truncate": {"truncated_sequences": "num_truncated", "truncated_tokens": "truncated_tokens"},
+}
+
+
+class LeftOut:
+    """Counts of what is not trained on: sequences and tokens over the capacity, and steps in which no label counts.
+
+    A plan covers all ranks, so the counts are the same on each. ``oversize``: what becomes of sequences over the
+    capacity; under ``"error"`` there is nothing to count.
+    """
+
+    def __init__(self, oversize: str) -> None:
+        self._names = _OVERSIZE_COUNTS.get(oversize, {})
+        self._since, self._all = self._zeros(), self._zeros()
+        self.empty_steps = 0
+
+    def _zeros(self) -> dict[str, int]:
+        return dict.fromkeys(self._names, 0)
+
+    def add(self, statistics: Statistics) -> None:
+        """Count what a plan drops or truncates."""
+        for name, field in self._names.items():
+            self._since[name] += getattr(statistics, field)
+            self._all[name] += getattr(statistics, field)
+
+    def since(self) -> dict[str, float]:
+        """What was dropped or truncated since the last call."""
+        counts, self._since = self._since, self._zeros()
+        return {**counts}
+
+    def totals(self) -> dict[str, float]:
+        """What was dropped or truncated in all, and how many steps were empty, if any was."""
+        totals: dict[str, float] = {f"total_{name}": count for name, count in self._all.items()}
+        return totals | ({"total_empty_steps": self.empty_steps} if self.empty_steps else {})
+
+
+class TokenMeter:
+    """Meter of the tokens that go through a model, since the last log and in the whole run.
+
+    Each rank counts its own batches; :meth:`rates` and :meth:`closing` add them up.
+
+    device: where the ranks add up their counts.
+    group: the ranks whose batches differ (those of dp); None for one process.
+    num_devices: devices of the whole run, for ``mfu``.
+
+    ``num_tokens`` and ``num_padded_tokens`` are those of all ranks in the whole run, up to the last log: real tokens,
+    and the elements of the same batches if padded to their longest sequences. ``left_out``: see :class:`LeftOut`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        num_devices: int = 1,
+    ) -> None:
+        self._device, self._group, self._num_devices = device, group, num_devices
+        self.begin_run()
+
+    def begin_run(self, oversize: str = "error", peak_flops: float | None = None) -> None:
+        """Start again from zero.
+
+        ``oversize``: what becomes of sequences over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
+        ``peak_flops``: FLOP/s that one device could do; None leaves ``mfu`` out.
+        """
+        self.left_out = LeftOut(oversize)
+        self._peak = None if peak_flops is None else peak_flops * self._num_devices
+        self.num_tokens = self.num_padded_tokens = self._num_computed = 0
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        # Tokens, elements computed, elements if padded, capacity, FLOPs: of this rank, since the last log.
+        self._counts = [0.0] * 5
+        self._imbalances: list[float] = []
+        self._began = time.perf_counter()
+
+    def add(self, tokens: int, computed: int, padded: int, capacity: int = 0, flops: float = 0.0) -> None:
+        """Count a batch of this rank.
+
+        tokens: real tokens.
+        computed: elements that the model is given, padding included.
+        padded: elements of the batch if padded to its longest sequence.
+        capacity: slots that the batch could have had; 0 where nothing is packed.
+        flops: model FLOPs of the batch, forward and backward; 0 where nothing is packed.
+        """
+        for k, number in enumerate((tokens, computed, padded, capacity, flops)):
+            self._counts[k] += number
+
+    def add_packed(
+        self, microbatches: Sequence[RaggedBatch], plan: Plan, flops: float, statistics: Statistics | None = None
+    ) -> None:
+        """Count a packed step: this rank's microbatches of it, their model FLOPs, and the plan of all ranks."""
+        layouts = [microbatch.layout for microbatch in microbatches if len(microbatch)]
+        longest = max((int(layout.lengths.max()) for layout in layouts), default=0)
+        self.add(
+            sum(layout.num_tokens for layout in layouts),
+            sum(layout.size for layout in layouts),
+            sum(layout.num_items for layout in layouts) * longest,
+            plan.num_microbatches * plan.capacity,
+            flops,
+        )
+        statistics = statistics or plan.statistics()
+        self._imbalances.append(statistics.rank_imbalance)
+        self.left_out.add(statistics)
+
+    def rates(self) -> dict[str, float]:
+        """Metrics since the last log, over all ranks; then start again. One reduction; waits for the device.
+
+        Without tokens, only what was left out.
+        """
+        imbalances, seconds = self._imbalances, time.perf_counter() - self._began
+        tokens, computed, _, capacity, flops = self._reduce()
+        rates: dict[str, float] = {}
+        if tokens:
+            rates["tokens_per_second"] = round(tokens / seconds, 1)
+            rates["padding_computed"] = round(1 - tokens / computed, 4)
+        if tokens and imbalances:
+            rates["capacity_unused"] = round(1 - tokens / capacity, 4)
+            rates["imbalance"] = round(sum(imbalances) / len(imbalances), 4)
+            rates["flops_per_second"] = flops / seconds
+            if self._peak is not None:
+                rates["mfu"] = round(flops / seconds / self._peak, 4)
+        return rates | self.left_out.since()
+
+    def closing(self) -> dict[str, float]:
+        """Metrics of the whole run, over all ranks. One reduction; waits for the device."""
+        self._reduce()
+        avoided = {"padding_avoided": round(self.padding_avoided, 4)} if self.num_padded_tokens else {}
+        return avoided | self.left_out.totals()
+
+    @property
+    def padding_avoided(self) -> float:
+        """The part of padded batches that was not computed, up to the last log; 0 before there are any tokens."""
+        return 1 - self._num_computed / self.num_padded_tokens if self.num_padded_tokens else 0.0
+
+    def _reduce(self) -> list[float]:
+        """Counts of all ranks since the last log. They are added to those of the run."""
+        sums = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        counts = sums.tolist()
+        self.num_tokens += int(counts[0])
+        self._num_computed += int(counts[1])
+        self.num_padded_tokens += int(counts[2])
+        self._begin_interval()
+        return counts

@@ -1,0 +1,150 @@
+"""Metrics of training: every logged value equals the one computed by hand, and every name is in docs/training.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.training.test_trainer import language_model
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.planning import plan
+from ullage.training import RaggedCollator, Trainer, TrainingArguments, metering
+from ullage.training.metering import TokenMeter
+
+SAMPLES = [{"input_ids": [3] * 9, "labels": [3] * 9}, {"input_ids": [4], "labels": [4]}]
+#: What is logged of a packed run with a peak and a treatment of long sequences, beside transformers' own names.
+PACKED = {
+    "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second", "mfu",
+    "dropped_sequences", "dropped_tokens",
+}  # fmt: skip
+THEIRS = {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+    now = [100.0]
+    monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def trainer(folder, model, samples, **options):
+    defaults = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder), logging_steps=1, **{**defaults, **options})
+    return Trainer(model, arguments, RaggedCollator(), samples)
+
+
+def step(lengths, **options):
+    """A packed step of one rank: its microbatches and its plan."""
+    made = plan(lengths, ranks=1, **options)
+    rows = [
+        RaggedBatch.from_samples(
+            [{"input_ids": [1] * int(made.lengths[i])} for i in made.members(k, 0)],
+            pad_to_multiple_of=options.get("pad_to_multiple_of", 1),
+        )
+        for k in range(made.num_microbatches)
+    ]
+    return rows, made
+
+
+def test_a_padded_batch(clock):
+    meter = TokenMeter()
+    clock[0] += 4.0
+    meter.add(10, 18, 18)
+    assert meter.rates() == {"tokens_per_second": 2.5, "padding_computed": round(8 / 18, 4)}
+    assert meter.closing() == {"padding_avoided": 0.0}
+    assert (meter.num_tokens, meter.num_padded_tokens) == (10, 18)
+
+
+def test_a_packed_step(clock):
+    meter = TokenMeter(num_devices=2)
+    meter.begin_run("drop", peak_flops=1000.0)
+    rows, made = step([9, 3, 2, 30], capacity=16, pad_to_multiple_of=4, oversize="drop")
+    meter.add_packed(rows, made, flops=800.0)
+    clock[0] += 2.0
+    assert made.num_microbatches == 2  # slots of 12, 4 and 4 in two times 16
+    assert meter.rates() == {
+        "tokens_per_second": 7.0,
+        "padding_computed": 0.3,  # 14 of 20
+        "capacity_unused": round(18 / 32, 4),
+        "imbalance": 1.0,
+        "flops_per_second": 400.0,
+        "mfu": 0.2,
+        "dropped_sequences": 1,
+        "dropped_tokens": 30,
+    }
+    closing = {"padding_avoided": round(1 - 20 / 27, 4), "total_dropped_sequences": 1, "total_dropped_tokens": 30}
+    assert meter.closing() == closing
+
+
+def test_an_interval_begins_where_the_last_one_ended(clock):
+    meter = TokenMeter()
+    meter.add(6, 6, 8)
+    clock[0] += 1.0
+    assert meter.rates() == {"tokens_per_second": 6.0, "padding_computed": 0.0}
+    assert meter.rates() == {}
+    meter.add(3, 4, 4)
+    clock[0] += 2.0
+    assert meter.rates() == {"tokens_per_second": 1.5, "padding_computed": 0.25}
+    assert meter.closing() == {"padding_avoided": round(1 - 10 / 12, 4)}
+    meter.begin_run()
+    assert meter.closing() == {}
+
+
+@pytest.mark.parametrize(("attention", "computed"), [("sdpa", 8 / 18), ("ullage", 0.0)])
+def test_padding_is_what_the_model_is_given(tmp_path, attention, computed):
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        attn_implementation=attention,
+    )  # fmt: skip
+    mine = trainer(tmp_path, LlamaForCausalLM(config), SAMPLES, per_device_train_batch_size=2)
+    mine.train()
+    logged = [row for row in mine.state.log_history if "loss" in row]
+    assert [row["padding_computed"] for row in logged] == [round(computed, 4)] * 2
+    assert mine.state.log_history[-1]["padding_avoided"] == pytest.approx(8 / 18 - computed, abs=1e-4)
+
+
+def test_a_packed_run_logs_the_names_of_the_documentation(tmp_path, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    samples = [*SAMPLES, {"input_ids": [5] * 30, "labels": [5] * 30}]
+    options = {"packing_capacity": 12, "packing_oversize": "drop", "packing_peak_flops": 1e5}
+    mine = trainer(tmp_path, language_model(), samples, per_device_train_batch_size=3, max_steps=1, **options)
+    mine.train()
+    logged, closing = mine.state.log_history
+    assert set(logged) - THEIRS == PACKED
+    assert logged["padding_computed"] == 0.0
+    assert logged["capacity_unused"] == round(2 / 12, 4)
+    assert (logged["imbalance"], logged["dropped_sequences"], logged["dropped_tokens"]) == (1.0, 1, 30)
+    seconds = 10 / logged["tokens_per_second"]
+    assert seconds == int(seconds) > 0
+    parameters = sum(parameter.numel() for parameter in mine.model.parameters())
+    assert logged["flops_per_second"] == 6 * parameters * 10 / seconds
+    assert logged["mfu"] == round(6 * parameters * 10 / seconds / 1e5, 4) > 0
+    assert closing["padding_avoided"] == round(1 - 10 / 18, 4)
+    documented = Path(__file__).parents[2].joinpath("docs/training.md").read_text(encoding="utf-8")
+    table = documented.partition("## Metrics")[2].partition("\n## ")[0]
+    names = set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines() if row[:3] == "| `")))
+    truncated = {name.replace("dropped", "truncated") for name in PACKED}
+    totals = {f"total_{name}" for name in PACKED | truncated if "ped_" in name or "ted_" in name}
+    totals = {name for name in totals if name.endswith(("sequences", "tokens"))}
+    assert names == PACKED | truncated | totals | {"padding_avoided", "total_empty_steps"}
+
+
+def test_a_peak_that_is_not_positive_is_refused(tmp_path):
+    with pytest.raises(InputError, match="packing_peak_flops must be positive"):
+        trainer(tmp_path, language_model(), SAMPLES, packing_capacity=12, packing_peak_flops=0.0)
+
+
+def test_flattened_batches_of_others_know_what_padding_would_have_been():
+    from ullage.training.counting import num_elements, num_padded_tokens
+
+    row = {"input_ids": torch.ones(1, 10, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 9, 10])}
+    assert (num_elements(row, "input_ids"), num_padded_tokens(row, "input_ids")) == (10, 18)
