@@ -42,6 +42,7 @@ from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, shard_batch
 from ullage.attention.gathered import blocks, in_blocks
 from ullage.attention.slices import Slices
+from ullage.ranks import Axis
 
 HEADS, KEY_HEADS, DIM, LAYERS = 8, 2, 32, 2
 WAYS = (("ulysses", "contiguous"), ("gather", "zigzag"), ("gather", "contiguous"))
@@ -81,10 +82,10 @@ def train(rank: int, world: int, folder: str, tokens: int, way: tuple[str, str],
     method, order = way
     before, seconds = held(device), []
     for _ in range(runs + 1):
-        keywords = shard_batch(batch, dist.group.WORLD, order=order)
+        keywords = shard_batch(batch, Axis.world(), order=order)
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        with context_parallel(dist.group.WORLD, method=method):
+        with context_parallel(Axis.world(), method=method):
             model(**keywords).loss.backward()
         if on_cuda:
             torch.cuda.synchronize()

@@ -55,7 +55,7 @@ def test_the_ranks_work_together_before_and_after_every_fault(faults):
     [
         ("heads", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
         ("heads, auto", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
-        ("another size everywhere", ["InputError", "cut for another group", "of 3, found rank"]),
+        ("another size everywhere", ["InputError", "cut for another axis", "of 3, found rank"]),
         ("another row", ["DistributedError", "different rows", "rank 2"]),
         ("another order", ["DistributedError", "different rows", "rank 2"]),
         ("another method", ["DistributedError", "different rows", "rank 2"]),
@@ -80,7 +80,7 @@ def test_a_fault_that_all_ranks_see_raises_the_same_everywhere(faults, name, wor
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("another size", ["cut for another group", "expected rank 2 of 3, found rank 0 of 2"]),
+        ("another size", ["cut for another axis", "expected rank 2 of 3, found rank 0 of 2"]),
         ("mask", ["attention_mask", "cu_seq_lens"]),
         ("short", ["not the slice that was cut", "expected 76 tokens, found 75"]),
         ("not cut", ["slices of packed rows only"]),
@@ -91,4 +91,6 @@ def test_a_fault_of_one_rank_raises_there_and_tells_the_others(faults, name, wor
     assert lines[2].startswith("InputError")
     assert all(word in lines[2] for word in words), lines[2]
     for line in lines[:2]:
-        assert line.startswith("DistributedError: another rank cannot attend to its slice (rank 2")
+        assert line.startswith(
+            "DistributedError: another rank failed while attending to its slice of a row (rank 2): found InputError: "
+        )

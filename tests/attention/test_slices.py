@@ -12,6 +12,7 @@ from ullage import InputError, Layout, RaggedBatch
 from ullage.attention import shard_batch
 from ullage.attention.slices import Slices
 from ullage.exchange import shard_index
+from ullage.ranks import Axis, Topology
 
 pytestmark = pytest.mark.property
 
@@ -95,7 +96,7 @@ def test_the_keywords_of_all_ranks_hold_every_token_and_every_label_once(lengths
     batch = RaggedBatch.from_samples([{"input_ids": row, "labels": row, "id": i} for i, row in enumerate(rows)])
     found, positions, longest = {}, {}, max(lengths)
     for rank in range(size):
-        keywords = shard_batch(batch, size, rank, order)
+        keywords = shard_batch(batch, Axis("cp", size, rank), order)
         assert keywords["num_items_in_batch"] == max(1, sum(n - 1 for n in lengths))
         assert keywords["max_length_q"] in (longest, max(longest, 2 * size))
         assert keywords["cu_seq_lens_q"].tolist()[: len(lengths) + 1] == [0, *np.cumsum(lengths)]
@@ -119,11 +120,12 @@ def test_the_keywords_of_all_ranks_hold_every_token_and_every_label_once(lengths
 def test_wrong_places_and_orders_are_refused():
     batch = RaggedBatch.from_samples([{"input_ids": [1, 2, 3]}])
     with pytest.raises(InputError, match="no such order of slices: expected 'zigzag' or 'contiguous'"):
-        shard_batch(batch, 2, 0, order="striped")
-    with pytest.raises(InputError, match="no such context-parallel rank: expected 0 to 1, found 2"):
-        shard_batch(batch, 2, 2)
-    with pytest.raises(InputError, match="Pass rank, or the group"):
-        shard_batch(batch, 2)
-    with pytest.raises(InputError, match="not in the group"):
-        shard_batch(batch, "world")
-    assert shard_batch(batch, 3, 0, num_items=7).get("num_items_in_batch") is None
+        shard_batch(batch, Axis("cp", 2), order="striped")
+    with pytest.raises(InputError, match="a rank does not lie on its cp axis: expected 0 to 1, found 2"):
+        shard_batch(batch, Axis("cp", 2, 2))
+    for other in (2, "world", None, Topology.single()):
+        with pytest.raises(
+            InputError, match=r"found \w+. Pass an axis such as topology.cp, or Axis.from_group\(group\)"
+        ):
+            shard_batch(batch, other)
+    assert shard_batch(batch, Axis("cp", 3), num_items=7).get("num_items_in_batch") is None

@@ -14,7 +14,7 @@ from ullage.attention import context_parallel, packed_attention, require_context
 from ullage.attention.gathered import gathered
 from ullage.attention.slices import Slices
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.ranks import Topology
+from ullage.ranks import Axis, Topology
 
 MODELS = {
     "llama": {},
@@ -51,10 +51,10 @@ def reference(model, batch):
     return out.logits[0].detach(), float(loss), gradients(model)
 
 
-def differences(model, batch, group, expected, method, order, **settings):
+def differences(model, batch, axis, expected, method, order, **settings):
     """The worst relative difference of logits, loss and gradients from one process."""
-    keywords = shard_batch(batch, group, order=order)
-    with context_parallel(group, method=method, **settings):
+    keywords = shard_batch(batch, axis, order=order)
+    with context_parallel(axis, method=method, **settings):
         out = model(**keywords)
     out.loss.backward()  # what is recomputed is recomputed outside
     index = keywords["context_slices"].index
@@ -62,11 +62,11 @@ def differences(model, batch, group, expected, method, order, **settings):
     logits, total, wanted = expected
     worst = [relative(out.logits[0].detach()[real], logits[torch.from_numpy(index)[real]]) if len(real) else 0.0]
     loss = out.loss.detach().clone()
-    dist.all_reduce(loss, group=group)
+    dist.all_reduce(loss, group=axis.group)
     worst.append(abs(float(loss) - total) / max(total, 1e-12))
     found = gradients(model)
     for name, gradient in wanted.items():
-        dist.all_reduce(found[name], group=group)
+        dist.all_reduce(found[name], group=axis.group)
         worst.append(relative(found[name], gradient))
     return max(worst)
 
@@ -81,9 +81,10 @@ def models_in_worlds(rank, world, names):
             batch = RaggedBatch.from_samples(samples_of(lengths))
             expected = reference(model, batch)
             for size, (group, member) in groups.items():
+                axis = Axis.from_group(group, "cp") if member else None
                 for method, order in WAYS if member else ():
                     case = f"{name}, row {number}, cp {size}, {method}, {order}"
-                    worst[case] = differences(model, batch, group, expected, method, order)
+                    worst[case] = differences(model, batch, axis, expected, method, order)
     return worst
 
 
@@ -94,11 +95,11 @@ def checkpointed(rank, world):
     expected = reference(model, batch)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return [differences(model, batch, dist.group.WORLD, expected, *way) for way in WAYS]
+    return [differences(model, batch, Axis.world(), expected, *way) for way in WAYS]
 
 
 def with_tensor_parallel(rank, world):
-    """tp 2 times cp 2: half of the heads on a rank, and an axis of a topology as the group."""
+    """tp 2 times cp 2: half of the heads on a rank, and an axis of a topology of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     topology = Topology.from_device_mesh(mesh)
     worst = []
@@ -177,87 +178,87 @@ def raised(function, *arguments, **keywords):
 
 def faults(rank, world):
     """What each rank raises for each fault, and whether the ranks go on to work together after it."""
-    group = dist.group.WORLD
+    axis = Axis.world()
     model = build("llama")  # four heads, on three ranks
     batch = RaggedBatch.from_samples(samples_of(ROWS[0]))
     other = RaggedBatch.from_samples(samples_of((5, *ROWS[0][1:], 1)))
     expected = reference(model, batch)
-    good = shard_batch(batch, group)
+    good = shard_batch(batch, axis)
     last = rank == world - 1
 
     def forward(keywords, model=model, method="auto", **settings):
-        with context_parallel(group, method=method, **settings):
+        with context_parallel(axis, method=method, **settings):
             model(**keywords)
 
     def mask():
-        return {**shard_batch(batch, group), **({"attention_mask": torch.ones_like(good["input_ids"])} if last else {})}
+        return {**shard_batch(batch, axis), **({"attention_mask": torch.ones_like(good["input_ids"])} if last else {})}
 
     def short():
-        keywords = shard_batch(batch, group)
+        keywords = shard_batch(batch, axis)
         names = ("input_ids", "position_ids", "labels", "shift_labels")
         return {**keywords, **({name: keywords[name][:, 1:] for name in names} if last else {})}
 
     plain = build("llama", "sdpa")
 
     def at_once():
-        with context_parallel(group):
-            plain(**shard_batch(batch, group))  # no name keeps the row
+        with context_parallel(axis):
+            plain(**shard_batch(batch, axis))  # no name keeps the row
 
     def cut_before():
-        rows = [shard_batch(batch, group)]
-        with context_parallel(group):
+        rows = [shard_batch(batch, axis)]
+        with context_parallel(axis):
             plain(**rows.pop())
 
     def second_of_two():
-        with context_parallel(group):
-            model(**shard_batch(batch, group))
+        with context_parallel(axis):
+            model(**shard_batch(batch, axis))
         at_once()
 
     def inner_of_two():
-        with context_parallel(group):
-            model(**shard_batch(batch, group))
+        with context_parallel(axis):
+            model(**shard_batch(batch, axis))
             at_once()
 
     def own_error():
-        with context_parallel(group):
-            plain(**shard_batch(batch, group))
+        with context_parallel(axis):
+            plain(**shard_batch(batch, axis))
             raise ZeroDivisionError("the caller's own")
 
     def quiet():
         """What is no fault: blocks without a row, around another, after an error, and after a row that nobody ran."""
-        with context_parallel(group), context_parallel(group, method="gather"):
-            model(**shard_batch(batch, group))
+        with context_parallel(axis), context_parallel(axis, method="gather"):
+            model(**shard_batch(batch, axis))
         raised(own_error)
-        shard_batch(batch, group)
-        with context_parallel(group):
+        shard_batch(batch, axis)
+        with context_parallel(axis):
             pass
 
     config = RecurrentConfig(vocab_size=97, hidden_size=8)
     recurrent = RecurrentForCausalLM(config)
     lines = {
         "nothing": raised(forward, good),
-        "heads": raised(forward, shard_batch(batch, group), method="ulysses", fallback=False),
-        "heads, auto": raised(forward, shard_batch(batch, group), fallback=False),
-        "another size": raised(forward, shard_batch(batch, 2, 0) if last else shard_batch(batch, group)),
-        "another size everywhere": raised(forward, shard_batch(batch, 2, rank % 2)),
-        "another row": raised(forward, shard_batch(other if last else batch, group)),
-        "another order": raised(forward, shard_batch(batch, group, order="contiguous" if last else "zigzag")),
-        "another method": raised(forward, shard_batch(batch, group), method="gather" if last else "auto"),
+        "heads": raised(forward, shard_batch(batch, axis), method="ulysses", fallback=False),
+        "heads, auto": raised(forward, shard_batch(batch, axis), fallback=False),
+        "another size": raised(forward, shard_batch(batch, Axis("cp", 2, 0)) if last else shard_batch(batch, axis)),
+        "another size everywhere": raised(forward, shard_batch(batch, Axis("cp", 2, rank % 2))),
+        "another row": raised(forward, shard_batch(other if last else batch, axis)),
+        "another order": raised(forward, shard_batch(batch, axis, order="contiguous" if last else "zigzag")),
+        "another method": raised(forward, shard_batch(batch, axis), method="gather" if last else "auto"),
         "mask": raised(forward, mask()),
         "short": raised(forward, short()),
-        "not cut": raised(forward, batch.to_flattened() if last else shard_batch(batch, group)),
+        "not cut": raised(forward, batch.to_flattened() if last else shard_batch(batch, axis)),
         "padded": raised(forward, {"input_ids": batch["input_ids"][None]}),
-        "no context": raised(model, **shard_batch(batch, group)),
-        "sdpa": raised(forward, shard_batch(batch, group), build("llama", "sdpa")),
+        "no context": raised(model, **shard_batch(batch, axis)),
+        "sdpa": raised(forward, shard_batch(batch, axis), build("llama", "sdpa")),
         "sdpa at once": raised(at_once),
         "sdpa, cut before": raised(cut_before),
         "sdpa, second of two": raised(second_of_two),
         "sdpa, inner of two": raised(inner_of_two),
         "own error": raised(own_error),
         "quiet": raised(quiet),
-        "recurrent": raised(forward, shard_batch(batch, group), recurrent),
+        "recurrent": raised(forward, shard_batch(batch, axis), recurrent),
         "check sdpa": raised(require_context_parallel, build("llama", "sdpa")),
         "check recurrent": raised(require_context_parallel, recurrent),
-        "after all": raised(forward, shard_batch(batch, group)),
+        "after all": raised(forward, shard_batch(batch, axis)),
     }
-    return lines, differences(model, batch, group, expected, "auto", "zigzag")
+    return lines, differences(model, batch, axis, expected, "auto", "zigzag")

@@ -1,6 +1,6 @@
 """Context parallel: one packed row over several ranks, each with a slice of its tokens.
 
-``shard_batch`` makes this rank's keywords of a row, and within ``context_parallel(group)`` the attention of
+``shard_batch`` makes this rank's keywords of a row, and within ``context_parallel(axis)`` the attention of
 ``attn_implementation="ullage"`` gives each token what it would get on one process. Everything else in a decoder works
 on single tokens and needs no other rank. The loss divides by the labels of the whole row, so losses and gradients of
 the ranks add up to those of one process.
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ullage.attention.gathered import gathered
 from ullage.attention.packed_call import PackedCall
@@ -32,7 +31,8 @@ from ullage.batch import RaggedBatch
 from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import DistributedError, InputError, UllageError
 from ullage.layout import Layout
-from ullage.ranks.topology import Axis
+from ullage.ranks import Axis, agree
+from ullage.ranks.topology import require_axis
 
 #: How the attention of a row is shared.
 METHODS = ("auto", "ulysses", "gather")
@@ -90,17 +90,18 @@ class ContextParallel(contextlib.ContextDecorator):
     """Context manager that :func:`context_parallel` returns; it may be entered any number of times.
 
     Args:
-        group: process group, axis, or None, as for :func:`context_parallel`.
+        axis: as for :func:`context_parallel`.
         method: one of ``METHODS``.
         fallback: whether keys may be gathered where the heads cannot be exchanged.
     """
 
-    def __init__(self, group: Any, method: str, fallback: bool) -> None:
+    def __init__(self, axis: Axis, method: str, fallback: bool) -> None:
         if method not in METHODS:
             raise InputError("no such method", expected=" or ".join(map(repr, METHODS)), found=repr(method))
-        self.group, self.size, self.rank = _place(group)
-        if self.size > 1 and self.group is None:
-            raise InputError("context parallel needs a process group", found=f"a number of ranks, {self.size}")
+        self.axis, self.size, self.rank = require_axis(axis), axis.size, axis.rank
+        self.group = axis.require_group() if axis.size > 1 else None
+        if axis.order != list(range(axis.size)):
+            raise InputError("the process group counts its ranks otherwise than the axis", found=axis.order)
         self.method, self.fallback = method, fallback
         self._entered: list[tuple[Any, int]] = []
 
@@ -178,27 +179,20 @@ class ContextParallel(contextlib.ContextDecorator):
         return slices
 
     def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
-        """Raises where another rank failed or has another digest; quiet on a rank that has a failure to raise."""
+        """Raise on every rank if one failed, or if the ranks have different digests."""
         if self.size == 1:
             return
         mine = torch.tensor([[int(failure is not None), digest]] * self.size, device=device)
         every, ones = torch.empty_like(mine), [1] * self.size
         dist.all_to_all_single(every, mine, ones, ones, group=self.group)
-        if failure is not None:
-            return
         records = every.tolist()
-        for rank, (failed, _) in enumerate(records):
-            if failed:
-                raise DistributedError(
-                    "another rank cannot attend to its slice",
-                    where=f"rank {rank} of the context-parallel group",
-                    hint="the error of that rank says why",
-                )
+        if any(failed for failed, _ in records):  # every rank sees it, so that all of them meet once more
+            agree(failure, self.axis, "attending to its slice of a row")
         for rank, (_, other) in enumerate(records):
             if other != records[0][1]:
                 raise DistributedError(
-                    "the ranks of a context-parallel group hold slices of different rows",
-                    where=f"rank {rank} of the group",
+                    "the ranks of a context-parallel axis hold slices of different rows",
+                    where=f"rank {rank} of the axis",
                     expected="the lengths, order, method and heads of rank 0",
                     found="others",
                     hint="give each of them the same batch, with share(), before it is cut",
@@ -213,10 +207,10 @@ class ContextParallel(contextlib.ContextDecorator):
             )
         if (slices.size, slices.rank) != (self.size, self.rank):
             raise InputError(
-                "a row was cut for another group",
+                "a row was cut for another axis",
                 expected=f"rank {self.rank} of {self.size}",
                 found=f"rank {slices.rank} of {slices.size}",
-                hint="give shard_batch the group that context_parallel has",
+                hint="give shard_batch the axis that context_parallel has",
             )
         if len(slices.index) != query.shape[2]:
             raise InputError(
@@ -227,11 +221,11 @@ class ContextParallel(contextlib.ContextDecorator):
         self.uses_ulysses(query.shape[1])
 
 
-def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True) -> ContextParallel:
-    """Run attn_implementation="ullage" over the ranks of ``group``, within ``with`` or in a decorated function.
+def context_parallel(axis: Axis, *, method: str = "auto", fallback: bool = True) -> ContextParallel:
+    """Run attn_implementation="ullage" over the ranks of ``axis``, within ``with`` or in a decorated function.
 
     Args:
-        group: a process group, a topology's axis, a device mesh of one dimension, or None for one process.
+        axis: an axis of a topology, or ``Axis.from_group(group)`` of a process group.
         method: ``"ulysses"`` exchanges heads, ``"gather"`` gathers keys and values, ``"auto"`` is ulysses where the
             query heads (those on this rank, after tensor parallel) divide by the ranks, and gather elsewhere.
         fallback: whether ``"auto"`` and ``"ulysses"`` may gather where the heads do not divide; if not, that raises
@@ -240,11 +234,11 @@ def context_parallel(group: Any, *, method: str = "auto", fallback: bool = True)
     The backward pass may run after ``with`` has ended. Raises ``InputError`` for an unknown method and for a group that
     this process is not in.
 
-    >>> with context_parallel(None) as context:
+    >>> with context_parallel(Axis("cp")) as context:
     ...     context.size
     1
     """
-    return ContextParallel(group, method, fallback)
+    return ContextParallel(axis, method, fallback)
 
 
 def serving(slices: Slices | None) -> ContextParallel | None:
@@ -258,23 +252,20 @@ def serving(slices: Slices | None) -> ContextParallel | None:
     found = found or slices.served_by
     if found is None:
         if slices.size == 1:
-            return ContextParallel(None, "auto", fallback=True)
+            return ContextParallel(Axis("cp"), "auto", fallback=True)
         raise InputError(
             "a slice of a row came to the attention, but no context_parallel is in force",
-            hint="call the model within context_parallel(group)",
+            hint="call the model within context_parallel(axis)",
         )
     return found
 
 
-def shard_batch(
-    batch: RaggedBatch, group: Any, rank: int | None = None, order: str = "zigzag", *, num_items: Any = None
-) -> dict[str, Any]:
+def shard_batch(batch: RaggedBatch, axis: Axis, order: str = "zigzag", *, num_items: Any = None) -> dict[str, Any]:
     """Keywords for a Hugging Face decoder: this rank's slice of a packed row.
 
     Args:
         batch: the whole row, equal on all ranks.
-        group: as for :func:`context_parallel`, or a number of ranks, with ``rank``.
-        rank: this rank within the group; needed beside a number of ranks only.
+        axis: as for :func:`context_parallel`; one without a group, ``Axis("cp", size, rank)``, will do.
         order: ``"zigzag"``, which gives the ranks equal work when keys are gathered, or ``"contiguous"``.
         num_items: number of labels that count over all ranks of the step, by which the model divides the sum of its
             loss; if None, that of this row, at least 1.
@@ -288,9 +279,9 @@ def shard_batch(
       lost, and ``num_items_in_batch``. Losses and gradients of the ranks then add up to those of the row.
 
     Slices differ by two tokens at most; a row with fewer tokens than ranks gets padding at its end. Not collective;
-    does not wait for the device. Raises ``InputError`` for a rank or an order that does not exist.
+    does not wait for the device. Raises ``InputError`` for an order that does not exist.
     """
-    _, size, rank = _place(group, rank)
+    size, rank = require_axis(axis).size, axis.rank
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
     if has_labels and "shift_labels" not in batch:
         batch = batch.with_shift_labels()
@@ -320,22 +311,3 @@ def shard_batch(
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _place(group: Any, rank: int | None = None) -> tuple[Any, int, int]:
-    """The process group, its size, and this rank within it; no group for None and for a number of ranks."""
-    if isinstance(group, Axis):
-        if group.size == 1:
-            return None, 1, 0
-        if group.order != list(range(group.size)):
-            raise InputError("the process group orders its ranks differently from the axis", found=group.order)
-        group = group.require_group()
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if group is None or isinstance(group, int):
-        if group not in (None, 1) and rank is None:
-            raise InputError("a number of ranks does not say which of them this is", hint="pass rank, or the group")
-        return None, group or 1, rank or 0
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError("this process is not in the group, or this is not a process group", found=group)
-    return group, group.size(), group.rank() if rank is None else rank

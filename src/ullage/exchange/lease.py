@@ -13,8 +13,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import before_the_end, end_groups_at_exit
-from ullage.ranks.topology import Topology
+from ullage.ranks.wire import gather_objects
 
 Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
 
@@ -48,8 +49,7 @@ def lease(topology: Topology, timeout: timedelta | None) -> Lease:
     world = dist.group.WORLD
     _idle[:] = [held for held in _idle if held.world is world]
     mine = next((held for held in _idle if held.key == key), None)
-    offers: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(offers, (0 if mine is None else mine.number, _last))
+    offers: list[tuple[int, int]] = gather_objects((0 if mine is None else mine.number, _last), Axis.world())
     _last = max(last for _, last in offers)
     if mine is not None and all(number == mine.number for number, _ in offers):
         _idle.remove(mine)

@@ -21,6 +21,7 @@ from ullage.errors import InputError
 from ullage.exchange.fields import Schema
 from ullage.layout import Layout
 from ullage.ranks import Axis, raise_failures, report, tried
+from ullage.ranks.topology import require_axis
 from ullage.ranks.wire import aligned, broadcast_bytes, broadcast_record, device_of, dumps
 
 
@@ -39,7 +40,7 @@ def share(
     Collective over the axis; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
     source if it cannot send, and then ``DistributedError`` on the others.
     """
-    if not 0 <= source < axis.size:
+    if not 0 <= source < require_axis(axis).size:
         raise InputError("no such source on the axis", expected=f"0 to {axis.size - 1}", found=source)
     return share_or_fail(microbatches, None, axis, source, fields)
 

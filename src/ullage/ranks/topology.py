@@ -92,6 +92,17 @@ class Axis:
         return self.group
 
 
+def require_axis(axis: object) -> Axis:
+    """The same axis. Raises ``InputError`` for a process group or anything else that is no :class:`Axis`."""
+    if isinstance(axis, Axis):
+        return axis
+    raise InputError(
+        "ranks are given as an axis of a topology",
+        found=type(axis).__name__,
+        hint="pass an axis such as topology.cp, or Axis.from_group(group)",
+    )
+
+
 @dataclass(frozen=True)
 class Topology:
     """Sizes, coordinates and groups of the axes ``dp``, ``cp``, ``tp``, ``pp``, and which ranks own data.

@@ -31,7 +31,8 @@ from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.model import parallel_of, tied_names
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
 from ullage.errors import CheckpointError, InputError
-from ullage.training.agreement import agreement, rank_here, require_same_folder, several_ranks
+from ullage.ranks import Axis, together
+from ullage.training.agreement import require_same_folder
 from ullage.training.damage import examine
 from ullage.training.saving import require_same_model
 from ullage.training.staging import old_of, recover, write_into, write_whole
@@ -47,7 +48,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     Collective; waits for the device. Raises on every rank if one of them could not write, or names another folder.
     """
     parallel_of(model)
-    with agreement(several_ranks(), "collecting a checkpoint"):
+    with together(Axis.world(), "collecting a checkpoint"):
         told = {name: state.state_dict() if hasattr(state, "state_dict") else state for name, state in states.items()}
         try:
             text = json.dumps(told)
@@ -63,7 +64,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
             model.config.save_pretrained(place)
             (place / STATES).write_text(text, encoding="utf-8")
 
-    write_whole(folder, write, several=several_ranks(), first_of_machine=_first_of_machine(), check=_require_written)
+    write_whole(folder, write, several=_several(), first_of_machine=_first_of_machine(), check=_require_written)
 
 
 def load(
@@ -84,12 +85,12 @@ def load(
     model, and for an optimizer of other parameters or another kind.
     """
     parallel_of(model)
-    folder = require_same_folder(Path(folder), several_ranks())
-    with agreement(several_ranks(), "reading a checkpoint"):
+    folder = require_same_folder(Path(folder), _several())
+    with together(Axis.world(), "reading a checkpoint"):
         if _first_of_machine():
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
-    with agreement(several_ranks(), "reading a checkpoint"):
+    with together(Axis.world(), "reading a checkpoint"):
         names = _metadata(folder)
         if (folder / "config.json").is_file():
             require_same_model(model.config, folder)
@@ -129,7 +130,7 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
             for other in others:
                 other.save_pretrained(staging)
 
-    write_into(folder, write, several=several_ranks(), first_of_machine=_first_of_machine())
+    write_into(folder, write, several=_several(), first_of_machine=_first_of_machine())
 
 
 def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
@@ -217,7 +218,7 @@ def _put_back(folder: Path) -> None:
 
 def _require_undamaged(folder: Path, allow_changed: bool) -> None:
     """Compares the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
-    finding = examine(folder, several_ranks(), allow_changed=allow_changed)
+    finding = examine(folder, _several(), allow_changed=allow_changed)
     if finding.damage:
         raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")
     if _rank() == 0 and folder.is_dir():
@@ -229,5 +230,9 @@ def _first_of_machine() -> bool:
     return int(os.environ.get("LOCAL_RANK", _rank())) == 0
 
 
+def _several() -> bool:
+    return Axis.world().size > 1
+
+
 def _rank() -> int:
-    return rank_here(several_ranks())
+    return Axis.world().rank

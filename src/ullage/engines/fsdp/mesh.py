@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ullage.errors import DistributedError, InputError
-from ullage.ranks import Topology
+from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.ranks.wire import gather_objects
 
 AXES = ("dp", "cp", "tp")
 
@@ -66,8 +67,7 @@ def mesh_of(topology: Topology) -> tuple[DeviceMesh, DeviceMesh]:
     """
     coordinates = [topology.dp.rank, topology.cp.rank, topology.tp.rank]
     sizes = [topology.dp.size, topology.cp.size, topology.tp.size]
-    said: list[tuple[list[int], list[int]]] = [None] * dist.get_world_size()  # type: ignore[list-item]
-    dist.all_gather_object(said, (coordinates, sizes))
+    said: list[tuple[list[int], list[int]]] = gather_objects((coordinates, sizes), Axis.world())
     layout = torch.full(sizes, -1, dtype=torch.int64)
     for rank, (place, told) in enumerate(said):
         if told == sizes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,7 @@ import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.mesh import device_of_rank, mesh_of
 from ullage.errors import InputError
-from ullage.ranks import Topology
-from ullage.training.agreement import agreement
+from ullage.ranks import Axis, Topology, together
 
 _ATTRIBUTE = "_ullage_parallel"
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -50,8 +50,12 @@ class Parallel:
             return torch.autocast(self.device.type, self.autocast)
         if self.mesh is None or self.topology.cp.size == 1:
             return contextlib.nullcontext()
-        group = self.mesh.get_group("cp")
-        return packed_attention.context_parallel(group, method=self.cp_method, fallback=self.cp_fallback)
+        return packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
+
+    @cached_property
+    def cp(self) -> Axis:
+        """The context-parallel axis, on the mesh's own group."""
+        return Axis.from_group(None if self.mesh is None else self.mesh.get_group("cp"), "cp")
 
     @property
     def averaged_over(self) -> int:
@@ -82,13 +86,13 @@ def parallelize(
     on, one without a tensor-parallel plan, or heads that tp or cp does not divide.
     """
     topology = topology or Topology.single()
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    with agreement(several, "preparing a model for its topology"):
-        _check(model, topology, dist.get_world_size() if several else 1)
+    world = Axis.world()
+    with together(world, "preparing a model for its topology"):
+        _check(model, topology, world.size)
         _put_attention(model)
         _require_context(model, topology, cp_method, cp_fallback)
     device = device_of_rank()
-    if not several:
+    if world.size == 1:
         model.to(device)  # pyright: ignore[reportArgumentType]
         setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype))
         return model

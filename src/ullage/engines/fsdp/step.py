@@ -110,7 +110,7 @@ def _loss(model: Any, batch: RaggedBatch, step: PackedStep, divisor: Tensor, par
     with warnings.catch_warnings(), parallel.context():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: we make none
         if parallel.mesh is not None and cp > 1:
-            row = packed_attention.shard_batch(filled, parallel.mesh.get_group("cp"), num_items=divisor)
+            row = packed_attention.shard_batch(filled, parallel.cp, num_items=divisor)
             outputs = model(**keywords | row)
         else:
             outputs = model(**keywords, **filled.to_flattened())

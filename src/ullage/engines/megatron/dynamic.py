@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ullage.ranks.topology import Axis
+from ullage.ranks import Axis
+from ullage.ranks.wire import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,8 +27,7 @@ def degree_groups(axis: Axis) -> dict[int, ProcessGroup]:
         return held[1]
     groups: dict[int, ProcessGroup] = {}
     if axis.size > 1:
-        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, key)
+        everyone: list[tuple[int, ...]] = gather_objects(key, Axis.world())
         backend = dist.get_backend(axis.group)
         # Every backend requires that all ranks make all groups in the same order.
         for ranks in sorted(set(everyone)):
