@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	$(BIN)/python -m ullage.planning.warm
+	$(BIN)/python -c "from ullage.planning.solver.compiled import compile_all; compile_all()"
 	@touch $(STAMP)
 
 quickstart: install  ## one run on four layouts: packed, stopped, converted, continued; some minutes on two cores

@@ -6,7 +6,11 @@ expect (``ValueError`` or ``RuntimeError``), so that code that knows nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 
 class UllageError(Exception):
@@ -73,3 +77,11 @@ def require_int(value: object, name: str, *, least: int) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
     return int(value)
+
+
+def require_one_of(value: _Value, names: Iterable[object], what: str) -> _Value:
+    """``value`` if it is one of ``names``. Raises ``InputError``: ``no such {what}``, with the names."""
+    names = list(names)
+    if value not in names:
+        raise InputError(f"no such {what}", expected=" or ".join(map(repr, names)), found=repr(value))
+    return value

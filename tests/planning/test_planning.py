@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ullage
-from ullage.planning import Assignment, Problem, RecurrentCost, register_strategy, strategies, strategy_names
+from ullage.planning import Assignment, RecurrentCost, Task, register_strategy, strategies, strategy_names
 
 MIXED = [5, 3, 4, 4, 7, 1, 2, 6, 0, 8]
 
@@ -171,17 +171,17 @@ def test_upstream_names_are_aliases() -> None:
 
 
 def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_each(problem: Problem) -> Assignment:
-        count = problem.num_items
-        return Assignment(np.arange(count) * problem.ranks, count)
+    def one_each(task: Task) -> Assignment:
+        count = task.num_items
+        return Assignment(np.arange(count) * task.ranks, count)
 
-    def all_in_one(problem: Problem) -> Assignment:
-        return Assignment(np.zeros(problem.num_items, np.int64), 1)
+    def all_in_one(task: Task) -> Assignment:
+        return Assignment(np.zeros(task.num_items, np.int64), 1)
 
     monkeypatch.setattr(strategies, "_REGISTERED", dict(strategies._REGISTERED))
     register_strategy("one_each", one_each)
     register_strategy("all_in_one", all_in_one)
-    register_strategy("astray", lambda problem: Assignment(np.full(problem.num_items, 7), 1))
+    register_strategy("astray", lambda task: Assignment(np.full(task.num_items, 7), 1))
     assert ullage.plan([3, 4], ranks=2, capacity=8, strategy="one_each").num_microbatches == 2
     with pytest.raises(
         ullage.InputError, match=r"'all_in_one' gave an unsound plan: over capacity: microbatch 0, rank 0"

@@ -1,24 +1,25 @@
-"""Where each sequence goes: lengths in, a plan out.
+"""Planning: the lengths of a global batch in, a plan out.
 
 Pure: no process group, no device, no torch. ``plan`` spreads a global batch over microbatches and ranks;
-``pack_lengths`` fills bins for a whole dataset. Compiled code is loaded when one of them is called.
+``pack_lengths`` fills bins for a whole dataset. What a plan is stands in this folder, how a good one is found in
+``solver``. numba is imported when a problem is large enough for compiled code.
 """
 
 from ullage.planning.bins import PackedBins, pack_lengths
 from ullage.planning.cost import RecurrentCost, TransformerCost
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan, Statistics
-from ullage.planning.problem import Assignment, Problem, Strategy
 from ullage.planning.strategies import register_strategy, strategy_names
+from ullage.planning.task import Assignment, Strategy, Task
 
 __all__ = [
     "Assignment",
     "PackedBins",
     "Plan",
-    "Problem",
     "RecurrentCost",
     "Statistics",
     "Strategy",
+    "Task",
     "TransformerCost",
     "pack_lengths",
     "plan",

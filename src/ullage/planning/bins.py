@@ -9,6 +9,11 @@ import numpy as np
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.bounds import bin_bound
 from ullage.planning.request import as_positive, refuse_oversize
+from ullage.planning.schedule import NO_LIMIT
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.items import Room
+from ullage.planning.solver.ordering import falling_order, rows
+from ullage.planning.solver.packing import pack_items
 
 
 class PackedBins(NamedTuple):
@@ -19,12 +24,12 @@ class PackedBins(NamedTuple):
 
     @property
     def num_bins(self) -> int:
-        """How many bins there are; none is empty."""
+        """Number of bins, each of which holds a sequence."""
         return len(self.cu_ids) - 1
 
 
 def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
-    """Packs sequences of ``lengths`` [n] tokens into as few bins of ``capacity`` tokens as can be found quickly.
+    """Pack sequences of ``lengths`` [n] tokens into as few bins of ``capacity`` tokens as can be found quickly.
 
     Every sequence is in exactly one bin and no bin is over ``capacity``. Deterministic; time and memory grow with n and
     the capacity, a million sequences take a fraction of a second. Raises ``InputError`` for lengths that are not
@@ -34,15 +39,13 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     >>> ids.tolist(), cu_ids.tolist()
     ([0, 1, 2, 3], [0, 2, 4])
     """
-    from ullage.planning.ordering import falling_order, rows
-    from ullage.planning.packing import pack
-
     given, capacity = as_lengths(lengths), as_positive(capacity, "capacity")
     refuse_oversize(given, capacity, 1)
-    order = falling_order(given)
-    packed = np.empty(len(given), np.int64)
-    ones = np.ones(len(given), np.int64)
-    used = pack(given[order], ones, capacity, len(given) + 1, bin_bound(given, capacity), packed)
-    bins = np.empty(len(given), np.int64)
+    n = len(given)
+    order = run(falling_order, given, work=n)
+    packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
+    room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
+    used = run(pack_items, given[order], ones, room, target, packed, work=20 * n)
+    bins = np.empty(n, np.int64)
     bins[order] = packed
-    return PackedBins(*rows(bins, used))
+    return PackedBins(*run(rows, bins, used, work=n))

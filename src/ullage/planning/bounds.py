@@ -1,4 +1,4 @@
-"""Lower bounds that hold for every plan, so that a plan can say how far it is from the possible.
+"""Lower bounds that hold for every plan, so that a plan can be compared with what is possible.
 
 Bins: Martello and Toth's L2 ("Lower bounds and reduction procedures for the bin packing problem", Discrete Applied
 Mathematics 28, 1990). For each threshold ``a`` up to half the capacity, items above ``capacity − a`` need a bin each,
@@ -8,17 +8,19 @@ more can share. The plain ``ceil(Σ/capacity)`` is the case without big items an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ullage.layout import Int64
+from ullage.planning.schedule import Schedule, slots_of
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.context import list_schedule
+from ullage.planning.solver.critical import least_path
+from ullage.planning.solver.items import SharedItems
+from ullage.planning.solver.ordering import falling_order
 
-if TYPE_CHECKING:
-    from ullage.planning.plans import Plan
-
-
-#: Sequences times bins beyond which nobody waits for a figure.
+#: Sequences times bins above which the mixed path is not computed: it would take seconds.
 _PATIENCE = 200_000_000
 
 
@@ -30,7 +32,7 @@ class PathBound(NamedTuple):
 
 
 def bin_bound(slots: Int64, capacity: int) -> int:
-    """Bins of ``capacity`` that items of these sizes need at the least: the L2 bound. ``slots``: any order."""
+    """The least number of bins of ``capacity`` that can hold items of these sizes, in any order: the L2 bound."""
     rising = np.sort(slots)
     cumulated = np.concatenate(([0], np.cumsum(rising)))
     n = len(rising)
@@ -46,53 +48,44 @@ def bin_bound(slots: Int64, capacity: int) -> int:
     return int(max(bound.max(initial=0), n - half, -(-int(cumulated[-1]) // capacity)))
 
 
-def microbatches_for(bins: int, ranks: int, multiple: int) -> int:
-    """Microbatches a rank runs so that ``ranks`` of them offer this many bins, in multiples of ``multiple``."""
-    return -(-bins // (ranks * multiple)) * multiple
+def microbatches_for(bins: int, ranks: int, microbatch_multiple: int) -> int:
+    """The least number of microbatches, a multiple of ``microbatch_multiple``, in which ``ranks`` have so many bins."""
+    return -(-bins // (ranks * microbatch_multiple)) * microbatch_multiple
 
 
-def microbatch_bound(plan: Plan) -> int:
-    """Microbatches a rank needs at the least for the placed sequences of this plan."""
-    from ullage.planning.plans import slots_of
-
+def microbatch_bound(plan: Schedule) -> int:
+    """The least number of microbatches that can hold the placed sequences of this plan."""
     placed = plan.lengths[plan.order]
     slots = slots_of(placed, plan.pad_to_multiple_of)
     if np.any(plan.degrees > 1):  # a bin shared by d ranks holds d times as much: only the sum is left
         bins = -(-int(slots.sum()) // plan.capacity)
     else:
         bins = bin_bound(slots, plan.capacity)
-    if plan.max_sequences:
-        bins = max(bins, -(-len(placed) // plan.max_sequences))
-    return microbatches_for(max(bins, min(1, len(placed))), plan.ranks, plan.microbatch_multiple)
+    bins = max(bins, -(-len(placed) // plan.max_sequences))
+    return microbatches_for(bins, plan.ranks, plan.microbatch_multiple)
 
 
-def path_bound(plan: Plan) -> PathBound:
+def path_bound(plan: Schedule) -> PathBound:
     """Least critical path and rank imbalance, as ratios to the mean rank, of any plan of these sequences in as many
     microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
-    from ullage.planning.critical import least_path
-    from ullage.planning.ordering import falling_order
-    from ullage.planning.plans import slots_of
-
     costs = plan.costs[plan.order]
     degree = int(plan.degrees.max(initial=1))
     if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
-    order = falling_order(costs)
+    order = run(falling_order, costs, work=len(costs))
     slots = slots_of(plan.lengths[plan.order][order], plan.pad_to_multiple_of, degree)
-    hosts = plan.ranks // degree
+    num_blocks = plan.ranks // degree
     fixed = plan.per_microbatch * plan.num_microbatches
     ideal = int(costs.sum()) / plan.ranks + fixed
-    path = least_path(slots, costs[order], plan.capacity * degree, hosts) / degree + fixed
-    dearest = int(costs.max()) / degree + fixed
-    return PathBound(max(1.0, path / ideal), max(1.0, dearest / ideal))
+    leaders = run(least_path, slots, costs[order], plan.capacity * degree, num_blocks, work=len(costs))
+    path = leaders / degree + fixed
+    most_expensive = int(costs.max()) / degree + fixed
+    return PathBound(max(1.0, path / ideal), max(1.0, most_expensive / ideal))
 
 
-def mixed_path(plan: Plan) -> float:
+def mixed_path(plan: Schedule) -> float:
     """The critical path, as a ratio to the mean rank, that list scheduling reaches if each sequence may have a degree
     of its own inside one microbatch; infinite if degrees are all alike, or if finding out would take long."""
-    from ullage.planning.context import list_schedule
-    from ullage.planning.plans import slots_of
-
     n, bins = len(plan.order), plan.degrees.size
     if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
         return float("inf")
@@ -100,6 +93,7 @@ def mixed_path(plan: Plan) -> float:
     degrees = [1 << e for e in range(plan.ranks.bit_length())]
     slots = np.array([slots_of(lengths, plan.pad_to_multiple_of, degree) for degree in degrees])
     work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
-    path = list_schedule(slots, work, plan.capacity, plan.ranks, plan.num_microbatches)
+    items = SharedItems(slots, work, np.ones(n, np.int64))
+    path = run(list_schedule, items, plan.capacity, plan.ranks, plan.num_microbatches, work=n * bins)
     fixed = plan.per_microbatch * plan.num_microbatches
     return (path + fixed) / (int(costs.sum()) / plan.ranks + fixed) if path >= 0 and costs.any() else float("inf")

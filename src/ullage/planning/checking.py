@@ -1,17 +1,17 @@
-"""What is wrong with a plan: every violation, by sequence id, microbatch and rank."""
+"""The violations of a plan, each by sequence id, microbatch and rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.plans import Plan, slots_of
+from ullage.planning.schedule import Schedule, slots_of
 
 #: Ids that one line names before it only counts.
 _NAMED = 8
 
 
-def violations(plan: Plan) -> list[str]:
+def violations(plan: Schedule) -> list[str]:
     """All violations of ``plan`` as lines; ``[]`` if it is sound."""
     return [*_membership(plan), *_degrees(plan), *_sizes(plan)]
 
@@ -21,7 +21,7 @@ def _ids(ids: Int64) -> str:
     return f"{shown} and {len(ids) - _NAMED} more" if len(ids) > _NAMED else shown
 
 
-def _membership(plan: Plan) -> list[str]:
+def _membership(plan: Schedule) -> list[str]:
     problems = []
     n = plan.num_sequences
     unknown = np.unique(plan.order[(plan.order < 0) | (plan.order >= n)])
@@ -48,7 +48,7 @@ def _membership(plan: Plan) -> list[str]:
     return problems
 
 
-def _degrees(plan: Plan) -> list[str]:
+def _degrees(plan: Schedule) -> list[str]:
     problems = []
     for microbatch, row in enumerate(plan.degrees.tolist()):
         if max(row) == 1 == min(row):
@@ -75,7 +75,7 @@ def _degrees(plan: Plan) -> list[str]:
     return problems
 
 
-def _sizes(plan: Plan) -> list[str]:
+def _sizes(plan: Schedule) -> list[str]:
     problems = []
     count = plan.num_microbatches * plan.ranks
     known = (plan.order >= 0) & (plan.order < plan.num_sequences)
@@ -90,12 +90,11 @@ def _sizes(plan: Plan) -> list[str]:
             f"over capacity: microbatch {microbatch}, rank {rank} holds {held[k]} slots of"
             f" {plan.capacity * degrees[k]}: sequences {_ids(order[bins == k])}"
         )
-    if plan.max_sequences:
-        crowd = np.bincount(bins, minlength=count)
-        for k in np.flatnonzero(crowd > plan.max_sequences).tolist():
-            microbatch, rank = divmod(k, plan.ranks)
-            problems.append(
-                f"crowded: microbatch {microbatch}, rank {rank} holds {crowd[k]} sequences of at most"
-                f" {plan.max_sequences}: {_ids(order[bins == k])}"
-            )
+    num_sequences = np.bincount(bins, minlength=count)
+    for k in np.flatnonzero(num_sequences > plan.max_sequences).tolist():
+        microbatch, rank = divmod(k, plan.ranks)
+        problems.append(
+            f"crowded: microbatch {microbatch}, rank {rank} holds {num_sequences[k]} sequences of at most"
+            f" {plan.max_sequences}: {_ids(order[bins == k])}"
+        )
     return problems

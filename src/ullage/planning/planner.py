@@ -1,4 +1,4 @@
-"""``plan(...)``: checks what it was given, turns sequences into items, lets a strategy place them, and makes the plan.
+"""``plan(...)``: check the arguments, turn sequences into items, let a strategy place them, and make the plan.
 
 Pure: no process group, no device, no randomness. Every rank that calls it with the same lengths gets the same plan.
 """
@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
-from ullage.planning.plans import Plan, slot_multiple, slots_of
-from ullage.planning.problem import Assignment, Problem, Strategy
+from ullage.planning.plans import Plan
+from ullage.planning.schedule import NO_LIMIT, slot_multiple, slots_of
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.ordering import rows
 from ullage.planning.strategies import ALIASES, PREASSIGNED, find_strategy
-
-_NO_LIMIT = 1 << 62
+from ullage.planning.task import Assignment, Strategy, Task
 
 
 def plan(
@@ -38,18 +39,23 @@ def plan(
     assignment: Sequence[Any] | None = None,
     oversize: str = "error",
 ) -> Plan:
-    """Gives each sequence a microbatch and a rank, or several ranks.
+    """Give each sequence a microbatch and a rank, or several ranks.
 
-    ``lengths`` [n]: tokens of each sequence of the global batch. ``ranks``: how many ranks hold data. ``capacity``:
-    slots (lengths rounded up to ``pad_to_multiple_of``) a rank holds in one microbatch; never exceeded. ``cost``:
-    ``None`` is ``TransformerCost()``, or any callable on an array of lengths. ``strategy``: one of
-    :func:`ullage.planning.strategies.strategy_names`. ``sync``: ``"microbatch"`` where ranks wait for one another in
-    every microbatch (FSDP, ZeRO-3, expert parallel), ``"step"`` where they meet once (DDP). ``context_parallel``:
-    consecutive ranks that share every microbatch, or ``"auto"``: 1, 2, 4, ... as each microbatch needs.
-    ``microbatch_multiple``: the number of microbatches is a multiple of it (virtual pipelines). ``max_sequences``:
-    sequences of a microbatch. ``keep_together``: one number a sequence, equal numbers >= 0 sharing a microbatch; or
-    lists of ids that do. ``assignment``, for ``"preassigned"``: the ids of each microbatch and rank. ``oversize``:
-    what becomes of a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
+    lengths [n]: tokens of each sequence of the global batch.
+    ranks: number of ranks that hold data.
+    capacity: slots (lengths rounded up to ``pad_to_multiple_of``) that a rank holds in one microbatch; never exceeded.
+    cost: any callable on an array of lengths that returns one number per sequence; ``None`` is ``TransformerCost()``.
+    strategy: one of :func:`ullage.planning.strategy_names`.
+    sync: ``"microbatch"`` where ranks wait for one another in every microbatch (FSDP, ZeRO-3, expert parallel),
+        ``"step"`` where they meet once per step (DDP).
+    context_parallel: number of consecutive ranks that share every microbatch; or ``"auto"``: 1, 2, 4, ... as each
+        microbatch needs.
+    microbatch_multiple: the number of microbatches is a multiple of it (virtual pipelines).
+    pad_to_multiple_of: each slot is a multiple of it.
+    max_sequences: sequences that one microbatch may hold; ``None`` is no limit.
+    keep_together: one integer per sequence, where equal ones >= 0 share a microbatch; or lists of ids that share one.
+    assignment: for ``"preassigned"``, the ids of each microbatch and rank.
+    oversize: what happens to a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
 
     Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
 
@@ -64,19 +70,21 @@ def plan(
         ranks=request.as_positive(ranks, "ranks"),
         capacity=request.as_positive(capacity, "capacity"),
         pad_to_multiple_of=request.as_positive(pad_to_multiple_of, "pad_to_multiple_of"),
-        multiple=request.as_positive(microbatch_multiple, "microbatch_multiple"),
-        sequences=0 if max_sequences is None else request.as_positive(max_sequences, "max_sequences"),
-        sync=request.one_of(sync, "sync", ("microbatch", "step")),
+        microbatch_multiple=request.as_positive(microbatch_multiple, "microbatch_multiple"),
+        max_sequences=NO_LIMIT if max_sequences is None else request.as_positive(max_sequences, "max_sequences"),
+        sync=require_one_of(sync, ("microbatch", "step"), "sync"),
         degree=request.largest_degree(context_parallel, int(ranks)),
         auto=context_parallel == "auto",
     )
-    request.one_of(oversize, "oversize", ("error", "truncate", "drop"))
+    require_one_of(oversize, ("error", "truncate", "drop"), "oversize")
     place = None if name == PREASSIGNED else find_strategy(name)
     _refuse_contradictions(name, shape.auto, keep_together, assignment)
     kept, placed = request.fit(given, shape.longest(), shape.pad_to_multiple_of, oversize)
     costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept)
     if place is None:
-        order, offsets, microbatches = request.preassigned(assignment, shape.hosts, shape.multiple, len(given), placed)
+        order, offsets, microbatches = request.preassigned(
+            assignment, shape.num_blocks, shape.microbatch_multiple, len(given), placed
+        )
         degrees = None
     else:
         order, offsets, microbatches, degrees = _place(place, shape, kept, costs, communication, placed, keep_together)
@@ -90,8 +98,8 @@ def plan(
         ranks=shape.ranks,
         capacity=shape.capacity,
         pad_to_multiple_of=shape.pad_to_multiple_of,
-        max_sequences=shape.sequences,
-        microbatch_multiple=shape.multiple,
+        max_sequences=shape.max_sequences,
+        microbatch_multiple=shape.microbatch_multiple,
         per_microbatch=per_microbatch,
         communication=communication,
         sync=sync,
@@ -106,13 +114,13 @@ def plan(
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes of a request. With a fixed degree, ``hosts`` blocks of ranks stand for ranks."""
+    """The sizes of a request. With a fixed degree, ``num_blocks`` blocks of ranks take the place of ranks."""
 
     ranks: int
     capacity: int
     pad_to_multiple_of: int
-    multiple: int
-    sequences: int
+    microbatch_multiple: int
+    max_sequences: int
     sync: str
     degree: int
     auto: bool
@@ -122,7 +130,7 @@ class _Shape:
         return 1 if self.auto else self.degree
 
     @property
-    def hosts(self) -> int:
+    def num_blocks(self) -> int:
         return self.ranks // self.least_degree
 
     def longest(self) -> int:
@@ -164,33 +172,30 @@ def _place(
     place: Strategy, shape: _Shape, kept: Int64, costs: Int64, communication: int, placed: Int64, keep_together: Any
 ) -> tuple[Int64, Int64, int, Int64 | None]:
     """Ids bin by bin, where bins start, the number of microbatches, and the degrees if the strategy chose them."""
-    from ullage.planning.ordering import rows
-
     lengths, costs = kept[placed], costs[placed]
     item = None if keep_together is None else request.groups(keep_together, len(kept), placed)
     count = len(lengths) if item is None else int(item.max(initial=-1)) + 1
     slots = [_sums(slots_of(lengths, shape.pad_to_multiple_of, degree), item, count) for degree in shape.degrees()]
     work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees()]
     counts = _sums(np.ones(len(lengths), np.int64), item, count)
-    limit = shape.sequences or _NO_LIMIT
-    problem = Problem(
+    task = Task(
         slots=slots[0],
         costs=work[0],
         counts=counts,
-        ranks=shape.hosts,
+        ranks=shape.num_blocks,
         capacity=shape.capacity * shape.least_degree,
-        max_sequences=limit,
-        microbatch_multiple=shape.multiple,
+        max_sequences=shape.max_sequences,
+        microbatch_multiple=shape.microbatch_multiple,
         sync=shape.sync,
         shared_slots=np.array(slots) if shape.auto else None,
         shared_costs=np.array(work) if shape.auto else None,
     )
     if item is not None:
         fits = np.min([s // d for s, d in zip(slots, shape.degrees())], axis=0) if shape.auto else slots[0]
-        request.refuse_large_groups(fits, counts, item, placed, problem.capacity, limit)
-    answer = _sound(place(problem), problem)
+        request.refuse_large_groups(fits, counts, item, placed, task.capacity, task.max_sequences)
+    answer = _sound(place(task), task)
     bins = answer.bins if item is None else answer.bins[item]
-    order, offsets = rows(bins, answer.num_microbatches * problem.ranks)
+    order, offsets = run(rows, bins, answer.num_microbatches * task.ranks, work=len(bins))
     return placed[order], offsets, answer.num_microbatches, answer.degrees
 
 
@@ -202,12 +207,10 @@ def _sums(values: Int64, item: Int64 | None, count: int) -> Int64:
     return sums
 
 
-def _sound(answer: Assignment, problem: Problem) -> Assignment:
+def _sound(answer: Assignment, task: Task) -> Assignment:
     """``answer`` if every item has a bin that is there. Raises ``InputError``."""
     bins = np.ascontiguousarray(answer.bins, np.int64)
-    last = answer.num_microbatches * problem.ranks - 1
-    if bins.shape != (problem.num_items,) or bins.min(initial=0) < 0 or bins.max(initial=-1) > last:
-        raise InputError(
-            "a strategy must give each item a bin", expected=f"{problem.num_items} numbers from 0 to {last}"
-        )
+    last = answer.num_microbatches * task.ranks - 1
+    if bins.shape != (task.num_items,) or bins.min(initial=0) < 0 or bins.max(initial=-1) > last:
+        raise InputError("a strategy must give each item a bin", expected=f"{task.num_items} numbers from 0 to {last}")
     return Assignment(bins, answer.num_microbatches, answer.degrees)

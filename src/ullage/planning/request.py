@@ -1,4 +1,4 @@
-"""What ``plan(...)`` was asked, checked before any work: each argument that cannot be met is one clear error."""
+"""The arguments of ``plan(...)``, checked before any work: each that cannot be met is one clear error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ def as_positive(value: Any, name: str) -> int:
     if not whole or value < 1:
         raise InputError(f"{name} must be an integer", expected=">= 1", found=repr(value))
     return int(value)
-
-
-def one_of(value: Any, name: str, allowed: tuple[str, ...]) -> str:
-    """``value`` if it is allowed. Raises ``InputError``."""
-    if value not in allowed:
-        raise InputError(f"no such {name}", expected=" or ".join(map(repr, allowed)), found=repr(value))
-    return value
 
 
 def largest_degree(context_parallel: Any, ranks: int) -> int:
@@ -69,7 +62,7 @@ def fit(given: Int64, most: int, pad_to_multiple_of: int, oversize: str) -> tupl
 def groups(keep_together: Any, n: int, placed: Int64) -> Int64:
     """The item of each placed sequence, int64, items numbered by their first sequence.
 
-    ``keep_together``: one number a sequence, equal numbers >= 0 staying together; or lists of ids that stay together.
+    ``keep_together``: one number per sequence, equal numbers >= 0 staying together; or lists of ids that stay together.
     """
     numbers = _group_numbers(keep_together, n)[placed]
     alone = numbers < 0
@@ -87,7 +80,7 @@ def _group_numbers(keep_together: Any, n: int) -> Int64:
         numbers = np.asarray(keep_together)
         if numbers.shape != (n,) or (n and numbers.dtype.kind not in "iu"):
             raise InputError(
-                "keep_together must be one integer a sequence, or lists of ids",
+                "keep_together must be one integer per sequence, or lists of ids",
                 expected=f"{n} integers",
                 found=f"shape {list(numbers.shape)} of {numbers.dtype}",
             )
@@ -103,9 +96,16 @@ def _group_numbers(keep_together: Any, n: int) -> Int64:
     return numbers
 
 
-def refuse_large_groups(slots: Int64, counts: Int64, item: Int64, placed: Int64, most: int, sequences: int) -> None:
-    """Raises ``InputError`` for the first group that no microbatch can hold."""
-    for values, limit, unit in ((slots, most, "slots"), (counts, sequences, "sequences")):
+def refuse_large_groups(
+    slots: Int64, counts: Int64, item: Int64, placed: Int64, capacity: int, max_sequences: int
+) -> None:
+    """Raises ``InputError`` for the first group that no microbatch can hold.
+
+    slots, counts [items]: slots and sequences of each group.
+    item, placed [sequences]: the group and the id of each sequence.
+    capacity, max_sequences: what a microbatch can hold.
+    """
+    for values, limit, unit in ((slots, capacity, "slots"), (counts, max_sequences, "sequences")):
         large = np.flatnonzero(values > limit)
         if len(large):
             ids = placed[item == large[0]]

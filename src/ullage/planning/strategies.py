@@ -4,8 +4,8 @@
 Upstream's names are accepted: ``default`` and ``default_dynamic_cp`` mean ``balanced`` (the latter with
 ``context_parallel="auto"`` unless a degree is given), ``dp_balanced`` means ``next_fit``, which is what it does, and
 ``empty`` means ``preassigned``. Another distribution adds its own under the entry-point group ``ullage.strategies``:
-the name is the strategy's, the object a function from :class:`~ullage.planning.problem.Problem` to
-:class:`~ullage.planning.problem.Assignment`. :func:`register_strategy` does the same within a program.
+the name is the strategy's, the object a function from :class:`~ullage.planning.task.Task` to
+:class:`~ullage.planning.task.Assignment`. :func:`register_strategy` does the same within a program.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.errors import InputError, require_one_of
 from ullage.planning.bounds import microbatches_for
-from ullage.planning.problem import Assignment, Problem, Strategy
+from ullage.planning.solver.balancing import balance
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.context import share_out
+from ullage.planning.solver.items import Items, Room, SharedItems
+from ullage.planning.solver.packing import fill_in_order
+from ullage.planning.solver.totals import balance_totals
+from ullage.planning.task import Assignment, Strategy, Task
 
 ENTRY_POINTS = "ullage.strategies"
 PREASSIGNED = "preassigned"
@@ -30,64 +35,36 @@ ALIASES = {
 }
 #: Operations of improvement: for any plan, for each item, and for plans of more than so many items.
 _BUDGET, _BUDGET_EACH, _BUDGET_MANY, _MANY = 60_000, 85, 400_000, 32768
+#: Operations of one item, on one rank each or on as many as it needs: about its microseconds as plain Python.
+_PASSES, _PASSES_SHARED = 200, 1000
 
 
-def next_fit(problem: Problem) -> Assignment:
+def next_fit(task: Task) -> Assignment:
     """Arrival order: a bin is closed when the next item does not fit."""
-    from ullage.planning import arrival
-
-    bins = np.empty(problem.num_items, np.int64)
-    used = arrival.next_fit(problem.slots, problem.counts, problem.capacity, problem.max_sequences, bins)
-    return Assignment(bins, microbatches_for(used, problem.ranks, problem.microbatch_multiple))
+    bins = np.empty(task.num_items, np.int64)
+    used = run(fill_in_order, task.slots, task.counts, _room(task), bins, work=task.num_items)
+    return Assignment(bins, microbatches_for(used, task.ranks, task.microbatch_multiple))
 
 
-def balanced(problem: Problem) -> Assignment:
+def balanced(task: Task) -> Assignment:
     """Equal work in every microbatch, or over the step with ``sync="step"``, in the fewest microbatches."""
-    from ullage.planning.balancing import balance
-    from ullage.planning.totals import balance_totals
-
-    least = problem.least_microbatches()
-    if problem.shared_slots is not None and problem.shared_costs is not None and least:
-        return _shared(problem, problem.shared_slots, problem.shared_costs, least)
-    place = balance_totals if problem.sync == "step" else balance
-    return Assignment(
-        *place(
-            problem.slots,
-            problem.costs,
-            problem.counts,
-            problem.capacity,
-            problem.max_sequences,
-            problem.ranks,
-            least,
-            problem.microbatch_multiple,
-            _budget(problem),
-        )
-    )
-
-
-def _budget(problem: Problem) -> int:
-    return _BUDGET_MANY if problem.num_items > _MANY else _BUDGET + _BUDGET_EACH * problem.num_items
-
-
-def _shared(problem: Problem, slots: Int64, costs: Int64, least: int) -> Assignment:
-    from ullage.planning.context import share_out
-
-    places, exponents, microbatches = share_out(
-        slots,
-        costs,
-        problem.counts,
-        problem.capacity,
-        problem.max_sequences,
-        problem.ranks,
-        least,
-        problem.microbatch_multiple,
-        _budget(problem),
-    )
-    first = np.flatnonzero(exponents >= 0)
+    least = task.least_microbatches()
+    budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
+    rest = _room(task), task.ranks, least, task.microbatch_multiple, budget
+    if task.shared_slots is None or task.shared_costs is None or not least:
+        place = balance_totals if task.sync == "step" else balance
+        items = Items(task.slots, task.costs, task.counts)
+        return Assignment(*run(place, items, *rest, work=_PASSES * task.num_items))
+    shared = SharedItems(task.shared_slots, task.shared_costs, task.counts)
+    places, exponents, microbatches = run(share_out, shared, *rest, work=_PASSES_SHARED * task.num_items)
     degrees = np.ones(len(exponents), np.int64)
-    for k in first[exponents[first] > 0].tolist():
+    for k in np.flatnonzero(exponents > 0).tolist():
         degrees[k : k + (1 << exponents[k])] = 1 << exponents[k]
-    return Assignment(places, microbatches, degrees.reshape(microbatches, problem.ranks))
+    return Assignment(places, microbatches, degrees.reshape(microbatches, task.ranks))
+
+
+def _room(task: Task) -> Room:
+    return Room(task.capacity, task.max_sequences)
 
 
 _REGISTERED: dict[str, Strategy] = {"balanced": balanced, "next_fit": next_fit}
@@ -109,6 +86,6 @@ def find_strategy(name: str) -> Strategy:
     """The strategy of this name, which is no alias. Raises ``InputError`` that lists the names."""
     if name in _REGISTERED:
         return _REGISTERED[name]
-    for entry in entry_points(group=ENTRY_POINTS, name=name) if isinstance(name, str) else ():
-        return entry.load()
-    raise InputError("no such strategy", expected=" or ".join(map(repr, strategy_names())), found=repr(name))
+    require_one_of(name, strategy_names(), "strategy")
+    (entry, *_) = entry_points(group=ENTRY_POINTS, name=name)
+    return entry.load()

@@ -9,8 +9,7 @@ import torch.distributed as dist
 import transformers
 
 from ullage.datasets.stored import stored_lengths
-from ullage.errors import InputError
-from ullage.planning.request import one_of
+from ullage.errors import InputError, require_one_of
 from ullage.training import counting
 from ullage.training.agreement import agreement
 from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
@@ -89,4 +88,4 @@ class BeginningMixin(PackingMixin):
     @property
     def _empty_step(self) -> str:
         """What becomes of a step in which no label counts: ``"warn"`` or ``"error"``."""
-        return one_of(getattr(self.args, "empty_step", "warn"), "empty_step", ("warn", "error"))
+        return require_one_of(getattr(self.args, "empty_step", "warn"), ("warn", "error"), "empty_step")

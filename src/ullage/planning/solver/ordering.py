@@ -7,17 +7,15 @@ same on every machine.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, types
 
-from ullage.planning.compiled import kernel
-
-ARRAY = int64[::1]
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
 
 _DIGIT = 11
 
 
-@kernel(ARRAY(ARRAY))
-def falling_order(keys):
+@kernel
+def falling_order(keys: Int64) -> Int64:
     """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
     n = len(keys)
     highest = 0
@@ -44,8 +42,8 @@ def falling_order(keys):
     return order
 
 
-@kernel(types.UniTuple(ARRAY, 2)(ARRAY, int64))
-def rows(bins, count):
+@kernel
+def rows(bins: Int64, count: int) -> tuple[Int64, Int64]:
     """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
     offsets = np.zeros(count + 1, np.int64)
     for i in range(len(bins)):

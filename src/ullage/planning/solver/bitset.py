@@ -7,11 +7,14 @@ search climbs until it meets a word that is not empty and then descends. 16 mill
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, int64, types, uint64
+import numpy.typing as npt
 
-from ullage.planning.compiled import kernel
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
 
-BITSET = types.Tuple((uint64[::1], int64[::1]))
+Words = npt.NDArray[np.uint64]
+#: The words of all levels, and where each level begins among them.
+Bitset = tuple[Words, Int64]
 LEVELS = 4
 LIMIT = 64**LEVELS
 
@@ -20,28 +23,28 @@ _PAIRS, _FOURS, _EIGHTS = np.uint64(0x5555555555555555), np.uint64(0x33333333333
 _BYTES = np.uint64(0x0101010101010101)
 
 
-@kernel(int64(uint64))
-def _count(word):
+@kernel
+def _count(word: np.uint64) -> int:
     word = word - ((word >> _ONE) & _PAIRS)
     word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
     word = (word + (word >> np.uint64(4))) & _EIGHTS
     return np.int64((word * _BYTES) >> np.uint64(56))
 
 
-@kernel(int64(uint64))
-def _lowest(word):
+@kernel
+def _lowest(word: np.uint64) -> int:
     return _count((word & (~word + _ONE)) - _ONE)
 
 
-@kernel(int64(uint64))
-def _highest(word):
+@kernel
+def _highest(word: np.uint64) -> int:
     for shift in (1, 2, 4, 8, 16, 32):
         word |= word >> np.uint64(shift)
     return _count(word) - 1
 
 
-@kernel(BITSET(int64))
-def empty_set(limit):
+@kernel
+def empty_set(limit: int) -> Bitset:
     """An empty set of integers in ``0..limit``."""
     offsets = np.zeros(LEVELS + 1, np.int64)
     size = limit + 1
@@ -51,8 +54,8 @@ def empty_set(limit):
     return np.zeros(offsets[LEVELS], np.uint64), offsets
 
 
-@kernel(types.void(BITSET, int64))
-def add(members, value):
+@kernel
+def add(members: Bitset, value: int) -> None:
     words, offsets = members
     for level in range(LEVELS):
         k = offsets[level] + (value >> 6)
@@ -63,8 +66,8 @@ def add(members, value):
         value >>= 6
 
 
-@kernel(types.void(BITSET, int64))
-def remove(members, value):
+@kernel
+def remove(members: Bitset, value: int) -> None:
     words, offsets = members
     for level in range(LEVELS):
         k = offsets[level] + (value >> 6)
@@ -74,14 +77,14 @@ def remove(members, value):
         value >>= 6
 
 
-@kernel(boolean(BITSET, int64))
-def contains(members, value):
+@kernel
+def contains(members: Bitset, value: int) -> bool:
     words, _ = members
     return (words[value >> 6] >> np.uint64(value & 63)) & _ONE != 0
 
 
-@kernel(int64(BITSET, int64))
-def next_member(members, value):
+@kernel
+def next_member(members: Bitset, value: int) -> int:
     """The least member >= ``value`` >= 0, or −1."""
     words, offsets = members
     for level in range(LEVELS):
@@ -98,8 +101,8 @@ def next_member(members, value):
     return -1
 
 
-@kernel(int64(BITSET, int64))
-def previous_member(members, value):
+@kernel
+def previous_member(members: Bitset, value: int) -> int:
     """The greatest member <= ``value``, or −1; ``value`` may be negative but not above the limit."""
     words, offsets = members
     for level in range(LEVELS):

@@ -10,16 +10,17 @@ cheapest divide the items of two of their bins anew, so that half the difference
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, int64, types
 
-from ullage.planning.balancing import first_placements
-from ullage.planning.compiled import kernel
-from ullage.planning.critical import deal, least_path
-from ullage.planning.dividing import divide, link
-from ullage.planning.improving import improve
-from ullage.planning.ordering import ARRAY, falling_order, rows
-from ullage.planning.packing import pack
-from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, heaviest_first, no_bins
+from ullage.layout import Int64
+from ullage.planning.solver.balancing import first_placements
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.critical import deal_bins, least_path
+from ullage.planning.solver.dividing import divide, link
+from ullage.planning.solver.improving import improve
+from ullage.planning.solver.items import Bins, Items, Room
+from ullage.planning.solver.ordering import falling_order, rows
+from ullage.planning.solver.packing import pack_items
+from ullage.planning.solver.placing import heaviest_first, no_bins
 
 #: Ranks are level when none is farther than this above the mean, in parts of the mean.
 _LEVEL = 10_000
@@ -34,8 +35,8 @@ _EXTRA = 2
 _MANY = 32768
 
 
-@kernel(int64(ITEMS, BINS, ROOM, int64, ARRAY, int64))
-def _level(items, bins, room, ranks, at, budget):
+@kernel
+def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: int) -> int:
     """Levels the totals of ranks; ``at`` [bins]: the bin at each place ``microbatch·ranks + rank``. Returns the budget
     left."""
     n, count = len(items.costs), len(bins.load)
@@ -62,10 +63,10 @@ def _level(items, bins, room, ranks, at, budget):
                     tries += 1
                     a, b = at[one], at[other]
                     before = bins.load[a]
-                    wish = before - gap // 2
-                    if wish < 0:
+                    target = before - gap // 2
+                    if target < 0:
                         continue
-                    spent = divide(items, bins, room, head, following, a, b, wish, ours, theirs)
+                    spent = divide(items, bins, room, head, following, a, b, target, ours, theirs)
                     budget -= abs(spent) + 16
                     total[high] -= before - bins.load[a]
                     total[low] += before - bins.load[a]
@@ -77,15 +78,15 @@ def _level(items, bins, room, ranks, at, budget):
     return budget
 
 
-@kernel(boolean(ITEMS, ROOM, int64, int64, ARRAY, int64))
-def _rank_by_rank(items, room, ranks, microbatches, homes, budget):
+@kernel
+def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes: Int64, budget: int) -> bool:
     """Fills ``homes`` [n] with ``microbatch·ranks + rank`` of each item, or returns false."""
     n = len(homes)
     total = 0.0
     for i in range(n):
         total += items.costs[i]
     bound = max(total / ranks, float(items.costs[0]))
-    most = min(room.sequences, (1 << 60) // microbatches) * microbatches
+    most = min(room.max_sequences, (1 << 60) // microbatches) * microbatches
     held = items.slots.sum()
     for thousandths in _ROOMS:
         whole = Room(max(room.capacity, microbatches * room.capacity * thousandths // 1000), most)
@@ -103,7 +104,7 @@ def _rank_by_rank(items, room, ranks, microbatches, homes, budget):
             mine = members[starts[rank] : starts[rank + 1]]
             mine = mine[falling_order(items.slots[mine])]
             at = np.empty(len(mine), np.int64)
-            used = pack(items.slots[mine], items.counts[mine], room.capacity, room.sequences, microbatches, at)
+            used = pack_items(items.slots[mine], items.counts[mine], room, microbatches, at)
             fits = fits and used <= microbatches
             if not fits:
                 break
@@ -121,25 +122,28 @@ def _rank_by_rank(items, room, ranks, microbatches, homes, budget):
     return False
 
 
-@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
-def balance_totals(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
-    """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
-    else the next multiple that is. ``budget``: operations to spend on levelling."""
-    order = falling_order(costs)
-    items = Items(slots[order], costs[order], counts[order])
-    room = Room(capacity, sequences)
+@kernel
+def balance_totals(
+    items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, budget: int
+) -> tuple[Int64, int]:
+    """Place items, given in any order, so that the ranks' totals are level.
+
+    Arguments and result as those of :func:`~ullage.planning.solver.balancing.balance`.
+    """
+    order = falling_order(items.costs)
+    items = Items(items.slots[order], items.costs[order], items.counts[order])
     n = len(order)
     homes = np.empty(n, np.int64)
     if n == 0:
         return homes, microbatches
-    bound = least_path(items.slots, items.costs, capacity, ranks)
+    bound = least_path(items.slots, items.costs, room.capacity, ranks)
     for extra in range(_EXTRA + 1 if n <= _MANY else 0):
-        if _rank_by_rank(items, room, ranks, microbatches + extra * multiple, homes, budget):
+        if _rank_by_rank(items, room, ranks, microbatches + extra * microbatch_multiple, homes, budget):
             found = np.empty(n, np.int64)
             found[order] = homes
-            return found, microbatches + extra * multiple
-    bins, _, microbatches = first_placements(items, room, ranks, microbatches, multiple, bound)
-    places = deal(bins.load, ranks)
+            return found, microbatches + extra * microbatch_multiple
+    bins, _, microbatches = first_placements(items, room, ranks, microbatches, microbatch_multiple, bound)
+    places = deal_bins(bins.load, ranks)
     at = np.empty(len(places), np.int64)
     for k in range(len(places)):
         at[places[k]] = k

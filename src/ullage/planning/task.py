@@ -1,7 +1,7 @@
-"""The question put to a strategy, and its answer, both as arrays.
+"""What a strategy is given, and what it returns, both as arrays.
 
-:func:`ullage.plan` checks what it was given and makes a :class:`Problem` of *items*: sequences, or groups of sequences
-that stay together. A strategy is any function from a :class:`Problem` to an :class:`Assignment`; it never sees lengths,
+:func:`ullage.plan` checks its arguments and makes a :class:`Task` of *items*: sequences, or groups of sequences that
+stay together. A strategy is any function from a :class:`Task` to an :class:`Assignment`; it never sees lengths,
 alignment or options that are not its business.
 """
 
@@ -15,14 +15,18 @@ from ullage.planning.bounds import bin_bound, microbatches_for
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Task:
     """Items to place into bins: one bin for each microbatch of each rank.
 
-    ``slots``, ``costs``, ``counts`` [items]: int64 room, work and sequences of each item, in arrival order.
-    ``capacity``: slots of a bin. ``max_sequences``: sequences of a bin, a number no bin reaches if there is no limit.
-    ``sync``: ``"microbatch"`` to minimise the sum over microbatches of the dearest rank, ``"step"`` the dearest rank.
-    ``shared_slots``, ``shared_costs`` [exponents, items]: where ranks may share a bin, slots and work of all its ranks
-    together at degree 1, 2, 4, ...
+    slots, costs, counts [items]: int64 slots, cost and number of sequences of each item, in arrival order.
+    ranks: bins of one microbatch.
+    capacity: slots that a bin holds.
+    max_sequences: sequences that a bin holds, :data:`~ullage.planning.schedule.NO_LIMIT` for any number.
+    microbatch_multiple: the number of microbatches must be a multiple of it.
+    sync: what to minimise: ``"microbatch"`` the sum over microbatches of the most expensive rank, ``"step"`` the most
+        expensive rank of the step.
+    shared_slots, shared_costs [exponents, items]: where ranks may share a bin, slots and cost on all its ranks together
+        at degree 1, 2, 4, ...
     """
 
     slots: Int64
@@ -38,10 +42,11 @@ class Problem:
 
     @property
     def num_items(self) -> int:
+        """Number of items."""
         return len(self.slots)
 
     def least_microbatches(self) -> int:
-        """Microbatches a rank needs at the least; 0 without items."""
+        """The least number of microbatches that can hold the items; 0 without items."""
         if not self.num_items:
             return 0
         if self.shared_slots is None:
@@ -62,4 +67,4 @@ class Assignment:
     degrees: Int64 | None = None
 
 
-Strategy = Callable[[Problem], Assignment]
+Strategy = Callable[[Task], Assignment]

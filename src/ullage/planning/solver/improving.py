@@ -13,13 +13,13 @@ the capacity as a constraint.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float64, int64, void
 
-from ullage.planning.compiled import kernel
-from ullage.planning.critical import path_of
-from ullage.planning.dividing import divide, link
-from ullage.planning.ordering import ARRAY, falling_order
-from ullage.planning.placing import BINS, ITEMS, ROOM
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.critical import path_of
+from ullage.planning.solver.dividing import divide, link
+from ullage.planning.solver.items import Bins, Items, Room
+from ullage.planning.solver.ordering import falling_order
 
 #: A critical path this close to its bound is good enough.
 GOOD = 1.0002
@@ -27,8 +27,10 @@ GOOD = 1.0002
 _IDLE = 8
 
 
-@kernel(void(ITEMS, BINS, ARRAY, ARRAY, int64, float64, boolean, ARRAY))
-def _set_goals(items, bins, head, order, ranks, path, level, goals):
+@kernel
+def _set_goals(
+    items: Items, bins: Bins, head: Int64, order: Int64, ranks: int, path: float, level: bool, goals: Int64
+) -> None:
     """The cost that each bin should have, so that the critical path becomes ``path``.
 
     Groups that hold an item dearer than the others' level get its cost as their goal. The others get that level, or
@@ -61,20 +63,20 @@ def _set_goals(items, bins, head, order, ranks, path, level, goals):
             goals[order[at]] = np.int64(goal)
 
 
-@kernel(void(ITEMS, BINS))
-def _weigh(items, bins):
+@kernel
+def _weigh(items: Items, bins: Bins) -> None:
     bins.load[:] = 0
     bins.held[:] = 0
-    bins.crowd[:] = 0
+    bins.num_sequences[:] = 0
     for i in range(len(bins.home)):
         k = bins.home[i]
         bins.load[k] += items.costs[i]
         bins.held[k] += items.slots[i]
-        bins.crowd[k] += items.counts[i]
+        bins.num_sequences[k] += items.counts[i]
 
 
-@kernel(int64(ITEMS, BINS, ROOM, int64, float64, int64, int64))
-def improve(items, bins, room, ranks, bound, rounds, budget):
+@kernel
+def improve(items: Items, bins: Bins, room: Room, ranks: int, bound: float, rounds: int, budget: int) -> int:
     """Rounds of pairwise division until the critical path is within ``GOOD`` of ``bound``, nothing changes any more,
     or ``rounds`` or the ``budget`` of operations is spent. Leaves the best bins seen and returns the budget left."""
     n, count = len(items.costs), len(bins.load)
@@ -107,8 +109,8 @@ def improve(items, bins, room, ranks, bound, rounds, budget):
             b = by_deviation[count - 1 - (at + shift) % (count - count // 2)]
             if deviation[a] - deviation[b] <= goals[a] * 0.0002:
                 break
-            wish = (bins.load[a] + bins.load[b] + goals[a] - goals[b]) // 2
-            spent = divide(items, bins, room, head, following, a, b, wish, ours, theirs)
+            target = (bins.load[a] + bins.load[b] + goals[a] - goals[b]) // 2
+            spent = divide(items, bins, room, head, following, a, b, target, ours, theirs)
             budget -= abs(spent)
         budget -= 8 * count
         idle += 1

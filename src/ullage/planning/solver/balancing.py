@@ -9,14 +9,15 @@ tried and compared with the lower bound.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float64, int64, types
 
-from ullage.planning.compiled import kernel
-from ullage.planning.critical import deal, least_path, path_of
-from ullage.planning.improving import GOOD, improve
-from ullage.planning.ordering import ARRAY, falling_order
-from ullage.planning.packing import pack
-from ullage.planning.placing import BINS, ITEMS, ROOM, Items, Room, fill_steps, heaviest_first, no_bins, put
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.critical import deal_bins, least_path, path_of
+from ullage.planning.solver.improving import GOOD, improve
+from ullage.planning.solver.items import Bins, Items, Room
+from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.packing import pack_items
+from ullage.planning.solver.placing import fill_steps, heaviest_first, no_bins, put
 
 #: Rounds of improvement.
 _ROUNDS = 60
@@ -28,22 +29,22 @@ _MANY_MICROBATCHES = 16
 _VERY_MANY = 262144
 
 
-@kernel(BINS(ITEMS, ROOM, int64))
-def _packed(items, room, count):
+@kernel
+def _packed(items: Items, room: Room, count: int) -> Bins:
     """All items packed as full as they go, into as many bins as that takes, but at least ``count``."""
     n = len(items.slots)
     order = falling_order(items.slots)
     home = np.empty(n, np.int64)
     target = count if n <= _VERY_MANY else n  # a microbatch in a thousand is not worth a second try
-    used = pack(items.slots[order], items.counts[order], room.capacity, room.sequences, target, home)
+    used = pack_items(items.slots[order], items.counts[order], room, target, home)
     bins = no_bins(n, max(used, count))
     for at in range(n):
         put(items, bins, order[at], home[at])
     return bins
 
 
-@kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64))
-def _fill(items, bins, room, ranks, most, margin):
+@kernel
+def _fill(items: Items, bins: Bins, room: Room, ranks: int, most: int, margin: int) -> bool:
     """Places all items, or returns false: at most ``most`` microbatches filled in turn, the rest heaviest first."""
     patience = 16 * (len(items.slots) + len(bins.load))
     filled = fill_steps(items, bins, room, ranks, most, margin)
@@ -52,8 +53,10 @@ def _fill(items, bins, room, ranks, most, margin):
     return filled > 0 and heaviest_first(items, bins, room, 0, patience)
 
 
-@kernel(types.Tuple((BINS, BINS, float64))(ITEMS, ROOM, int64, int64, float64))
-def _fill_and_compare(items, room, ranks, microbatches, bound):
+@kernel
+def _fill_and_compare(
+    items: Items, room: Room, ranks: int, microbatches: int, bound: float
+) -> tuple[Bins, Bins, float]:
     """The two best of several first placements, and the critical path of the best; infinite if none was found."""
     n, count = len(items.slots), microbatches * ranks
     first, second = no_bins(n, count), no_bins(n, count)
@@ -91,14 +94,16 @@ def _fill_and_compare(items, room, ranks, microbatches, bound):
     return first, second, best
 
 
-@kernel(types.Tuple((BINS, BINS, int64))(ITEMS, ROOM, int64, int64, int64, float64))
-def first_placements(items, room, ranks, microbatches, multiple, bound):
+@kernel
+def first_placements(
+    items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, bound: float
+) -> tuple[Bins, Bins, int]:
     """Two first placements, the better one first, and the number of microbatches: the one given if a placement was
     found for it, else more. The second may be empty: then no item has a home."""
     n = len(items.slots)
     if n > _MANY and (microbatches >= _MANY_MICROBATCHES or n > _VERY_MANY):
         bins = _packed(items, room, microbatches * ranks)
-        unit = ranks * multiple
+        unit = ranks * microbatch_multiple
         count = -(-len(bins.load) // unit) * unit
         first = no_bins(n, count)
         for i in range(n):
@@ -106,24 +111,34 @@ def first_placements(items, room, ranks, microbatches, multiple, bound):
         return first, no_bins(n, 0), count // ranks
     first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
     while path == np.inf:
-        microbatches += multiple
+        microbatches += microbatch_multiple
         first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
     return first, second, microbatches
 
 
-@kernel(types.Tuple((ARRAY, int64))(ARRAY, ARRAY, ARRAY, int64, int64, int64, int64, int64, int64))
-def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, multiple, budget):
-    """The bin of each item, in the order given, and the number of microbatches; ``microbatches`` if that is feasible,
-    else the next multiple that is. ``budget``: operations to spend on improvement."""
-    order = falling_order(costs)
-    items = Items(slots[order], costs[order], counts[order])
-    room = Room(capacity, sequences)
+@kernel
+def balance(
+    items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, budget: int
+) -> tuple[Int64, int]:
+    """Place items, given in any order, so that the critical path is short.
+
+    items: in any order.
+    room: what a bin can hold.
+    ranks: bins of a microbatch.
+    microbatches: their number if that is feasible, else the next one in steps of ``microbatch_multiple`` that is.
+    microbatch_multiple: see above.
+    budget: operations to spend on improvement.
+
+    Returns the bin of each item, ``microbatch·ranks + rank``, and the number of microbatches.
+    """
+    order = falling_order(items.costs)
+    items = Items(items.slots[order], items.costs[order], items.counts[order])
     n = len(order)
     homes = np.empty(n, np.int64)
     if n == 0:
         return homes, microbatches
-    bound = least_path(items.slots, items.costs, capacity, ranks)
-    first, second, microbatches = first_placements(items, room, ranks, microbatches, multiple, bound)
+    bound = least_path(items.slots, items.costs, room.capacity, ranks)
+    first, second, microbatches = first_placements(items, room, ranks, microbatches, microbatch_multiple, bound)
     path = path_of(first.load, falling_order(first.load), ranks)
     if path > bound * GOOD:
         half = budget // 2
@@ -133,7 +148,7 @@ def balance(slots, costs, counts, capacity, sequences, ranks, microbatches, mult
             path = path_of(first.load, falling_order(first.load), ranks)
             if path_of(second.load, falling_order(second.load), ranks) < path:
                 first = second
-    places = deal(first.load, ranks)
+    places = deal_bins(first.load, ranks)
     for i in range(n):
         homes[order[i]] = places[first.home[i]]
     return homes, microbatches

@@ -1,4 +1,4 @@
-"""Dividing the items of two bins anew, so that the first ends as close to a wished cost as its room allows.
+"""Dividing the items of two bins anew, so that the first ends as close to a target cost as its room allows.
 
 Few items: every division, in Gray code, so that each step moves one item. More: the best exchange of one item for
 another, or for none, found in one pass over both sorted bins, again and again.
@@ -6,11 +6,9 @@ another, or for none, found in one pass over both sorted bins, again and again.
 
 from __future__ import annotations
 
-from numba import boolean, int64, void
-
-from ullage.planning.compiled import kernel
-from ullage.planning.ordering import ARRAY
-from ullage.planning.placing import BINS, ITEMS, ROOM
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.items import Bins, Items, Room
 
 #: Pairs of up to this many items try every division.
 EXHAUSTIVE = 9
@@ -18,8 +16,8 @@ EXHAUSTIVE = 9
 _EXCHANGES = 6
 
 
-@kernel(void(ITEMS, BINS, ARRAY, ARRAY))
-def link(items, bins, head, following):
+@kernel
+def link(items: Items, bins: Bins, head: Int64, following: Int64) -> None:
     """Lists the items of each bin by falling cost."""
     head[:] = -1
     for i in range(len(bins.home) - 1, -1, -1):
@@ -28,8 +26,8 @@ def link(items, bins, head, following):
         head[k] = i
 
 
-@kernel(int64(ARRAY, ARRAY, int64, ARRAY))
-def _gather(head, following, k, pool):
+@kernel
+def _gather(head: Int64, following: Int64, k: int, pool: Int64) -> int:
     """Writes the items of bin ``k`` to ``pool`` and returns how many they are."""
     size, i = 0, head[k]
     while i >= 0:
@@ -39,19 +37,19 @@ def _gather(head, following, k, pool):
     return size
 
 
-@kernel(int64(ITEMS, ARRAY, int64, ROOM, int64, int64))
-def _every_division(items, pool, size, room, wish, closer):
-    """The items of the part that costs closest to ``wish``, as a bit mask of ``pool[:size]``, both parts within
+@kernel
+def _every_division(items: Items, pool: Int64, size: int, room: Room, target: int, closer: int) -> int:
+    """The items of the part that costs closest to ``target``, as a bit mask of ``pool[:size]``, both parts within
     ``room``.
 
     −1 if none is closer than ``closer``.
     """
-    held_all, crowd_all = 0, 0
+    held_all, sequences_all = 0, 0
     for j in range(size):
         held_all += items.slots[pool[j]]
-        crowd_all += items.counts[pool[j]]
+        sequences_all += items.counts[pool[j]]
     found = -1
-    cost, held, crowd, mask = 0, 0, 0, 0
+    cost, held, num_sequences, mask = 0, 0, 0, 0
     for step in range(1, 1 << size):
         j = 0
         while not (step >> j) & 1:
@@ -61,21 +59,21 @@ def _every_division(items, pool, size, room, wish, closer):
         sign = 1 if (mask >> j) & 1 else -1
         cost += sign * items.costs[i]
         held += sign * items.slots[i]
-        crowd += sign * items.counts[i]
+        num_sequences += sign * items.counts[i]
         if (
-            abs(cost - wish) < closer
+            abs(cost - target) < closer
             and held <= room.capacity
             and held_all - held <= room.capacity
-            and crowd <= room.sequences
-            and crowd_all - crowd <= room.sequences
+            and num_sequences <= room.max_sequences
+            and sequences_all - num_sequences <= room.max_sequences
         ):
-            closer = abs(cost - wish)
+            closer = abs(cost - target)
             found = mask
     return found
 
 
-@kernel(boolean(ITEMS, BINS, ROOM, int64, int64, int64, int64))
-def _allowed(items, bins, room, a, b, i, j):
+@kernel
+def _allowed(items: Items, bins: Bins, room: Room, a: int, b: int, i: int, j: int) -> bool:
     """Whether bins ``a`` and ``b`` can hold one another's items ``i`` of ``a`` and ``j`` of ``b`` (−1: none)."""
     slots, count = items.slots[i], items.counts[i]
     if j >= 0:
@@ -84,17 +82,32 @@ def _allowed(items, bins, room, a, b, i, j):
     return (
         bins.held[b] + slots <= room.capacity
         and bins.held[a] - slots <= room.capacity
-        and bins.crowd[b] + count <= room.sequences
-        and bins.crowd[a] - count <= room.sequences
+        and bins.num_sequences[b] + count <= room.max_sequences
+        and bins.num_sequences[a] - count <= room.max_sequences
     )
 
 
-@kernel(int64(ITEMS, BINS, ROOM, int64, int64, ARRAY, int64, ARRAY, int64, int64, int64))
-def _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, closer):
-    """The exchange that moves a cost closest to ``surplus`` > 0 from ``a`` to ``b``.
+@kernel
+def _best_exchange(
+    items: Items,
+    bins: Bins,
+    room: Room,
+    a: int,
+    b: int,
+    ours: Int64,
+    size_a: int,
+    theirs: Int64,
+    size_b: int,
+    surplus: int,
+    closer: int,
+) -> int:
+    """The exchange that moves a cost closest to ``surplus`` > 0 from bin ``a`` to bin ``b``.
 
-    ``ours[:size_a]`` and ``theirs[:size_b]`` are their items by falling cost. Returns ``place in ours · (size_b + 1) +
-    place in theirs``, the latter ``size_b`` for none, or −1 if no exchange comes closer than ``closer``.
+    ours[:size_a], theirs[:size_b]: the items of ``a`` and of ``b``, by falling cost.
+    closer: the distance from ``surplus`` that an exchange must be below.
+
+    Returns ``place in ours · (size_b + 1) + place in theirs``, the latter ``size_b`` for no item, or −1 without such an
+    exchange.
     """
     found, at = -1, 0
     for p in range(size_a):
@@ -115,8 +128,8 @@ def _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplu
     return found
 
 
-@kernel(int64(ARRAY, int64, int64, int64))
-def _replace(pool, size, out, into):
+@kernel
+def _replace(pool: Int64, size: int, out: int, into: int) -> int:
     """Takes place ``out`` (−1: none) from ``pool[:size]`` and puts item ``into`` (−1: none) at its place in order."""
     if out >= 0:
         for j in range(out, size - 1):
@@ -132,38 +145,54 @@ def _replace(pool, size, out, into):
     return size
 
 
-@kernel(int64(ITEMS, BINS, ARRAY, ARRAY, int64, ARRAY, int64))
-def _settle(items, bins, head, following, k, pool, size):
+@kernel
+def _settle(items: Items, bins: Bins, head: Int64, following: Int64, k: int, pool: Int64, size: int) -> int:
     """Makes ``pool[:size]`` the items of bin ``k``."""
-    load, held, crowd = 0, 0, 0
+    load, held, num_sequences = 0, 0, 0
     head[k] = pool[0] if size else -1
     for j in range(size):
         i = pool[j]
         bins.home[i] = k
         load += items.costs[i]
         held += items.slots[i]
-        crowd += items.counts[i]
+        num_sequences += items.counts[i]
         following[i] = pool[j + 1] if j + 1 < size else -1
-    bins.load[k], bins.held[k], bins.crowd[k] = load, held, crowd
+    bins.load[k], bins.held[k], bins.num_sequences[k] = load, held, num_sequences
     return load
 
 
-@kernel(int64(ITEMS, BINS, ROOM, ARRAY, ARRAY, int64, int64, int64, ARRAY, ARRAY))
-def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
-    """Divides the items of bins ``a`` and ``b`` anew so that ``a`` costs as close to ``wish`` as it can.
+@kernel
+def divide(
+    items: Items,
+    bins: Bins,
+    room: Room,
+    head: Int64,
+    following: Int64,
+    a: int,
+    b: int,
+    target: int,
+    ours: Int64,
+    theirs: Int64,
+) -> int:
+    """Divide the items of bins ``a`` and ``b`` again, so that ``a`` costs as close to ``target`` as it can.
 
-    ``head`` [bins] and ``following`` [n] list the items of each bin by falling cost; ``ours`` and ``theirs`` are room
-    to work in. Returns the operations spent, negative if nothing changed.
+    head [bins], following [items]: the items of each bin as a linked list, by falling cost; kept up to date.
+    ours, theirs [items]: work arrays.
+
+    Returns the operations spent, negative if nothing changed.
     """
     size_a, size_b = _gather(head, following, a, ours), _gather(head, following, b, theirs)
-    away = abs(bins.load[a] - wish)
+    away = abs(bins.load[a] - target)
     size = size_a + size_b
+    # Few items: all 2^size divisions are tried. Both lists become one, still by falling cost, so that a division is a
+    # bit mask and both parts come out sorted.
     if size <= EXHAUSTIVE:
         for j in range(size_b):
             _replace(ours, size_a + j, -1, theirs[j])
-        mask = _every_division(items, ours, size, room, wish, away)
+        mask = _every_division(items, ours, size, room, target, away)
         if mask < 0:
             return -(1 << size)
+        # ``ours`` is read and written in one pass: what is written never overtakes what is read.
         size_a, size_b = 0, 0
         for j in range(size):
             i = ours[j]
@@ -176,10 +205,12 @@ def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
         _settle(items, bins, head, following, a, ours, size_a)
         _settle(items, bins, head, following, b, theirs, size_b)
         return 1 << size
+    # Many items: the best single exchange, again and again. Each one leaves a smaller surplus for the next.
     spent = 0
     for tries in range(_EXCHANGES):
-        surplus = bins.load[a] - wish
+        surplus = bins.load[a] - target
         spent += 10 * size
+        # The bin that costs too much gives, and an exchange must leave less than the surplus there is.
         if surplus > 0:
             found = _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, surplus)
             p, q = found // (size_b + 1), found % (size_b + 1)
@@ -188,11 +219,13 @@ def divide(items, bins, room, head, following, a, b, wish, ours, theirs):
             q, p = found // (size_a + 1), found % (size_a + 1)
         if found < 0 or surplus == 0:
             return spent if tries else -spent
+        # Exchange the two items, or move one where it has no partner, and keep both lists sorted.
         i, j = ours[p] if p < size_a else -1, theirs[q] if q < size_b else -1
         size_a = _replace(ours, size_a, p if i >= 0 else -1, j)
         size_b = _replace(theirs, size_b, q if j >= 0 else -1, i)
         _settle(items, bins, head, following, a, ours, size_a)
         _settle(items, bins, head, following, b, theirs, size_b)
-        if abs(bins.load[a] - wish) * 2000 < wish:
+        # Closer than this is no gain: pairs are only divided that are farther than 0.0002 of a goal apart.
+        if abs(bins.load[a] - target) * 2000 < target:
             break
     return spent

@@ -7,14 +7,14 @@ for a sum of maxima over groups of equal size.
 from __future__ import annotations
 
 import numpy as np
-from numba import float64, int64
 
-from ullage.planning.compiled import kernel
-from ullage.planning.ordering import ARRAY, falling_order
+from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.ordering import falling_order
 
 
-@kernel(float64(ARRAY, ARRAY, int64, int64))
-def least_path(slots, costs, capacity, ranks):
+@kernel
+def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
     """A lower bound of the critical path, in cost, for items sorted by falling cost.
 
     No two items above half the capacity share a bin, so the ``k`` microbatches that hold the first, the ``ranks +
@@ -63,8 +63,8 @@ def least_path(slots, costs, capacity, ranks):
     return best
 
 
-@kernel(float64(ARRAY, ARRAY, int64))
-def path_of(load, order, ranks):
+@kernel
+def path_of(load: Int64, order: Int64, ranks: int) -> float:
     """The critical path of bins listed by falling cost."""
     path = 0.0
     for at in range(0, len(order), ranks):
@@ -72,8 +72,8 @@ def path_of(load, order, ranks):
     return path
 
 
-@kernel(ARRAY(ARRAY, int64))
-def deal(load, ranks):
+@kernel
+def deal_bins(load: Int64, ranks: int) -> Int64:
     """Where each bin goes, ``microbatch·ranks + rank``: sorted into microbatches, the heaviest bin of each to the rank
     that has the least so far, then exchanged within microbatches while that lowers the dearest rank."""
     order = falling_order(load)

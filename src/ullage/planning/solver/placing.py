@@ -5,67 +5,31 @@ Items are sorted by falling cost, and an item is its place in that order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numba import boolean, int64, types, void
 
 from ullage.layout import Int64
-from ullage.planning.compiled import kernel
-from ullage.planning.ordering import ARRAY
-
-NOWHERE = -1
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.items import NOWHERE, Bins, Items, Room
 
 
-class Items(NamedTuple):
-    """Slots, cost and sequences of each item [n], sorted by falling cost."""
-
-    slots: Int64
-    costs: Int64
-    counts: Int64
-
-
-class Bins(NamedTuple):
-    """``home`` [n]: the bin of each item, or ``NOWHERE``; ``load``, ``held``, ``crowd`` [bins]: cost, slots and
-    sequences
-    of each bin, kept up to date by whoever moves an item."""
-
-    home: Int64
-    load: Int64
-    held: Int64
-    crowd: Int64
-
-
-class Room(NamedTuple):
-    """What a bin holds at the most: slots and sequences."""
-
-    capacity: int
-    sequences: int
-
-
-ITEMS = types.NamedUniTuple(ARRAY, 3, Items)
-BINS = types.NamedUniTuple(ARRAY, 4, Bins)
-ROOM = types.NamedUniTuple(int64, 2, Room)
-
-
-@kernel(BINS(int64, int64))
-def no_bins(n, count):
+@kernel
+def no_bins(n: int, count: int) -> Bins:
     """Empty bins, and ``n`` items that are nowhere."""
     zeros = np.zeros((3, count), np.int64)
     return Bins(np.full(n, NOWHERE), zeros[0], zeros[1], zeros[2])
 
 
-@kernel(void(ITEMS, BINS, int64, int64))
-def put(items, bins, i, k):
+@kernel
+def put(items: Items, bins: Bins, i: int, k: int) -> None:
     """Places item ``i``, which is nowhere, into bin ``k``."""
     bins.home[i] = k
     bins.load[k] += items.costs[i]
     bins.held[k] += items.slots[i]
-    bins.crowd[k] += items.counts[i]
+    bins.num_sequences[k] += items.counts[i]
 
 
-@kernel(void(ARRAY, ARRAY, int64, int64, int64))
-def _sink(heap, load, size, at, last):
+@kernel
+def _sink(heap: Int64, load: Int64, size: int, at: int, last: int) -> None:
     """Moves ``last`` down from ``at`` in a heap of bins, the lightest first, ties by bin."""
     while True:
         child = 2 * at + 1
@@ -83,13 +47,13 @@ def _sink(heap, load, size, at, last):
     heap[at] = last
 
 
-@kernel(boolean(ITEMS, BINS, ROOM, int64, int64))
-def heaviest_first(items, bins, room, begin, patience):
+@kernel
+def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: int) -> bool:
     """Places each item that is nowhere into the lightest bin from ``begin`` on that has room for it.
 
     False if an item found none, or if ``patience`` bins were looked at beyond the lightest.
     """
-    load, held, crowd = bins.load, bins.held, bins.crowd
+    load, held, num_sequences = bins.load, bins.held, bins.num_sequences
     size = len(load) - begin
     heap = np.arange(begin, len(load))
     for at in range(size // 2 - 1, -1, -1):
@@ -98,15 +62,15 @@ def heaviest_first(items, bins, room, begin, patience):
     for i in range(len(items.slots)):
         if bins.home[i] != NOWHERE:
             continue
-        while size and (held[heap[0]] + least > room.capacity or crowd[heap[0]] >= room.sequences):
+        while size and (held[heap[0]] + least > room.capacity or num_sequences[heap[0]] >= room.max_sequences):
             size -= 1
             if size:
                 _sink(heap, load, size, 0, heap[size])
         at, best = -1, NOWHERE
-        slots_left, crowd_left = room.capacity - items.slots[i], room.sequences - items.counts[i]
+        slots_left, sequences_left = room.capacity - items.slots[i], room.max_sequences - items.counts[i]
         for q in range(size):
             k = heap[q]
-            fits = held[k] <= slots_left and crowd[k] <= crowd_left
+            fits = held[k] <= slots_left and num_sequences[k] <= sequences_left
             if fits and (best == NOWHERE or load[k] < load[best] or (load[k] == load[best] and k < best)):
                 at, best = q, k
                 if q == 0:
@@ -120,8 +84,8 @@ def heaviest_first(items, bins, room, begin, patience):
     return True
 
 
-@kernel(int64(ARRAY, int64))
-def _unplaced(following, at):
+@kernel
+def _unplaced(following: Int64, at: int) -> int:
     """The first item at or after ``at`` that follows itself, with the path halved on the way."""
     while following[at] != at:
         following[at] = following[following[at]]
@@ -129,8 +93,8 @@ def _unplaced(following, at):
     return at
 
 
-@kernel(int64(ARRAY, int64))
-def _first_within(falling, most):
+@kernel
+def _first_within(falling: Int64, most: int) -> int:
     """Where falling numbers begin to be at most ``most``."""
     low, high = 0, len(falling)
     while low < high:
@@ -142,8 +106,8 @@ def _first_within(falling, most):
     return low
 
 
-@kernel(int64(ITEMS, BINS, ROOM, int64, int64, int64))
-def fill_steps(items, bins, room, ranks, most, margin):
+@kernel
+def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, margin: int) -> int:
     """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
 
     The goal is the cost of the dearest item left, or what a bin of the rest carries on average and ``margin``
@@ -171,7 +135,7 @@ def fill_steps(items, bins, room, ranks, most, margin):
                 at = max(at, _first_within(costs, goal - bins.load[k]))
                 at = max(at, _first_within(slots, room.capacity - bins.held[k]))
                 at = _unplaced(following, at)
-                if at == n or bins.crowd[k] + items.counts[at] > room.sequences:
+                if at == n or bins.num_sequences[k] + items.counts[at] > room.max_sequences:
                     break
                 # Slots need not fall as costs do, so that the item may be too large all the same.
                 if bins.held[k] + slots[at] <= room.capacity:

@@ -1,0 +1,175 @@
+"""Kernels: functions of integers and arrays that run as plain Python or, with the same result, compiled by numba.
+
+A kernel's annotations are its signature. It is compiled when :func:`run` first needs it, together with the kernels that
+it calls and no others, and kept on disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder
+where the source is read-only). Compiled code holds no interpreter lock, runs on one thread, and does not reorder
+floating point, so that every machine computes the same.
+
+Compilation takes up to half a minute once, and loading numba and the compiled code a second in each process, so small
+problems run as Python as long as that is cheaper. Both give the same plan: which one runs is a matter of time alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+_LOG = logging.getLogger(__name__)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: Operations of a problem that runs as Python, about a microsecond each.
+_SMALL = 20_000
+#: Seconds that a process spends on uncompiled kernels before it compiles them.
+_PATIENCE = 1.0
+#: Operations above which a compiled kernel runs on a thread of its own, so that Ctrl-C is noticed: some 50 ms.
+_LONG = 200_000
+
+_KERNELS: set[Callable[..., Any]] = set()
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
+_LOCK = threading.RLock()
+
+
+class _Spent:
+    """What this process has spent on kernels that are not compiled, and whether it has announced the compilation."""
+
+    seconds = 0.0
+    announced = False
+
+
+def kernel(function: _Function) -> _Function:
+    """Mark a function as a kernel: annotated, made of what numba compiles, and free of anything that Python computes
+    differently (an int beyond 64 bits, for example)."""
+    _KERNELS.add(function)
+    return function
+
+
+def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
+    """Call a kernel. ``work``: about how many operations it does; decides how it runs, never what it returns.
+
+    Ctrl-C raises ``KeyboardInterrupt`` within a fraction of a second, also while a kernel is compiled or runs for long;
+    the kernel then ends on its own, its result unused.
+    """
+    ready = _COMPILED.get(function)
+    if ready is None:
+        if work <= _SMALL and _Spent.seconds < _PATIENCE:
+            return _interpret(function, arguments)
+        return interruptible(lambda: compiled(function)(*arguments))
+    if work < _LONG:
+        return ready(*arguments)
+    return interruptible(lambda: ready(*arguments))
+
+
+def _interpret(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    begin = time.perf_counter()
+    with np.errstate(over="ignore"):  # int64 wraps around in compiled code too
+        result = function(*arguments)
+    _Spent.seconds += time.perf_counter() - begin
+    return result
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled form of a kernel, from disk if it is there."""
+    with _LOCK:
+        if function not in _COMPILED:
+            _COMPILED[function] = _compile(function)
+        return _COMPILED[function]
+
+
+def compile_all() -> None:
+    """Compile every kernel that is not on disk yet, or load it. Takes half a minute the first time."""
+    for path in Path(__file__).parent.glob("*.py"):
+        importlib.import_module(f"{__package__}.{path.stem}")
+    for function in list(_KERNELS):
+        compiled(function)
+
+
+def _compile(function: Any) -> Callable[..., Any]:
+    import numba
+
+    names = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if isinstance(value, FunctionType) and value in _KERNELS:
+            names[name] = compiled(value)
+    copy = FunctionType(function.__code__, names, function.__name__)
+    copy.__module__ = function.__module__
+    # numba's cache notices a change of the function's own file, but not of a file that holds a function it calls. The
+    # name of the cached file follows this one.
+    copy.__qualname__ = f"{function.__qualname__}_{_digest()}"
+    made: Any = numba.njit(_signature(function), cache=True, nogil=True)(copy)
+    if made.stats.cache_misses and not _Spent.announced:
+        _Spent.announced = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _LOG.warning("compiling the planner, once after an installation: this takes up to half a minute")
+    return made
+
+
+@cache
+def _digest() -> str:
+    digest = hashlib.blake2b(digest_size=4)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _signature(function: Callable[..., Any]) -> Any:
+    hints = get_type_hints(function, include_extras=True)
+    result = _type_of(hints.pop("return"))
+    return result(*map(_type_of, hints.values()))
+
+
+def _type_of(hint: Any) -> Any:
+    """numba's type for an annotation."""
+    from numba import types
+
+    scalars = {int: types.int64, float: types.float64, bool: types.boolean, np.uint64: types.uint64}
+    if hint is type(None):
+        return types.void
+    if hint in scalars:
+        return scalars[hint]
+    if get_origin(hint) is Annotated:  # an array of more than one dimension
+        array, ndim = get_args(hint)
+        return types.Array(_type_of(array).dtype, ndim, "C")
+    if get_origin(hint) is tuple:
+        return types.BaseTuple.from_types([_type_of(part) for part in get_args(hint)])
+    if get_origin(hint) is np.ndarray:
+        (scalar,) = get_args(get_args(hint)[1])
+        return types.Array(types.int64 if scalar is np.int64 else scalars.get(scalar, types.boolean), 1, "C")
+    fields = get_type_hints(hint, include_extras=True)  # a NamedTuple
+    return types.BaseTuple.from_types([_type_of(part) for part in fields.values()], hint)
+
+
+def interruptible(work: Callable[[], Any]) -> Any:
+    """``work()``, on a thread of its own if this is the main thread, which alone hears of Ctrl-C.
+
+    A signal's Python handler cannot run while compiled code runs in the main thread, and an exception that it raises
+    inside one of LLVM's callbacks is not handled there. On another thread neither happens.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: list[tuple[bool, Any]] = []
+
+    def target() -> None:
+        try:
+            outcome.append((True, work()))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=target, name="ullage-planner", daemon=True)
+    thread.start()
+    thread.join()
+    done, value = outcome[0]
+    if not done:
+        raise value
+    return value

@@ -1,0 +1,349 @@
+"""The number of ranks that share a giant sequence, where context parallelism is free to choose.
+
+A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times
+as much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A
+giant gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the
+mean microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned. The bins, and
+the whole microbatch where a giant dominates all the same, are filled with the most expensive items that still fit under
+the giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
+
+With one degree per bin an engine runs each microbatch with one process group per rank. :func:`list_schedule` is what
+list scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this
+gives up.
+
+Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
+and FlexSP (arXiv:2412.01523).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ullage.layout import Int64
+from ullage.planning.solver.balancing import balance
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.improving import improve
+from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, Table
+from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.packing import pack_items
+from ullage.planning.solver.placing import heaviest_first, no_bins
+
+#: Shares of a giant that are allowed, in hundredths of the mean microbatch; the last one allows any share.
+_ANY = 1 << 30
+_TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
+#: Times that one microbatch more is tried, and what the critical path must come down to for it.
+_EXTRA, _WORTH = 3, 0.98
+#: A critical path this close to the mean rank is good enough.
+_LEVEL = 1.002
+
+
+class _Blocks(NamedTuple):
+    """Bins that begin at rank ``first`` (``microbatch·ranks + rank``) and belong to ``2**exponent`` ranks. ``held``,
+    ``num_sequences``, ``load``: slots, sequences and cost of their items, at that degree. All [bins]."""
+
+    first: Int64
+    exponent: Int64
+    held: Int64
+    num_sequences: Int64
+    load: Int64
+
+
+@kernel
+def _allowed_share(mean: int, tolerance: int) -> int:
+    """The cost that a giant may put on each of its ranks."""
+    return mean * tolerance // 100 if tolerance < _ANY else 1 << 60
+
+
+@kernel
+def _needed(items: SharedItems, capacity: int, share: int) -> Int64:
+    """The exponent of the least degree at which each item fits and costs a rank at most ``share``. If there is none,
+    the one at which it fits and costs a rank the least; −1 if it fits at none."""
+    slots, costs = items.slots, items.costs
+    levels, n = slots.shape
+    needed = np.full(n, -1, np.int64)
+    for i in range(n):
+        for e in range(levels):
+            if slots[e, i] > capacity << e:
+                continue
+            if needed[i] < 0 or costs[e, i] >> e < costs[needed[i], i] >> needed[i]:
+                needed[i] = e
+            if costs[e, i] >> e <= share:
+                needed[i] = e
+                break
+    return needed
+
+
+@kernel
+def _open(taken: Int64, begin: int, end: int, ranks: int, exponent: int, blocks: _Blocks, k: int) -> bool:
+    """Gives bin ``k`` the first aligned block of ``2**exponent`` ranks that microbatches ``begin..end`` have left.
+
+    taken [microbatches]: ranks of each microbatch that have a bin, from rank 0 on; kept up to date.
+    """
+    degree = 1 << exponent
+    for microbatch in range(begin, end):
+        rank = -(-taken[microbatch] // degree) * degree
+        if rank + degree <= ranks:
+            blocks.first[k] = microbatch * ranks + rank
+            blocks.exponent[k] = exponent
+            taken[microbatch] = rank + degree
+            return True
+    return False
+
+
+@kernel
+def _fits(items: SharedItems, blocks: _Blocks, room: Room, i: int, k: int, most: int) -> bool:
+    """Whether bin ``k`` has room for item ``i`` and then costs each of its ranks at most ``most``."""
+    e = blocks.exponent[k]
+    return (
+        blocks.held[k] + items.slots[e, i] <= room.capacity << e
+        and blocks.num_sequences[k] + items.counts[i] <= room.max_sequences
+        and (blocks.load[k] + items.costs[e, i]) >> e <= most
+    )
+
+
+@kernel
+def _put(items: SharedItems, blocks: _Blocks, home: Int64, i: int, k: int) -> None:
+    e = blocks.exponent[k]
+    home[i] = blocks.first[k]
+    blocks.held[k] += items.slots[e, i]
+    blocks.num_sequences[k] += items.counts[i]
+    blocks.load[k] += items.costs[e, i]
+
+
+@kernel
+def _place_giants(
+    items: SharedItems, room: Room, ranks: int, microbatches: int, needed: Int64, share: int
+) -> tuple[Int64, Int64, int]:
+    """Open bins for items that need more than one rank, and fill them.
+
+    items: sorted by falling cost at degree 1.
+    room: what one rank can hold.
+    needed [items]: the exponent of the degree that each item needs.
+    share: the cost of a mean microbatch of one rank.
+
+    Returns the first rank's place of each item that was placed, ``NOWHERE`` for the others; the exponent of each bin
+    by that place, −1 where no giant is; and the number of giants that found no block.
+    """
+    levels, n = items.slots.shape
+    home = np.full(n, NOWHERE)
+    exponents = np.full(microbatches * ranks, -1, np.int64)
+    taken = np.zeros(microbatches, np.int64)
+    work = np.zeros((5, n), np.int64)
+    blocks = _Blocks(work[0], work[1], work[2], work[3], work[4])
+    used, lost = 0, 0
+    # Widest first: each block then begins at a multiple of its width without leaving ranks between blocks.
+    for e in range(levels - 1, 0, -1):
+        for i in range(n):
+            if needed[i] != e:
+                continue
+            # The fullest open bin that takes the giant within the mean, so that few ranks are given to giants.
+            at = -1
+            for k in range(used):
+                wide = blocks.exponent[k] >= e
+                if wide and _fits(items, blocks, room, i, k, share):
+                    height = blocks.load[k] >> blocks.exponent[k]
+                    if at < 0 or height > blocks.load[at] >> blocks.exponent[at]:
+                        at = k
+            if at < 0 and _open(taken, 0, microbatches, ranks, e, blocks, used):
+                at = used
+                used += 1
+            if at < 0:
+                lost += 1
+            else:
+                _put(items, blocks, home, i, at)
+    # A microbatch lasts as long as its most expensive giant, so its bins may cost that, and no less than the mean.
+    goal = np.full(microbatches, share)
+    for k in range(used):
+        exponents[blocks.first[k]] = blocks.exponent[k]
+        microbatch = blocks.first[k] // ranks
+        goal[microbatch] = max(goal[microbatch], blocks.load[k] >> blocks.exponent[k])
+    # Where a giant lifts its microbatch by over 1 % above the mean, the other ranks would wait: they become bins of
+    # degree 1 that are filled up to the giant's height. Elsewhere they are left to the balance of the rest.
+    bins = used
+    for microbatch in range(microbatches):
+        if goal[microbatch] * 100 > share * 101 and bins + ranks <= n:
+            while _open(taken, microbatch, microbatch + 1, ranks, 0, blocks, bins):
+                exponents[blocks.first[bins]] = 0
+                bins += 1
+    # Most expensive first, so that the small items, which fit anywhere, are left for the balance of the rest.
+    for k in range(bins):
+        most = goal[blocks.first[k] // ranks]
+        for i in range(n):
+            if blocks.load[k] >> blocks.exponent[k] >= most or blocks.num_sequences[k] >= room.max_sequences:
+                break
+            if home[i] == NOWHERE and needed[i] <= blocks.exponent[k] and _fits(items, blocks, room, i, k, most):
+                _put(items, blocks, home, i, k)
+    return home, exponents, lost
+
+
+@kernel
+def _shares(home: Int64, exponents: Int64, costs: Table) -> Int64:
+    """The cost of each bin to each of its ranks, by its place."""
+    load = np.zeros(len(exponents), np.int64)
+    for i in range(len(home)):
+        load[home[i]] += costs[max(0, exponents[home[i]]), i]
+    for k in range(len(load)):
+        load[k] >>= max(0, exponents[k])
+    return load
+
+
+@kernel
+def _path(load: Int64, ranks: int) -> int:
+    path = 0
+    for begin in range(0, len(load), ranks):
+        path += load[begin : begin + ranks].max()
+    return path
+
+
+@kernel
+def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, exponents: Int64, budget: int) -> bool:
+    """Balances the items that are nowhere over the places that no bin covers; false if they do not fit."""
+    costs = shared.costs
+    rest = np.flatnonzero(home == NOWHERE)
+    covered = np.zeros(len(exponents), np.int64)
+    for k in range(len(exponents)):
+        if exponents[k] >= 0:
+            covered[k : k + (1 << exponents[k])] = 1
+    places = np.flatnonzero(covered == 0)
+    if len(rest) == 0:
+        return True
+    if len(places) == 0:
+        return False
+    # Heaviest first, and where that does not fit, packed as full as they go.
+    items = Items(shared.slots[0][rest], costs[0][rest], shared.counts[rest])
+    bins = no_bins(len(rest), len(places))
+    if not heaviest_first(items, bins, room, 0, 64 * (len(rest) + len(places))):
+        bins = no_bins(len(rest), len(places))
+        order = falling_order(items.slots)
+        at = np.empty(len(rest), np.int64)
+        if pack_items(items.slots[order], items.counts[order], room, len(places), at) > len(places):
+            return False
+        bins.home[order] = at
+    total = items.costs.sum()
+    bound = max(total / len(places), float(items.costs[0]))
+    improve(items, bins, room, len(places), bound, 40, budget)
+    # The most expensive bins go to the microbatches whose giants are most expensive.
+    load = np.zeros(len(exponents), np.int64)
+    for i in range(len(home)):
+        if home[i] != NOWHERE:
+            load[home[i]] += costs[exponents[home[i]], i] >> exponents[home[i]]
+    height = np.zeros(len(places), np.int64)
+    for j in range(len(places)):
+        begin = places[j] // ranks * ranks
+        height[j] = load[begin : begin + ranks].max()
+    target = places[falling_order(height)]
+    order = falling_order(bins.load)
+    place_of = np.empty(len(places), np.int64)
+    for j in range(len(places)):
+        place_of[order[j]] = target[j]
+    for j in range(len(rest)):
+        home[rest[j]] = place_of[bins.home[j]]
+    return True
+
+
+@kernel
+def _without_empty(
+    homes: Int64, exponents: Int64, ranks: int, microbatches: int, microbatch_multiple: int
+) -> tuple[Int64, Int64, int]:
+    """The same plan without microbatches that hold nothing, as far as their number stays a multiple."""
+    held = np.zeros(microbatches, np.int64)
+    for home in homes:
+        held[home // ranks] = 1
+    order = np.concatenate((np.flatnonzero(held == 1), np.flatnonzero(held == 0)))
+    left = max(-(-held.sum() // microbatch_multiple), 1) * microbatch_multiple
+    moved = np.empty(microbatches, np.int64)
+    kept = np.empty(left * ranks, np.int64)
+    for k in range(microbatches):
+        moved[order[k]] = k
+        if k < left:
+            kept[k * ranks : (k + 1) * ranks] = exponents[order[k] * ranks : (order[k] + 1) * ranks]
+    return moved[homes // ranks] * ranks + homes % ranks, kept, left
+
+
+@kernel
+def share_out(
+    items: SharedItems, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, budget: int
+) -> tuple[Int64, Int64, int]:
+    """Place items, given in any order, where several ranks may share a bin.
+
+    items: in any order, at degree 1, 2, 4, ...
+    room: what one rank can hold.
+    ranks, microbatches, microbatch_multiple, budget: as those of :func:`~ullage.planning.solver.balancing.balance`.
+
+    Returns the place ``microbatch·ranks + rank`` of each item (the first of its ranks), the exponent of the bin at each
+    place (−1 behind the first rank of a block and 0 for one rank), and the number of microbatches.
+    """
+    n = items.slots.shape[1]
+    order = falling_order(items.costs[0])
+    items = SharedItems(items.slots[:, order].copy(), items.costs[:, order].copy(), items.counts[order])
+    slots, costs = items.slots, items.costs
+    best, best_microbatches = np.int64(-1), microbatches
+    best_home, best_exponents = np.empty(0, np.int64), np.empty(0, np.int64)
+    # Every item on one rank, where that is possible: the plan that sharing has to beat.
+    if slots[0].max() <= room.capacity:
+        alone = Items(slots[0], costs[0], items.counts)
+        best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
+        best_exponents = np.zeros(best_microbatches * ranks, np.int64)
+        best = _path(_shares(best_home, best_exponents, costs), ranks)
+    extra = 0
+    ideal = costs[0].sum() / ranks
+    # Every tolerance; then the same with more microbatches, as long as there is no plan or a level one is far.
+    while best < 0 or (extra <= _EXTRA and best > ideal * _LEVEL):
+        mean = costs[0].sum() // (microbatches * ranks) + 1
+        last = np.full(n, -2, np.int64)
+        for tolerance in _TOLERANCES:
+            needed = _needed(items, room.capacity, _allowed_share(mean, tolerance))
+            if np.array_equal(needed, last) or needed.max() == 0:
+                continue
+            last = needed
+            home, exponents, lost = _place_giants(items, room, ranks, microbatches, needed, mean)
+            if lost or not _place_rest(items, room, ranks, home, exponents, budget):
+                continue
+            path = _path(_shares(home, exponents, costs), ranks)
+            worth = 1.0 if microbatches == best_microbatches else _WORTH
+            if best < 0 or path < best * worth:
+                best, best_home, best_exponents, best_microbatches = path, home, exponents, microbatches
+        microbatches += microbatch_multiple
+        extra += 1
+    homes = np.empty(n, np.int64)
+    homes[order] = best_home
+    return _without_empty(homes, best_exponents, ranks, best_microbatches, microbatch_multiple)
+
+
+@kernel
+def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: int) -> int:
+    """The critical path, in cost, if each item has its own degree: the most expensive first, each on the block of
+    ranks, over all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
+    slots, costs = items.slots, items.costs
+    n = slots.shape[1]
+    order = falling_order(costs[0])
+    mean = costs[0].sum() // (microbatches * ranks) + 1
+    best = np.int64(-1)
+    for tolerance in _TOLERANCES:
+        needed = _needed(items, capacity, _allowed_share(mean, tolerance))
+        if n and needed.min() < 0:
+            return -1
+        load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
+        fits = True
+        for e in range(slots.shape[0] - 1, -1, -1):
+            width = 1 << e
+            for i in order:
+                if needed[i] != e or not fits:
+                    continue
+                at, least = -1, 0
+                each = -(-slots[e, i] // width)
+                for microbatch in range(microbatches):
+                    for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
+                        high = load[begin : begin + width].max()
+                        if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
+                            at, least = begin, high
+                fits = at >= 0
+                if fits:
+                    for k in range(at, at + width):
+                        load[k] = least + (costs[e, i] >> e)
+                        held[k] += each
+        if fits and (best < 0 or _path(load, ranks) < best):
+            best = _path(load, ranks)
+    return best

@@ -1,0 +1,272 @@
+"""Sequences into bins, as full as they go.
+
+Best-fit decreasing over residual capacities kept in a bitset: the next residual that holds an item is found in a few
+steps, and items of one size are placed together, so a million items of a few thousand sizes take milliseconds. Where
+the result is above the L2 bound, a bounded completion tries to do better: the largest item opens a bin, and a
+depth-first search over the histogram of sizes, which knows at once whether one or two items fill the rest exactly,
+looks for the fullest bin; a filling found once is repeated as often as the histogram allows.
+
+Sources: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms", MIT 1973; bin completion,
+R. Korf, "A new algorithm for optimal bin packing", AAAI 2002.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ullage.layout import Int64
+from ullage.planning.solver.bitset import Bitset, add, contains, empty_set, next_member, previous_member, remove
+from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.items import Room
+
+#: Sizes above this are packed in coarser units, rounded up, so that memory does not grow with the capacity.
+_FINEST = 1 << 22
+
+
+@kernel
+def fill_in_order(slots: Int64, counts: Int64, room: Room, bins: Int64) -> int:
+    """Next fit: arrival order, a bin closed when the next item does not fit.
+
+    Fills ``bins`` [items] with the bin of each item and returns the number of bins. Kept for comparison and for data
+    whose order matters. Source: Megatron-LM's ``DpBalancedScheduler``.
+    """
+    used, held, num_sequences = 0, 0, 0
+    for i in range(len(slots)):
+        if used == 0 or held + slots[i] > room.capacity or num_sequences + counts[i] > room.max_sequences:
+            used, held, num_sequences = used + 1, 0, 0
+        bins[i] = used - 1
+        held += slots[i]
+        num_sequences += counts[i]
+    return used
+
+
+@kernel
+def _least_residual(
+    residuals: Bitset, head: Int64, following: Int64, num_sequences: Int64, free: int, most: int
+) -> int:
+    """The least residual >= ``free`` with a bin of at most ``most`` sequences, that bin moved to the head, or −1."""
+    while free >= 0:
+        before, k = -1, head[free]
+        while k >= 0:
+            if num_sequences[k] <= most:
+                if before >= 0:
+                    following[before] = following[k]
+                    following[k] = head[free]
+                    head[free] = k
+                return free
+            before, k = k, following[k]
+        free = next_member(residuals, free + 1) if free + 1 < len(head) else -1
+    return -1
+
+
+@kernel
+def best_fit(slots: Int64, counts: Int64, room: Room, bins: Int64) -> int:
+    """Best-fit decreasing of ``slots`` (falling).
+
+    Fills ``bins`` [items] with the bin of each item and returns the number of bins.
+    """
+    n = len(slots)
+    # Bins by what they have left: a set of the residuals that occur, and a linked list of the bins of each.
+    residuals = empty_set(room.capacity)
+    head = np.full(room.capacity + 1, -1, np.int64)
+    following = np.empty(n + 1, np.int64)
+    num_sequences = np.zeros(n + 1, np.int64)
+    used = 0
+    for i in range(n):
+        slot = slots[i]
+        free = next_member(residuals, slot)
+        if free >= 0 and num_sequences[head[free]] + counts[i] > room.max_sequences:
+            most = room.max_sequences - counts[i]
+            free = _least_residual(residuals, head, following, num_sequences, free, most)
+        if free < 0:
+            k, free = used, room.capacity
+            used += 1
+        else:
+            k = head[free]
+            head[free] = following[k]
+            if head[free] < 0:
+                remove(residuals, free)
+        bins[i] = k
+        num_sequences[k] += counts[i]
+        free -= slot
+        # A bin that has its sequences is closed: it is in no list any more.
+        if num_sequences[k] < room.max_sequences:
+            following[k] = head[free]
+            if head[free] < 0:
+                add(residuals, free)
+            head[free] = k
+    return used
+
+
+@kernel
+def _take(sizes: Bitset, available: Int64, size: int) -> None:
+    available[size] -= 1
+    if available[size] == 0:
+        remove(sizes, size)
+
+
+@kernel
+def _put(sizes: Bitset, available: Int64, size: int) -> None:
+    if available[size] == 0:
+        add(sizes, size)
+    available[size] += 1
+
+
+@kernel
+def _pair(sizes: Bitset, available: Int64, free: int, most: int, least: int) -> int:
+    """The larger of two available sizes that fill ``free`` exactly, none above ``most``, or −1."""
+    size = previous_member(sizes, min(free - least, most)) if free <= 2 * most else -1
+    for _ in range(48):
+        if size < 0 or 2 * size < free:
+            return -1
+        other = free - size
+        if contains(sizes, other) and (other != size or available[size] > 1):
+            return size
+        size = previous_member(sizes, size - 1)
+    return -1
+
+
+@kernel
+def _fullest(
+    sizes: Bitset,
+    available: Int64,
+    chosen: Int64,
+    stack: Int64,
+    tried: Int64,
+    room: Room,
+    width: int,
+    budget: int,
+) -> int:
+    """The fullest bin that a depth-first search finds around the largest size left. Returns the number of its items.
+
+    sizes: the sizes of which there are items.
+    available [capacity + 1]: items of each size; unchanged at the end.
+    chosen: receives the sizes in the bin, falling.
+    stack, tried: work arrays: the size at each depth, and how many sizes were tried there.
+    room: what the bin can hold.
+    width: sizes tried at each depth.
+    budget: sizes tried beyond the first of each depth, altogether.
+    """
+    least = next_member(sizes, 1)
+    largest = previous_member(sizes, room.capacity)
+    # The largest size must go somewhere, so this bin begins with it; sizes fall with the depth, so that each set of
+    # sizes is met once.
+    stack[0] = largest
+    _take(sizes, available, largest)
+    depth, free = 1, room.capacity - largest
+    best, count = room.capacity + 1, 0
+    while True:
+        # Forwards: the largest size that still fits, unless one or two items fill the bin exactly.
+        last = stack[depth - 1]
+        size = -1  # stays so where nothing can be added: the bin is complete
+        if free >= least and depth < room.max_sequences:
+            if free <= last and contains(sizes, free):
+                stack[depth] = free
+                best, count = 0, depth + 1
+                chosen[:count] = stack[:count]
+                break
+            pair = _pair(sizes, available, free, last, least) if depth + 2 <= room.max_sequences else -1
+            if pair >= 0:
+                stack[depth], stack[depth + 1] = pair, free - pair
+                best, count = 0, depth + 2
+                chosen[:count] = stack[:count]
+                break
+            size = previous_member(sizes, min(free, last))
+        if size >= 0:
+            tried[depth] = 1
+        else:
+            # A complete bin: keep it if it is the fullest so far; nothing beats an exactly full one.
+            if free < best:
+                best, count = free, depth
+                chosen[:count] = stack[:count]
+            if free == 0:
+                break
+            # Backwards, to a depth that has another size to try. The first item stays. Only near the end of a bin,
+            # where four more items of the last size would fill it, does another size change much.
+            while depth > 1 and size < 0:
+                depth -= 1
+                last = stack[depth]
+                _put(sizes, available, last)
+                free += last
+                if free <= 4 * stack[depth - 1] and tried[depth] < width and budget > 0:
+                    size = previous_member(sizes, last - 1)
+                    if size >= 0:
+                        tried[depth] += 1
+                        budget -= 1
+            if size < 0:
+                depth = 1
+                break
+        stack[depth] = size
+        _take(sizes, available, size)
+        free -= size
+        depth += 1
+    # Give back what the search took; what it chose is taken by the caller.
+    while depth > 0:
+        depth -= 1
+        _put(sizes, available, stack[depth])
+    return count
+
+
+@kernel
+def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bins: Int64) -> int:
+    """Bin completion of ``slots`` (falling): fills ``bins`` and returns the number of bins, or ``len(slots) + 1`` as
+    soon as there are ``enough`` and items are left."""
+    n = len(slots)
+    sizes = empty_set(room.capacity)
+    available = np.zeros(room.capacity + 1, np.int64)
+    first = np.zeros(room.capacity + 1, np.int64)
+    left = n
+    for i in range(n - 1, -1, -1):
+        if available[slots[i]] == 0:
+            add(sizes, slots[i])
+        available[slots[i]] += 1
+        first[slots[i]] = i
+    longest = min(n, room.max_sequences) + 2
+    chosen, stack, tried = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64)
+    used = 0
+    while left:
+        count = _fullest(sizes, available, chosen, stack, tried, room, width, budget)
+        # Repeat this filling as often as there are items of all its sizes.
+        times = left
+        start = 0
+        while start < count:
+            end = start
+            while end < count and chosen[end] == chosen[start]:
+                end += 1
+            times = min(times, available[chosen[start]] // (end - start))
+            start = end
+        for repeat in range(times):
+            for j in range(count):
+                size = chosen[j]
+                bins[first[size]] = used + repeat
+                first[size] += 1
+                _take(sizes, available, size)
+        left -= times * count
+        used += times
+        if used >= enough and left:
+            return n + 1
+    return used
+
+
+@kernel
+def pack_items(slots: Int64, counts: Int64, room: Room, target: int, bins: Int64) -> int:
+    """Packs ``slots`` (falling) and returns the number of bins; tries harder until ``target`` bins are enough."""
+    n = len(slots)
+    if room.capacity > _FINEST:
+        unit = -(-room.capacity // _FINEST)
+        room = Room(room.capacity // unit, room.max_sequences)
+        slots = np.minimum(-(-slots // unit), room.capacity)
+    used = best_fit(slots, counts, room, bins)
+    single = True
+    for i in range(n):
+        single = single and counts[i] == 1 and slots[i] > 0
+    if used <= target or not single:
+        return used
+    other = np.empty(n, np.int64)
+    for width, budget in ((3, 32), (6, 400)):
+        if used > target and (width == 3 or n <= 20000):
+            fewer = complete(slots, room, width, budget, used, other)
+            if fewer < used:
+                used = fewer
+                bins[:] = other
+    return used
