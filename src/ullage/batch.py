@@ -20,16 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ullage.columns import (
-    IGNORED_LABEL,
-    LABEL_NAMES,
-    common_lengths,
-    fill_value,
-    holding_ignored,
-    lay_out,
-    sample_value,
-    stack,
-)
+from ullage.columns import IGNORED_LABEL, LABEL_NAMES, Columns, Schema, fill_value, holding_ignored, lay_out
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
 
@@ -64,7 +55,7 @@ class RaggedBatch:
                     found=f"shape {list(tensor.shape)}",
                 )
 
-    # Ways in.
+    # Constructors.
 
     @classmethod
     def from_samples(
@@ -72,33 +63,20 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """A batch of samples, each a mapping of name to value.
 
-        Arrays, tensors and lists are token-aligned and share one length a sample; numbers, 0-D arrays and whatever
-        ``per_sequence`` names are one value a sequence. Lists of integers become int64, lists of floats float32;
-        arrays keep their dtype. ``pad_to_multiple_of`` rounds each slot up. Does not touch the samples. Raises
-        ``InputError`` that names sample and field for a length that disagrees, a missing field, a value that is no
-        number, and an empty sequence.
+        Arrays, tensors and lists are token-aligned and share one length per sample; numbers, 0-D arrays and whatever
+        ``per_sequence`` names are one value per sequence. Lists of integers become int64, lists of floats float32;
+        arrays keep their dtype, and where samples differ in it, torch's promotion decides. ``pad_to_multiple_of``
+        rounds each slot up. Copies each value once and does not touch the samples. Raises ``InputError`` as
+        :meth:`ullage.columns.Columns.read` does.
         """
         if len(samples) == 0:
             raise InputError("a batch needs at least one sample", found="none")
-        names = list(samples[0])
-        columns = {name: [sample_value(samples, i, name) for i in range(len(samples))] for name in names}
-        for i, sample in enumerate(samples):
-            if len(sample) != len(names):
-                extra = sorted(set(sample) - set(names))
-                raise InputError(
-                    "samples have other fields", where=f"sample {i}", expected=names, found=f"also {extra}"
-                )
-        declared = set(per_sequence)
-        whole = tuple(name for name in names if name in declared or columns[name][0].ndim == 0)
-        aligned = [name for name in names if name not in whole]
-        if not aligned:
-            raise InputError("no field is token-aligned", expected="at least one array or list", found=names)
-        layout = Layout(common_lengths({name: columns[name] for name in aligned}), pad_to_multiple_of)
-        values = {
-            name: stack(columns[name], name) if name in whole else lay_out(columns[name], name, layout)
-            for name in names
-        }
-        return cls(values, layout, whole)
+        columns = Columns.read(samples, per_sequence)
+        assert columns.schema is not None
+        layout = Layout(columns.lengths, pad_to_multiple_of)
+        gaps = layout.slots - layout.lengths
+        values = {field.name: lay_out(field, columns.values[field.name], gaps) for field in columns.schema.fields}
+        return cls(values, layout, columns.schema.per_sequence)
 
     @classmethod
     def from_padded(
@@ -153,7 +131,7 @@ class RaggedBatch:
         index = torch.from_numpy(layout.time_major(order).index).to(packed.data.device)
         return cls({name: torch.empty_like(packed.data).index_copy(0, index, packed.data)}, layout)
 
-    # What it holds.
+    # Contents.
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -188,6 +166,11 @@ class RaggedBatch:
         return tuple(self._values)
 
     @property
+    def schema(self) -> Schema:
+        """Name, dtype, shape of an entry and unit of each field, in order."""
+        return Schema.of(self._values, self.per_sequence)
+
+    @property
     def device(self) -> torch.device:
         """Where the values lie; the CPU for a batch without fields."""
         return next((tensor.device for tensor in self._values.values()), torch.device("cpu"))
@@ -220,20 +203,30 @@ class RaggedBatch:
         """Real tokens, without padding."""
         return self.layout.num_tokens
 
-    # Ways out.
+    # Conversions.
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """One dict a sequence, views of the batch: token-aligned fields [length, ...], the others one entry each."""
-        out = []
-        for i in range(self.layout.num_items):
-            start, length = int(self.layout.starts[i]), int(self.layout.lengths[i])
-            out.append(
-                {
-                    name: tensor[i] if name in self.per_sequence else tensor[start : start + length]
-                    for name, tensor in self._values.items()
-                }
-            )
-        return out
+        """One dict per sequence, views of the batch: token-aligned fields [length, ...], the others one entry each."""
+        columns = self.columns().values
+        return [{name: column[i] for name, column in columns.items()} for i in range(self.layout.num_items)]
+
+    def columns(self) -> Columns:
+        """The sequences by column, as the exchange reads them: one view per sequence and field, nothing is copied."""
+        layout = self.layout
+        # Token, padding, token, padding, ...: every second part is a sequence.
+        parts = np.stack([layout.lengths, layout.slots - layout.lengths], 1).reshape(-1).tolist()
+        values = {
+            name: list(tensor.unbind() if name in self.per_sequence else tensor.split(parts)[::2])
+            for name, tensor in self._values.items()
+        }
+        return Columns(self.schema, values, layout.lengths)
+
+    def select(self, names: Iterable[str]) -> RaggedBatch:
+        """The same batch with these fields only. Raises ``InputError`` for a name that it does not have."""
+        for name in (names := tuple(names)):
+            if name not in self._values:
+                raise InputError("no such field in the batch", expected=list(self._values), found=repr(name))
+        return RaggedBatch({name: self._values[name] for name in names}, self.layout, self.per_sequence)
 
     def to_padded(self, padding_value: float | Mapping[str, float] = 0, side: str = "right") -> dict[str, Tensor]:
         """Padded tensors [N, L, ...] by name, with ``attention_mask`` [N, L] int64; per-sequence fields as they are.

@@ -1,11 +1,24 @@
-"""Samples to where a plan wants them: :func:`exchange` between ranks, :func:`materialize` where each rank has them all.
+"""Movement of samples to the ranks that a plan gives them to.
+
+:func:`exchange` moves them between ranks; :func:`materialize` serves where every rank has them all.
 
 The exchange is two collectives over the data-parallel axis. A header goes round first: each rank's schema, the digest
 of its plan, and its error if it has one, so that a disagreement raises on every rank before a byte of data moves. Then
 ONE ``all_to_all_single`` of bytes carries all fields together. Each rank's block for another holds, field by field, the
 values of the sequences that go there, in the order in which they will be packed; every field starts on a 16-byte
 boundary. Both ends know the plan, the counts and the schema, so they know the size of every block: nothing is parsed,
-and a block may be empty. Everything that can fail happens before the header, so that no rank is left waiting.
+and a block may be empty. Everything that can fail happens before the header, so that no rank is left waiting. Values
+travel in their rank's own dtype; where ranks differ, the receiver converts to what torch promotes them to.
+
+Copies of a value on its way from the collator to the model, and the reason for each:
+
+1. sample -> batch, in ``RaggedBatch.from_samples``: samples lie apart in memory, a batch is flat. None where samples
+   are given to :func:`exchange` itself.
+2. batch or sample -> payload: an all-to-all sends contiguous blocks by destination. None for what stays on its rank.
+3. payload -> received: the collective. None for what stays on its rank.
+4. received (or, for what stays, the batch) -> microbatches: blocks arrive by source, microbatches are in the plan's
+   order, with padding.
+5. ``to_flattened`` adds views, and one copy of the labels, whose first entry per sequence becomes -100.
 
 Replaces the reroute of Megatron-LM's ``wrap_data_iterator``, where the fields are fixed, ranks are computed from global
 ids, and an empty send allocates an element of its own.
@@ -14,8 +27,8 @@ ids, and an empty send allocates an element of its own.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +37,16 @@ import torch
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
+from ullage.columns import Columns, Field, Schema, promoted
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.fields import Columns, Schema, common_schema, read_columns, schema_record
 from ullage.exchange.lengths import Lengths
 from ullage.layout import Int64, counting
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, tried
-from ullage.ranks.wire import aligned, all_to_all_bytes, block_order, dumps, gather_records, scratch, settling
+from ullage.ranks.wire import all_to_all_bytes, block_order, dumps, gather_records, scratch, settling
 
-Samples = Sequence[Mapping[str, Any]]
+#: What holds samples: a batch, several batches one after another, or samples as mappings of names to values.
+Samples = RaggedBatch | Sequence[RaggedBatch] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +99,7 @@ def _tokens(plan: Plan, ids: Int64, cuts: Int64) -> Int64:
 
 def exchange(
     plan: Plan,
-    samples: Samples,
+    batch: Samples,
     topology: Topology,
     gathered: Lengths,
     *,
@@ -94,20 +108,39 @@ def exchange(
 ) -> list[RaggedBatch]:
     """This rank's microbatches, the sequences of each in the order of ``plan.members``.
 
-    ``samples``: this rank's own, as they were when ``gathered`` was made; never written to. A microbatch without
-    sequences is an empty batch that knows its fields. ``per_sequence``: fields with one entry a sequence although they
-    are arrays; numbers always are. ``fields``: only these; all if it is ``None``. Sequences that the plan cut short
-    arrive cut, and those it dropped not at all.
+    A microbatch without sequences is an empty batch that knows its fields. Sequences that the plan cut short arrive
+    cut, and those it dropped not at all. Nothing has gradients.
+
+    Args:
+        plan: made from ``gathered.lengths``, the same on every rank.
+        batch: this rank's own sequences, as they were when ``gathered`` was made: a :class:`RaggedBatch`, a list of
+            them, or a list of samples (see :mod:`ullage.columns`). Never written to.
+        topology: its dp axis is the one to exchange over.
+        gathered: what :func:`gather_lengths` returned.
+        per_sequence: for samples, the fields with one entry per sequence although they are arrays; numbers always are.
+        fields: the names to exchange; all if it is ``None``.
 
     Collective over dp. Host tensors unless the group takes device tensors only. Raises ``InputError`` on the rank whose
     samples are at fault and ``DistributedError`` on the others, or on all where ranks disagree.
     """
-    columns, failure = tried(
-        lambda: read_columns(samples, per_sequence, fields, lambda i: _local_sample(i, topology.dp))
-    )
+    columns, failure = tried(lambda: columns_of(batch, per_sequence, fields, lambda i: _local_sample(i, topology.dp)))
     return exchange_columns(plan, columns, failure, topology, gathered)
 
 
+def columns_of(
+    batch: Samples, per_sequence: Iterable[str], fields: Sequence[str] | None, where: Callable[[int], str]
+) -> Columns:
+    """The sequences of a batch, of several batches, or of samples, by column. Raises ``InputError``."""
+    batches = [batch] if isinstance(batch, RaggedBatch) else batch
+    if not len(batches) or not isinstance(batches[0], RaggedBatch):
+        return Columns.read(batches, per_sequence, fields, where)  # pyright: ignore[reportArgumentType]
+    chosen = batches if fields is None else [part.select(fields) for part in batches]  # pyright: ignore
+    columns = Columns.join([part.columns() for part in chosen])
+    columns.require_tokens(where)
+    return columns
+
+
+@torch.no_grad()
 def exchange_columns(
     plan: Plan | None, columns: Columns | None, failure: Exception | None, topology: Topology, gathered: Lengths
 ) -> list[RaggedBatch]:
@@ -116,12 +149,12 @@ def exchange_columns(
     parcel = None
     if failure is None:
         parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
-    own = None if columns is None else columns.schema
+    own = None if columns is None or columns.schema is None else columns.schema.to_list()
     digest = "" if plan is None else plan.digest
-    schema = _agree({"failure": failure and str(failure), "plan": digest, "schema": schema_record(own)}, failure, axis)
+    schemas = _agree({"failure": failure and str(failure), "plan": digest, "schema": own}, failure, axis)
     assert plan is not None  # or it would have raised
     assert parcel is not None
-    return _send(plan, parcel, schema, axis)
+    return _send(plan, parcel, schemas, axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +174,14 @@ def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: L
     path = route(plan, gathered, axis.rank)
     first = int(gathered.offsets[axis.rank])
     own = path.receives[path.receive_cuts[axis.rank] : path.receive_cuts[axis.rank + 1]]
-    kept = _cut(columns, plan, own, (own - first).tolist())
+    kept = columns.rows((own - first).tolist(), plan.lengths[own])
     return _Parcel(path, *_fill(plan, columns, path, axis, first), kept)
 
 
+@torch.no_grad()
 def materialize(
     plan: Plan,
-    samples: Samples,
+    batch: Samples,
     rank: int,
     *,
     per_sequence: Iterable[str] = (),
@@ -155,28 +189,38 @@ def materialize(
 ) -> list[RaggedBatch]:
     """What :func:`exchange` gives to ``rank``, where every rank holds the whole global batch. No communication.
 
-    ``samples``: all of them, in the order of the lengths that were planned; never written to. Raises ``InputError``.
+    ``batch``: all sequences, in the order of the lengths that were planned; the rest as for :func:`exchange`. Of
+    samples, only those that ``rank`` runs are read, and dtypes are promoted over them. Raises ``InputError``.
     """
     if not 0 <= rank < plan.ranks:
         raise InputError("no such rank in the plan", expected=f"0 to {plan.ranks - 1}", found=rank)
     wanted = members_of(plan, rank)
-    if len(samples) != plan.num_sequences:
-        raise InputError("plan and samples disagree", expected=f"{plan.num_sequences} samples", found=len(samples))
-    # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
-    read = wanted if len(wanted) or not len(samples) else np.zeros(1, np.int64)
-    columns = read_columns([samples[i] for i in read.tolist()], per_sequence, fields, lambda i: f"sample {read[i]}")
-    odd = np.flatnonzero(columns.lengths != plan.original_lengths[read])
+    if isinstance(batch, RaggedBatch) or (len(batch) and isinstance(batch[0], RaggedBatch)):
+        # Views cost nothing to make: take all, and pick those of this rank below.
+        columns, read = columns_of(batch, (), fields, lambda i: f"sample {i}"), None
+    else:
+        # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
+        read = wanted if len(wanted) or not len(batch) else np.zeros(1, np.int64)
+        columns = None
+    count = len(batch) if columns is None else len(columns.lengths)
+    if count != plan.num_sequences:
+        raise InputError("plan and samples disagree", expected=f"{plan.num_sequences} samples", found=count)
+    if columns is None:
+        assert read is not None
+        columns = Columns.read([batch[i] for i in read.tolist()], per_sequence, fields, lambda i: f"sample {read[i]}")
+    ids = np.arange(count) if read is None else read
+    odd = np.flatnonzero(columns.lengths != plan.original_lengths[ids])
     if len(odd):
         i = int(odd[0])
         raise InputError(
             "a sample is not as long as planned",
-            where=f"sample {read[i]}",
-            expected=int(plan.original_lengths[read[i]]),
+            where=f"sample {ids[i]}",
+            expected=int(plan.original_lengths[ids[i]]),
             found=int(columns.lengths[i]),
         )
-    place = np.full(plan.num_sequences, -1, np.int64)
-    place[read] = np.arange(len(read))
-    return assemble(columns.schema or Schema(), _cut(columns, plan, read, list(range(len(read)))), place, plan, rank)
+    rows = wanted.tolist() if read is None else list(range(len(wanted)))
+    values = columns.rows(rows, plan.lengths[wanted])
+    return _microbatches(columns.schema or Schema(), values, plan, rank)
 
 
 def _local_sample(i: int, axis: Axis) -> str:
@@ -213,19 +257,19 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
         )
 
 
-def _agree(record: dict[str, Any], failure: Exception | None, axis: Axis) -> Schema:
-    """The header: the schema of all, or an error on every rank."""
+def _agree(record: dict[str, Any], failure: Exception | None, axis: Axis) -> list[Schema]:
+    """The header: the schema of each rank, or an error on every rank."""
     if axis.size == 1:
         if failure is not None:
             raise failure
-        return Schema.from_list(record["schema"] or [])
+        return [Schema.from_list(record["schema"] or [])]
     records = [json.loads(text) for text in gather_records(dumps(record), axis)]
     names = list(axis.ranks)
     with settling(axis):
-        return _common(records, names, failure)
+        return _schemas(records, names, failure)
 
 
-def _common(records: list[dict[str, Any]], names: list[int], failure: Exception | None) -> Schema:
+def _schemas(records: list[dict[str, Any]], names: list[int], failure: Exception | None) -> list[Schema]:
     if failure is not None:
         raise failure
     for rank, other in zip(names, records):
@@ -238,17 +282,58 @@ def _common(records: list[dict[str, Any]], names: list[int], failure: Exception 
             where=f"rank {names[odd]} against rank {names[0]}",
             hint="call plan() with the same gathered lengths and options on every rank",
         )
-    schemas = [None if r["schema"] is None else Schema.from_list(r["schema"]) for r in records]
-    return common_schema(schemas, names)
+    schemas = [Schema.from_list(record["schema"] or []) for record in records]
+    common_schema(schemas, names)  # raises before any rank sends
+    return schemas
 
 
-def _send(plan: Plan, parcel: _Parcel, schema: Schema, axis: Axis) -> list[RaggedBatch]:
+def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:
+    """The schema of all ranks, each field in the dtype that torch promotes those of the ranks to.
+
+    A rank without samples has no fields; ``names`` [ranks] are the global ranks. The order of fields is that of the
+    first rank that has any. Raises ``DistributedError`` that names rank and field where one rank has other fields or
+    shapes than most.
+    """
+    present = [(rank, schema) for rank, schema in zip(names, schemas) if schema.fields]
+    if not present:
+        return Schema()
+    kinds = [frozenset(field.untyped for field in schema.fields) for _, schema in present]
+    usual = kinds.index(Counter(kinds).most_common(1)[0][0])
+    for (rank, schema), kind in zip(present, kinds):
+        if kind != kinds[usual]:
+            _raise_difference(rank, schema, present[usual][1])
+    by_name: dict[str, list[Field]] = {name: [] for name in present[0][1].names}
+    for _, schema in present:
+        for field in schema.fields:
+            by_name[field.name].append(field)
+    try:
+        return Schema(tuple(promoted(fields) for fields in by_name.values()))
+    except TypeError as error:
+        raise DistributedError("ranks have dtypes that cannot be joined", found=error) from error
+
+
+def _raise_difference(rank: int, mine: Schema, usual: Schema) -> None:
+    mine_by, usual_by = ({field.untyped: field for field in schema.fields} for schema in (mine, usual))
+    name = min(kind[0] for kind in mine_by.keys() ^ usual_by.keys())
+    found, expected = (next((f for f in schema.fields if f.name == name), "no such field") for schema in (mine, usual))
+    raise DistributedError(
+        "a rank has other fields than the rest",
+        where=f"rank {rank}, field {name!r}",
+        expected=expected,
+        found=found,
+        hint="give every rank samples of the same fields and shapes",
+    )
+
+
+def _send(plan: Plan, parcel: _Parcel, schemas: list[Schema], axis: Axis) -> list[RaggedBatch]:
     """The one all-to-all. What stays on this rank does not travel: it is taken from the samples themselves."""
     path, cuts = parcel.route, parcel.route.receive_cuts.tolist()
     tokens = _tokens(plan, path.receives, path.receive_cuts).tolist()
-    receives = [schema.num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
+    receives = [schemas[i].num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
     receives[axis.rank] = 0
     received = all_to_all_bytes(parcel.payload, parcel.sizes, receives, axis)
+    schema = common_schema(schemas, axis.ranks or [0])
+    dtypes = {field.name: field.dtype for field in schema.fields}
     values: dict[str, list[Tensor]] = {name: [] for name in schema.names}
     start, arrived = 0, [np.zeros(0, np.int64)]
     for source in block_order(axis):
@@ -258,16 +343,21 @@ def _send(plan: Plan, parcel: _Parcel, schema: Schema, axis: Axis) -> list[Ragge
         arrived.append(ids)
         if source == axis.rank:
             for name, column in parcel.own.items():
-                values[name].extend(value.to(received.device) for value in column)
+                values[name].extend(value.to(received.device, dtypes[name]) for value in column)
             continue
+        # Each source's blocks are in its own dtypes; conversion copies only where they differ.
         lengths = plan.lengths[ids].tolist()
-        for name, view in schema.by_name().blocks(received, start, len(ids), tokens[source]).items():
+        for name, view in schemas[source].by_name().blocks(received, start, len(ids), tokens[source]).items():
+            view = view.to(dtypes[name])
             values[name].extend(view.unbind() if name in schema.per_sequence else view.split(lengths))
         start += receives[source]
+    # From the order of arrival to the order of packing.
     place = np.full(plan.num_sequences, -1, np.int64)
     ids = np.concatenate(arrived)
     place[ids] = np.arange(len(ids))
-    return assemble(schema, values, place, plan, axis.rank, received.device)
+    rows = place[members_of(plan, axis.rank)].tolist()
+    packed = {name: [column[row] for row in rows] for name, column in values.items()}
+    return _microbatches(schema, packed, plan, axis.rank, received.device)
 
 
 def _fill(plan: Plan, columns: Columns, path: Route, axis: Axis, first: int) -> tuple[Tensor, list[int]]:
@@ -286,7 +376,7 @@ def _fill(plan: Plan, columns: Columns, path: Route, axis: Axis, first: int) -> 
         if not sizes[destination]:
             continue
         ids = path.sends[cuts[destination] : cuts[destination + 1]]
-        pieces = _cut(columns, plan, ids, (ids - first).tolist())
+        pieces = columns.rows((ids - first).tolist(), plan.lengths[ids])
         for name, view in schema.blocks(payload, start, len(ids), tokens[destination]).items():
             join = torch.stack if name in schema.per_sequence else torch.cat
             join(pieces[name], out=view)
@@ -294,75 +384,14 @@ def _fill(plan: Plan, columns: Columns, path: Route, axis: Axis, first: int) -> 
     return payload, sizes
 
 
-def _cut(columns: Columns, plan: Plan, ids: Int64, rows: list[int]) -> dict[str, list[Tensor]]:
-    """The values of sequences ``ids``, which stand at ``rows``, as long as the plan keeps them: views."""
-    pieces = {name: [column[row] for row in rows] for name, column in columns.values.items()}
-    short = np.flatnonzero(plan.lengths[ids] < plan.original_lengths[ids]).tolist()
-    for field in columns.schema.fields if short and columns.schema is not None else ():
-        if not field.per_sequence:
-            column = pieces[field.name]
-            for i in short:
-                column[i] = column[i][: int(plan.lengths[ids[i]])]
-    return pieces
-
-
-def assemble(
+def _microbatches(
     schema: Schema,
-    values: Mapping[str, list[Tensor]],
-    place: Int64,
+    values: Mapping[str, Sequence[Tensor]],
     plan: Plan,
     rank: int,
     device: torch.device | None = None,
 ) -> list[RaggedBatch]:
-    """The microbatches of ``rank``. One copy of each field: microbatches are parts of it, and share nothing with
-    ``values``.
-
-    ``values``: one tensor a sequence for each field, as long as the plan keeps it; ``place`` [n]: where in those lists
-    each id stands.
-    """
+    """The microbatches of ``rank`` from the values of its sequences in packing order."""
     layouts = [plan.layout(microbatch, rank) for microbatch in range(plan.num_microbatches)]
-    rows = place[members_of(plan, rank)].tolist()
-    if not rows:
-        return [schema.empty(device) for _ in layouts]
-    gaps = np.concatenate([layout.slots - layout.lengths for layout in layouts])
-    room = _allocate(schema, len(rows), sum(layout.size for layout in layouts), values)
-    parts: dict[str, Sequence[Tensor]] = {}
-    for field in schema.fields:
-        pieces = [values[field.name][row] for row in rows]
-        if field.per_sequence:
-            whole, sizes = torch.stack(pieces, out=room[field.name]), [layout.num_items for layout in layouts]
-        else:
-            padded = _with_padding(pieces, gaps, field.padding)
-            whole, sizes = torch.cat(padded, out=room[field.name]), [layout.size for layout in layouts]
-        parts[field.name] = whole.split(sizes)
-    return [
-        RaggedBatch({name: parts[name][k] for name in schema.names}, layout, schema.per_sequence)
-        for k, layout in enumerate(layouts)
-    ]
-
-
-def _allocate(
-    schema: Schema, num_sequences: int, num_elements: int, values: Mapping[str, list[Tensor]]
-) -> dict[str, Tensor]:
-    """Room for every field, fields of one dtype in one allocation.
-
-    Large allocations come back from the heap with their pages in place; many small ones are returned to the system and
-    faulted in again at every step, which costs more than the copy into them.
-    """
-    room: dict[str, Tensor] = {}
-    for dtype in dict.fromkeys(field.dtype for field in schema.fields):
-        fields = [field for field in schema.fields if field.dtype == dtype]
-        counts = [num_sequences if field.per_sequence else num_elements for field in fields]
-        sizes = [aligned(count * field.entry_bytes) // dtype.itemsize for field, count in zip(fields, counts)]
-        block = torch.empty(sum(sizes), dtype=dtype, device=values[fields[0].name][0].device)
-        for field, count, part in zip(fields, counts, block.split(sizes)):
-            room[field.name] = part[: count * math.prod(field.shape)].view(count, *field.shape)
-    return room
-
-
-def _with_padding(pieces: list[Tensor], gaps: Int64, padding: int) -> list[Tensor]:
-    """The pieces, each followed by its slot's padding."""
-    if not gaps.any():
-        return pieces
-    blank = pieces[0].new_full((int(gaps.max()), *pieces[0].shape[1:]), padding)
-    return [part for piece, gap in zip(pieces, gaps.tolist()) for part in (piece, blank[:gap])]
+    packed = schema.pack(values, layouts, device)
+    return [RaggedBatch(tensors, layout, schema.per_sequence) for tensors, layout in zip(packed, layouts)]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
+from ullage.columns import Schema, aligned
 from ullage.errors import InputError
-from ullage.exchange.fields import Schema
 from ullage.layout import Layout
 from ullage.ranks import Axis, raise_failures, report, tried
 from ullage.ranks.topology import require_axis
-from ullage.ranks.wire import aligned, broadcast_bytes, broadcast_record, device_of, dumps
+from ullage.ranks.wire import broadcast_bytes, broadcast_record, device_of, dumps
 
 
 def share(
@@ -80,13 +80,13 @@ def _choose(
 ) -> tuple[list[RaggedBatch], dict[str, Any]]:
     if microbatches is None:
         raise InputError("the source of a share must have microbatches", found="None")
-    schema = Schema.of_batch(microbatches[0], fields) if microbatches else Schema()
-    chosen = []
-    for i, batch in enumerate(microbatches):
-        if Schema.of_batch(batch, schema.names) != schema:
+    if fields is None:
+        fields = microbatches[0].names if microbatches else ()
+    chosen = [batch.select(fields) for batch in microbatches]
+    schema = chosen[0].schema if chosen else Schema()
+    for i, batch in enumerate(chosen):
+        if batch.schema != schema:
             raise InputError("microbatches have different fields", where=f"microbatch {i}", expected=schema.names)
-        values = {name: batch[name] for name in schema.names}
-        chosen.append(RaggedBatch(values, batch.layout, batch.per_sequence))
     record = {
         "schema": schema.to_list(),
         "sequences": [batch.layout.num_items for batch in chosen],

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ullage.batch import RaggedBatch
+from ullage.columns import Columns
 from ullage.errors import DistributedError
-from ullage.exchange.fields import Columns, Schema, read_columns
 from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.reroute import exchange_columns
 from ullage.exchange.sharding import Shard, shard
@@ -138,7 +138,7 @@ class StepMaker:
         columns: Columns | None = None
         if failure is None:
             columns, failure = tried(
-                lambda: read_columns(samples, self.options.per_sequence, self.options.fields, self._where)
+                lambda: Columns.read(samples, self.options.per_sequence, self.options.fields, self._where)
             )
         gathered = gather_or_fail(None if columns is None else columns.lengths, failure, self.topology)
         assert columns is not None  # or it would have raised
@@ -205,16 +205,11 @@ class StepMaker:
             rank = topology.dp.rank
             microbatches = [RaggedBatch({}, plan.layout(k, rank)) for k in range(plan.num_microbatches)]
         elif own is not None:
-            microbatches = [_only(batch, own) for batch in microbatches]
+            microbatches = [batch.select(own) for batch in microbatches]
         cp = topology.cp
         sliced = [shard(batch, cp.size, cp.rank, order) for batch in microbatches] if cp.size > 1 and order else []
         placed = plan.lengths[plan.order]
         return PackedStep(microbatches, plan.num_microbatches, int(placed.sum()), sum_of_squares(placed), plan, sliced)
-
-
-def _only(batch: RaggedBatch, names: Sequence[str]) -> RaggedBatch:
-    schema = Schema.of_batch(batch, names)
-    return RaggedBatch({name: batch[name] for name in schema.names}, batch.layout, batch.per_sequence)
 
 
 def _union(choices: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: A record shorter than this travels in one collective, a longer one in two.
 _HEADER_BYTES = 1024
-#: Every block of a payload starts on such a boundary: enough for a view as any dtype, and what NCCL likes.
-ALIGNMENT = 16
 
 # torch renames this collective; the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,9 +38,9 @@ class PeerLost(DistributedError):
     """A collective could not finish: no further one will, so nobody waits for an agreement."""
 
 
-def aligned(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to the alignment of blocks."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def dumps(record: Any) -> bytes:
+    """A record as bytes: JSON, so that what another rank sends is data and nothing else."""
+    return json.dumps(record, separators=(",", ":")).encode()
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -199,11 +197,6 @@ def settling(*axes: Axis) -> Iterator[None]:
         for axis in axes:
             settle(axis)
         raise
-
-
-def dumps(record: Any) -> bytes:
-    """A record as bytes: JSON, so that what another rank sends is data and nothing else."""
-    return json.dumps(record, separators=(",", ":")).encode()
 
 
 def _framed(record: bytes, room: int) -> Tensor:

@@ -194,11 +194,9 @@ class PackingMixin(ReadingMixin):
         A rank whose data have ended brings none.
         """
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
-        samples = [sample for batch in batches for sample in batch.samples()]
-        per_sequence = batches[0].per_sequence if batches else ()
         gathered = gather_lengths(lengths, self._topology)
         schedule = self._plan(gathered.lengths)
-        microbatches = exchange(schedule, samples, self._topology, gathered, per_sequence=per_sequence)
+        microbatches = exchange(schedule, batches, self._topology, gathered)
         return PackedBatch(tuple(microbatches), schedule)
 
     # One step.
@@ -349,4 +347,4 @@ class PackingMixin(ReadingMixin):
             return [batch]
         capacity = max(options.capacity, batch.max_seqlen)
         schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
-        return materialize(schedule, batch.samples(), 0)
+        return materialize(schedule, batch, 0)
