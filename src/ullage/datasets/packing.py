@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.datasets.files import TEXT_NAMES, load_tokenizer
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError
 from ullage.layout import Int64, Layout, starts_of
 
 #: Readers of ``datasets`` by ending.
@@ -77,9 +77,7 @@ def pack_file(
     is as it was.
     """
     source, target = Path(source), Path(target)
-    require_int(capacity, "capacity", least=1)
-    if oversize not in _OVERSIZE:
-        raise InputError("no such oversize", expected=" or ".join(map(repr, _OVERSIZE)), found=repr(oversize))
+    require_packing_sizes(capacity, oversize)
     if target.suffix.lower() != ".parquet":
         raise InputError("packed rows are written as Parquet", where=str(target), expected="a name ending in .parquet")
     try:
@@ -89,6 +87,14 @@ def pack_file(
             return _write(spool, Path(folder), target, capacity, oversize, seed, progress)
     except OSError as error:
         raise InputError("a file cannot be written", where=str(target), found=error.strerror or str(error)) from error
+
+
+def require_packing_sizes(capacity: int, oversize: str) -> None:
+    """Raises ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise InputError("capacity must be an integer", expected=">= 1", found=capacity)
+    if oversize not in _OVERSIZE:
+        raise InputError("no such oversize", expected=" or ".join(map(repr, _OVERSIZE)), found=repr(oversize))
 
 
 class _Spool:
@@ -274,8 +280,8 @@ def _labels(array: Any, lengths: Int64, source: Path, row: int) -> npt.NDArray[n
     return labels
 
 
-def _fit(lengths: Int64, capacity: int, oversize: str) -> Int64:
-    """Tokens kept of each sequence."""
+def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
+    """Tokens kept of each sequence, int64 [n]. Raises ``InputError`` for a longer one under ``"error"``."""
     large = np.flatnonzero(lengths > capacity)
     if len(large) and oversize == "error":
         i = int(large[0])
@@ -300,7 +306,7 @@ def _write(
     from ullage.planning import pack_lengths
 
     lengths = spool.lengths()
-    kept = _fit(lengths, capacity, oversize)
+    kept = kept_lengths(lengths, capacity, oversize)
     placed = np.flatnonzero(kept)
     if not len(placed):
         raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
@@ -327,6 +333,20 @@ def _schema() -> Any:
     return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels", "position_ids", "seq_lengths")])
 
 
+def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64, Layout, Int64]:
+    """Where the tokens of packed rows lie.
+
+    group: for each row the ids of its sequences.
+    starts, kept: of each sequence, its first token in the flat source and the tokens kept of it.
+    Returns the index of each token in the source, the layout of all sequences of the group, and the bounds of the rows
+    in it: rows + 1 numbers of sequences.
+    """
+    ids = np.concatenate(group)
+    layout = Layout(kept[ids])
+    index = np.repeat(starts[ids], layout.lengths) + layout.positions()
+    return index, layout, np.cumsum([0, *map(len, group)])
+
+
 class _Rows:
     """Packed rows, gathered from the spooled files."""
 
@@ -339,12 +359,9 @@ class _Rows:
         """One row for each array of sequence ids."""
         import pyarrow as pa
 
-        ids = np.concatenate(group)
-        layout = Layout(self.kept[ids])
-        index = np.repeat(self.starts[ids], layout.lengths) + layout.positions()
+        index, layout, cuts = gathered_rows(group, self.starts, self.kept)
         labels = self.labels[index]
         labels[layout.starts] = IGNORED_LABEL
-        cuts = np.cumsum([0, *map(len, group)])
         token_cuts = layout.cu_seqlens[cuts]
         columns = [
             pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
