@@ -6,6 +6,7 @@ import ullage
 from tests.support import processes, ranks_cases
 from ullage.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology, agree, gather_agreed, raise_failures, report, together, tried
+from ullage.ranks.topology import require_axis
 from ullage.ranks.wire import PeerLost
 
 
@@ -168,3 +169,13 @@ def test_many_errors_are_quoted_in_part():
 def test_the_room_is_an_attribute_of_the_package():
     assert ullage.ranks.Topology is Topology
     assert not hasattr(ullage.exchange, "Topology")
+
+
+def test_an_axis_of_one_process_and_what_is_no_axis():
+    assert (Axis.world().size, Axis.world().global_rank, Axis.from_group(None).group) == (1, 0, None)
+    assert Axis("tp", 2, 1, (4, 5)).global_rank == 5
+    assert Axis("tp", 2, 1).global_rank == 1
+    with pytest.raises(InputError, match="group must be a process group: found str"):
+        Axis.from_group("world")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=r"an axis of a topology: found Topology\. Pass an axis such as topology\.cp"):
+        require_axis(Topology.single())

@@ -1,9 +1,12 @@
 """What the ranks of the tests of agreement run. Kept apart from the tests so that worker processes import no pytest."""
 
+import os
+
+import numpy as np
 import torch.distributed as dist
 
 from ullage.errors import InputError
-from ullage.ranks import Axis, Topology, gather_agreed, raise_failures, report, together, tried
+from ullage.ranks import Axis, Topology, gather_agreed, raise_failures, report, together, tried, wire
 from ullage.ranks.wire import gather_int64
 
 
@@ -56,14 +59,8 @@ def blocks(rank, world):
     lines["nested"], lines["handled"] = told(nested), told(handled)
     lines["header"] = told(lambda: gather_agreed({"n": rank}, axis, "counting", tried(lambda: 1 // (rank - 1))[1]))
     assert [record["n"] for record in gather_agreed({"n": rank}, axis, "counting")] == list(range(world))
-    assert gather_int64(_one(rank), axis).ravel().tolist() == list(range(world))  # and the group still works
+    assert gather_int64(np.array([rank]), axis).ravel().tolist() == list(range(world))  # and the group still works
     return lines
-
-
-def _one(rank):
-    import numpy as np
-
-    return np.array([rank])
 
 
 def axes(rank, world):
@@ -84,8 +81,6 @@ def axes(rank, world):
 def meetings(rank, world):
     """Collectives of a block in which nothing fails, along one axis of ranks and along an axis of one."""
     calls = []
-    import ullage.ranks.wire as wire
-
     original = wire._all_gather
     wire._all_gather = lambda *args, **options: (calls.append(1), original(*args, **options))
     try:
@@ -100,8 +95,6 @@ def meetings(rank, world):
 
 def death(rank, world):
     """Rank 1 is gone before the block ends: the others raise, and one with an error of its own raises that."""
-    import os
-
     if rank == 1:
         os._exit(1)
     return told(lambda: raising(InputError("mine") if rank == 0 else None))
