@@ -90,7 +90,7 @@ def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
     from ullage.checkpoint.archive import TensorCopy
 
     def tensor(numel):
-        part = Slice(0, (numel,), Fragments.of(0, 0, 0, numel))
+        part = Slice(0, (numel,), Fragments.one(0, 0, numel))
         return TensorCopy(Tensor("t", "fp32", (numel,), "float32", "parameter", (part,)), "float32")
 
     target = archive("x.pt", {"a": tensor(1_200_000_000), "b": tensor(1_100_000_000), "c": tensor(5)})
@@ -111,7 +111,7 @@ def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
 
 def _beside(boxes, size):
     """A tensor of ``size`` columns that two model ranks hold parts of."""
-    slices = tuple(Slice(rank, (9,), Fragments.of(rank, 0, 0, 9)) for rank in range(2))
+    slices = tuple(Slice(rank, (9,), Fragments.one(rank, 0, 9)) for rank in range(2))
     merge = Merge("columns", 1, size, 1, tuple(Band(*box) for box in boxes))
     files = tuple(File(f"f{rank}", 400, "optimizer", 0, rank) for rank in range(2))
     tensor = Tensor("w", "fp32", (size,), "float32", "parameter", slices, merge)
@@ -157,8 +157,7 @@ def test_any_hole_or_overlap_is_found(lengths, data):
 
 
 def _inventory(starts, lengths, numel):
-    n = len(starts)
-    fragments = Fragments.of([0] * n, [4 * s for s in starts], list(starts), list(lengths))
+    fragments = Fragments.of([(0, 4 * start, start, length) for start, length in zip(starts, lengths)])
     tensor = Tensor("w", "fp32", (numel,), "float32", "parameter", (Slice(0, (numel,), fragments),))
     files = (File("f", 4 * numel + 400, "optimizer", 0, 0),)
     return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,), on_paper=True)

@@ -49,7 +49,7 @@ def compare_pairs(
                     done += found[-1][3]
                     progress(done, total)
         except CheckpointError as error:
-            errors.append(Problem(error.what, parameter=error.where, found=str(error.found)))
+            errors.append(Problem.of_error(error, parameter=error.where))
         finally:
             mine.close()
             yours.close()

@@ -27,7 +27,7 @@ from ullage.checkpoint.folder import record_table
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
 from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.safetensors import cast_of
-from ullage.checkpoint.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
+from ullage.checkpoint.torchfile import RefusedFile, TorchFile, read_bytes, read_pickle, read_torch_file
 from ullage.checkpoint.universal import number
 from ullage.checkpoint.unpickling import Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
@@ -202,10 +202,10 @@ def read_dcp(folder: Path) -> Inventory:
                 file = files.setdefault(place.file, len(files))
                 ref, first = _chunk(source, place, shape)
                 whole = whole_tensor(*name_key, ref, file, source, "parameter")
+            except RefusedFile:
+                raise
             except CheckpointError as error:
-                if "refused" in error.what:
-                    raise
-                problems.append(Problem(error.what, place.file, parameter=flat, found=str(error.found)))
+                problems.append(Problem.of_error(error, place.file, parameter=flat))
                 continue
             records.setdefault(file, []).append(record_table(source))
             dtypes.append(ref.dtype)
@@ -219,7 +219,7 @@ def read_dcp(folder: Path) -> Inventory:
         if merged is not None or len(set(dtypes)) > 1:
             problems.append(Problem("chunks that do not fit together", parameter=flat))
             continue
-        fragments = Fragments.of(*(zip(*rows) if rows else ([], [], [], [])))
+        fragments = Fragments.of(rows)
         part = Slice(0, shape, fragments)
         tensors.append(Tensor(*name_key, shape, dtypes[0] if dtypes else "float32", "parameter", (part,)))
     listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in files)

@@ -12,7 +12,7 @@ import numpy as np
 from ullage.checkpoint import shards
 from ullage.checkpoint.inventory import Group, Problem
 from ullage.checkpoint.shards import ModelFile, ShardFile
-from ullage.checkpoint.torchfile import TorchFile
+from ullage.checkpoint.torchfile import RefusedFile, TorchFile
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -42,9 +42,9 @@ def read_files(folder: Folder) -> None:
             if file.kind == "optimizer":
                 return shards.read_shard(folder.path, index, file)
             return shards.read_model(folder.path, index, file) if file.kind == "model" else None
+        except RefusedFile:
+            raise
         except CheckpointError as error:
-            if "refused" in error.what or "mixture of experts" in error.what:
-                raise
             return error
 
     with ThreadPoolExecutor(4) as pool:
@@ -55,10 +55,7 @@ def read_files(folder: Folder) -> None:
         if result is None:
             continue
         if isinstance(result, CheckpointError):
-            expected, found = (None if fact is None else str(fact) for fact in (result.expected, result.found))
-            folder.problems.append(
-                Problem(result.what, file.name, file.dp_rank, expected=expected, found=found, hint=result.hint)
-            )
+            folder.problems.append(Problem.of_error(result, file.name, file.dp_rank))
             continue
         parsed, source = result
         strangers |= dict.fromkeys(source.strangers)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.errors import UllageError
 from ullage.layout import Int64, Pieces
 
 
@@ -51,18 +52,24 @@ class Fragments:
         return len(self.file)
 
     @classmethod
-    def of(cls, file: Any, offset: Any, start: Any, length: Any) -> Fragments:
-        arrays = [np.atleast_1d(np.asarray(a, np.int64)) for a in (file, offset, start, length)]
-        order = np.argsort(arrays[2], kind="stable")
-        return cls(*(a[order] for a in arrays))
+    def one(cls, file: int, offset: int, length: int) -> Fragments:
+        """A whole tensor of ``length`` elements in one place; no fragment where it has no elements."""
+        return cls.of([(file, offset, 0, length)] if length else [])
+
+    @classmethod
+    def of(cls, rows: Any) -> Fragments:
+        """Fragments from (file, offset, start, length) of each, in any order."""
+        table = np.asarray(rows, np.int64).reshape(-1, 4)
+        return cls(*np.ascontiguousarray(table[np.argsort(table[:, 2], kind="stable")].T))
 
     @classmethod
     def join(cls, parts: list[Fragments]) -> Fragments:
-        if not parts:
-            return cls.of([], [], [], [])
-        return cls.of(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("file", "offset", "start", "length")))
+        """The fragments of all ``parts``, which hold different elements of one tensor."""
+        tables = [np.column_stack([p.file, p.offset, p.start, p.length]) for p in parts]
+        return cls.of(np.concatenate(tables) if tables else [])
 
     def moved(self, distance: int) -> Fragments:
+        """The same bytes, ``distance`` elements further on in the tensor."""
         return Fragments(self.file, self.offset, self.start + distance, self.length)
 
     def window(self, start: int, stop: int, item_bytes: int) -> Fragments:
@@ -207,6 +214,14 @@ class Problem:
     expected: str | None = None
     found: str | None = None
     hint: str | None = None
+
+    @classmethod
+    def of_error(
+        cls, error: UllageError, file: str | None = None, rank: int | None = None, parameter: str | None = None
+    ) -> Problem:
+        """The problem of a file that cannot be read, or of a tensor that cannot be put together."""
+        expected, found = (None if fact is None else str(fact)[:300] for fact in (error.expected, error.found))
+        return cls(error.what, file, rank, parameter=parameter, expected=expected, found=found, hint=error.hint)
 
     @property
     def where(self) -> str | None:

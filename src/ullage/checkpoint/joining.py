@@ -90,7 +90,6 @@ def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Pattern
     try:
         whole = join(name, [parts[t][0] for t in range(tp)], patterns, ITEM_BYTES[dtype])
     except CheckpointError as error:
-        expected, found = (None if fact is None else str(fact)[:200] for fact in (error.expected, error.found))
-        folder.problems.append(Problem(error.what, parameter=error.where or name, expected=expected, found=found))
+        folder.problems.append(Problem.of_error(error, parameter=error.where or name))
         return None
     return Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)

@@ -39,7 +39,7 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
         elif theirs.format == "dcp":
             found.dcp()
     except CheckpointError as error:  # the source cannot be converted to this
-        found.problems.append(Problem(error.what, error.where, found=_text(error.found), hint=error.hint))
+        found.problems.append(Problem.of_error(error, error.where))
     return found
 
 
@@ -270,6 +270,4 @@ def _compared(planned: Any, found: Any, where: str) -> Walk:
 
 def _bytes_of(file: int, size: int) -> Tensor:
     """A file as a tensor of bytes, without a name."""
-    row = [size] if size else []
-    part = Fragments.of([file] * len(row), [0] * len(row), [0] * len(row), row)
-    return Tensor("", "bytes", (size,), "uint8", "buffer", (Slice(0, (size,), part),))
+    return Tensor("", "bytes", (size,), "uint8", "buffer", (Slice(0, (size,), Fragments.one(file, 0, size)),))

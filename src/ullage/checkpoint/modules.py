@@ -17,7 +17,7 @@ from ullage.checkpoint.folder import Folder, record_table
 from ullage.checkpoint.inventory import Fragments, Merge, Problem, Slice, Tensor
 from ullage.checkpoint.joining import Stages, join_stages
 from ullage.checkpoint.parallel import Patterns
-from ullage.checkpoint.torchfile import TorchFile, read_torch_file
+from ullage.checkpoint.torchfile import RefusedFile, TorchFile, read_torch_file
 from ullage.checkpoint.unpickling import Inert, TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Layout
@@ -73,9 +73,7 @@ def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFi
     """A tensor that lies whole in one file. Raises ``CheckpointError`` when it reaches beyond its storage."""
     place, shape = source.place(ref), tuple(ref.shape)
     numel, merge = (ref.numel, Merge()) if ref.contiguous else (ref.span, Merge("strided", strides=ref.strides))
-    row = [] if not numel else [numel]
-    fragments = Fragments.of([file] * len(row), [place] * len(row), [0] * len(row), row)
-    part = Slice(0, shape if ref.contiguous else (numel,), fragments)
+    part = Slice(0, shape if ref.contiguous else (numel,), Fragments.one(file, place, numel))
     return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
 
 
@@ -91,7 +89,7 @@ def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str], tied:
         try:
             found[name] = whole_tensor(name, kind, value, model.file, model.source, kind)
         except CheckpointError as error:
-            folder.problems.append(Problem(error.what, model.name, model.dp_rank, parameter=name, hint=error.hint))
+            folder.problems.append(Problem.of_error(error, model.name, model.dp_rank, name))
     return found
 
 
@@ -152,7 +150,7 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
             )
         own = lead.frozen_fragments.get(name)
         dtype = dtypes[0] if dtypes else own.dtype if own else "float32"
-        fragments = Fragments.of(*(zip(*rows) if rows else ([], [], [], [])))
+        fragments = Fragments.of(rows)
         found[name] = Tensor(name, "frozen", shape, dtype, "frozen", (Slice(model_rank, shape, fragments),))
     return found
 
@@ -184,8 +182,8 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
                 elif not known:
                     kind = "buffer" if name in buffers else "frozen"
                     found.append((int(match[2]), whole_tensor(name, kind, value, index, source, kind)))
+        except RefusedFile:
+            raise
         except CheckpointError as error:
-            if "refused" in error.what:
-                raise
-            folder.problems.append(Problem(error.what, file.name, found=str(error.found), hint=error.hint))
+            folder.problems.append(Problem.of_error(error, file.name))
     return found

@@ -18,10 +18,9 @@ from ullage.checkpoint.inventory import Inventory, Problem, Tensor, WrittenBy
 from ullage.checkpoint.joining import parallel_sizes
 from ullage.checkpoint.parallel import Patterns
 from ullage.checkpoint.shards import ModelFile
+from ullage.checkpoint.states import WEIGHTS_ONLY
 from ullage.checkpoint.torchfile import as_number
 from ullage.checkpoint.unpickling import TensorRef
-
-_HINT = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
 
 
 def is_plain(folder: Folder) -> bool:
@@ -92,7 +91,7 @@ def _unnamed(model: ModelFile, found: str) -> Problem:
         model.name,
         expected="an optimizer that was given names, or weights of different shapes",
         found=found,
-        hint=_HINT,
+        hint=WEIGHTS_ONLY,
     )
 
 

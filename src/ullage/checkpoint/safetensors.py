@@ -146,7 +146,7 @@ def read_safetensors(folder: Path) -> Inventory:
                 if label != "__metadata__"
             ]
         except CheckpointError as error:
-            problems.append(Problem(error.what, name, parameter=error.where, found=str(error.found)[:200]))
+            problems.append(Problem.of_error(error, name, parameter=error.where))
             continue
         # Loaders refuse a file of which any byte belongs to no tensor, or to two.
         ranges = sorted((t.slices[0].fragments.offset[0], t.num_bytes) for t in made if t.numel)
@@ -182,8 +182,7 @@ def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int)
     numel = math.prod(shape)
     if len(offsets) != 2 or offsets[1] - offsets[0] != numel * ITEM_BYTES[dtype] or start + offsets[1] > size:
         raise CheckpointError("a tensor lies outside its file", where=label, found=f"{offsets[:2]} in {size} bytes")
-    row = [] if not numel else [numel]
-    part = Fragments.of([file] * len(row), [start + offsets[0]] * len(row), [0] * len(row), row)
+    part = Fragments.one(file, start + offsets[0], numel)
     return Tensor(parameter, key, shape, dtype, "parameter", (Slice(0, shape, part),))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ullage.checkpoint import metadata
 from ullage.checkpoint.inventory import File
 from ullage.checkpoint.metadata import Shapes
-from ullage.checkpoint.torchfile import TorchFile, as_number, read_bytes, read_torch_file
+from ullage.checkpoint.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.unpickling import Inert, TensorRef
 from ullage.errors import CheckpointError
 
@@ -114,7 +114,7 @@ def sort_files(folder: Path) -> list[File]:
     files = []
     experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
     if experts:
-        raise CheckpointError(
+        raise RefusedFile(
             "a mixture of experts: its expert files are not supported",
             where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
             hint="convert it with DeepSpeed's own converter",
@@ -145,7 +145,7 @@ def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFi
         raise CheckpointError("not model states: no module in it", where=where)
     for key in ("ds_autoep_layers", "autoep_layers", "num_experts"):
         if root.get(key):
-            raise CheckpointError(
+            raise RefusedFile(
                 f"a mixture of experts ({key}) is not supported",
                 where=where,
                 hint="convert it with DeepSpeed's own converter",
@@ -182,7 +182,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
     if not isinstance(optimizer, dict):
         raise CheckpointError("not a ZeRO shard: no optimizer_state_dict in it", where=where)
     if optimizer.get("ds_zero_partition_groups"):
-        raise CheckpointError("a mixture of experts (ds_zero_partition_groups) is not supported", where=where)
+        raise RefusedFile("a mixture of experts (ds_zero_partition_groups) is not supported", where=where)
     stage = _stage(optimizer, where)
     masters = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(masters, (list, tuple)):

@@ -16,10 +16,11 @@ from ullage.checkpoint.inventory import Group, Problem
 from ullage.checkpoint.metadata import comparable
 from ullage.checkpoint.shards import FlatTensor, ShardFile
 
+#: What to do where the optimizer's state cannot be carried.
+WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
 #: Numbers that an optimizer computes anew from the weights before it reads them, so that they may be left out.
 #: RMS: ``Adafactor.step`` of transformers.
 _RECOMPUTED = {"RMS"}
-_HINT = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
 
 
 @dataclass
@@ -53,7 +54,9 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
         for index, (mine, theirs) in enumerate(zip(lead.flats, shard.flats)):
             for key in sorted(set(theirs) - set(mine))[:1]:
                 found.problems.append(
-                    Problem(f"optimizer state {key} is not on all ranks", lead.name, lead.dp_rank, index, hint=_HINT)
+                    Problem(
+                        f"optimizer state {key} is not on all ranks", lead.name, lead.dp_rank, index, hint=WEIGHTS_ONLY
+                    )
                 )
     for index, flat in enumerate(lead.flats):
         for key in sorted(found.keys & set(flat)):
@@ -82,7 +85,7 @@ def _compare(shards: list[ShardFile], index: int, key: str) -> Problem | None:
         size = "nothing" if placed is None else f"{placed.numel} elements"
         return Problem(
             f"optimizer state {key} belongs to one rank's partition, so it cannot be carried to another layout",
-            shard.name, shard.dp_rank, index, expected=expected, found=f"{size}, {how}", hint=_HINT,
+            shard.name, shard.dp_rank, index, expected=expected, found=f"{size}, {how}", hint=WEIGHTS_ONLY,
         )  # fmt: skip
 
     if mine.digest is None:
@@ -130,7 +133,7 @@ def _differing(
             index,
             expected=f"{comparable(mine.get(key))}, as on rank 0",
             found=f"{comparable(theirs.get(key))}",
-            hint=_HINT,
+            hint=WEIGHTS_ONLY,
         )
         for key in sorted({k for k in {*mine, *theirs} if isinstance(k, str)} - but)
         if comparable(mine.get(key)) != comparable(theirs.get(key))

@@ -28,6 +28,10 @@ _DESCRIBING = ("data.pkl", "byteorder", "version", ".format_version", ".storage_
 _SMALL_RECORD = 1 << 20
 
 
+class RefusedFile(CheckpointError):
+    """A file that ends the reading of its checkpoint: it asks to run code, or it is of a kind that is not supported."""
+
+
 @dataclass
 class TorchFile:
     """What one ``.pt`` file holds: ``root``, its objects with :class:`TensorRef` for tensors, and its records.
@@ -99,7 +103,7 @@ def as_checkpoint_error(path: str) -> Iterator[None]:
     try:
         yield
     except Refused as refused:
-        raise CheckpointError(
+        raise RefusedFile(
             f"refused: the file wants to call {refused}, and a checkpoint has no need of it",
             where=path,
             hint="do not load this file with torch.load either, unless you know who wrote it",

@@ -35,7 +35,7 @@ from ullage.checkpoint.modules import whole_tensor
 from ullage.checkpoint.parallel import SubParameters
 from ullage.checkpoint.shards import ModelFile
 from ullage.checkpoint.states import kept_whole
-from ullage.checkpoint.torchfile import TorchFile, as_number, read_torch_file
+from ullage.checkpoint.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.unpickling import TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
@@ -255,12 +255,10 @@ class _Reading:
         """What ``read`` gives; None and a problem where the file cannot be read."""
         try:
             return read()
+        except RefusedFile:
+            raise
         except CheckpointError as error:
-            if "refused" in error.what:
-                raise
-            where = str(path.relative_to(self.folder))
-            found = None if error.found is None else str(error.found)
-            self.problems.append(Problem(error.what, where, found=found, hint=error.hint))
+            self.problems.append(Problem.of_error(error, str(path.relative_to(self.folder))))
             return None
 
     def models(self) -> list[ModelFile]:

@@ -50,9 +50,7 @@ def convert_checkpoint(
     to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors and dcp).")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads; by default two per processor, at most 8.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prove and plan, write nothing, say what to expect.")
     ] = False,

@@ -17,9 +17,7 @@ _SHOWN = 20
 def verify_checkpoint(
     source: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
     target: Annotated[Path, typer.Argument(help="The converted checkpoint.")],
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads; by default two per processor, at most 8.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
 ) -> None:
