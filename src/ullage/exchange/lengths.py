@@ -1,4 +1,4 @@
-"""How long every sequence of the global batch is, on every rank: what a plan is made of.
+"""Lengths of all sequences of the global batch, gathered to every rank: the input of a plan.
 
 Two small all-gathers over the data-parallel axis: first how many sequences each rank brings, then their lengths,
 padded to the largest count. int64 throughout. A rank that has nothing brings 0; a rank whose lengths cannot be used

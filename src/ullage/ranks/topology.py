@@ -1,4 +1,4 @@
-"""Who takes part: the sizes of the four axes, where this process stands on each, the groups, and who owns data.
+"""Topologies: sizes of the four axes, the place of this process on each, their process groups, and who owns data.
 
 A :class:`Topology` is a value. With groups it is what the collective steps run on; without them it describes one
 rank of any machine, so that plans and transfers for hundreds of ranks are computed and tested in one process. Ranks

@@ -1,4 +1,4 @@
-"""The few collectives that samples travel by, of bytes and int64: gloo on host tensors, NCCL on device tensors.
+"""Collectives of bytes, records and int64 that samples travel by: gloo on host tensors, NCCL on device tensors.
 
 Every function counts by coordinates of an :class:`~ullage.ranks.topology.Axis` and translates to the ranks of its
 group, so that any rank order works. A peer that dies surfaces as :class:`DistributedError` on the others, at once

@@ -95,7 +95,8 @@ def _inner_axes(groups: Any) -> Topology:
     """The axes cp, tp and pp; a collection need not have any other group."""
     if groups is None:
         return Topology.from_megatron()
-    return Topology(**{name: Axis.from_group(getattr(groups, name, None), name) for name in ("cp", "tp", "pp")})
+    cp, tp, pp = (Axis.from_group(getattr(groups, name, None), name) for name in ("cp", "tp", "pp"))
+    return Topology(cp=cp, tp=tp, pp=pp)
 
 
 def _take(data_iterator: Any, wanted: list[str], topology: Topology) -> Microbatch | None:
