@@ -170,7 +170,7 @@ def test_expert_files_are_refused_by_name(run):
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"the folder is no checkpoint .*an empty folder"):
+    with pytest.raises(CheckpointError, match=r"the folder is not a checkpoint .*an empty folder"):
         checkpoint.convert(tmp_path, tmp_path / "out")
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpoint.read(tmp_path / "nowhere")

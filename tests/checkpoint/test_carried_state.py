@@ -82,7 +82,7 @@ def test_state_that_is_equal_on_all_ranks_is_carried_and_verified(run, tmp_path)
     book = torch.linspace(-1, 1, 100)
     change_state(run, lambda state, rank: state.update(book=book.clone()))
     report = checkpoint.convert(run, tmp_path / "out")
-    assert "group 0: state book is no partition and equal on all ranks; it is kept whole" in report.notes
+    assert "group 0: state book is not a partition and equal on all ranks; it is kept whole" in report.notes
     path = tmp_path / "out" / "zero" / "optimizer_state.pt"
     held = torch.load(path, weights_only=False)["optimizer_state_dict"]["state"][0]
     assert torch.equal(held["book"], book)

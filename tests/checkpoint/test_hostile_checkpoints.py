@@ -188,7 +188,7 @@ def test_what_is_no_tensor_in_the_module_stays_with_the_model_states(run, tmp_pa
     """Modules may save a state of their own beside their tensors."""
     edit(model(run), lambda content: content["module"].update({"head._extra_state": {"scale": 3}}))
     report = checkpoint.convert(run, tmp_path / "out")
-    assert any("head._extra_state is no tensor" in note for note in report.notes)
+    assert any("head._extra_state is not a tensor" in note for note in report.notes)
     for path in (tmp_path / "out").glob("*model_states.pt"):
         assert torch.load(path, weights_only=False)["module"]["head._extra_state"] == {"scale": 3}
 

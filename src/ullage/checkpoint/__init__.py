@@ -1,6 +1,6 @@
-"""Checkpoints that fit any machine layout: read, check, convert, verify.
+"""Checkpoints for any number of ranks: read, check, convert, verify.
 
-    inventory = ullage.checkpoint.read(folder)       # what is in it; no tensor data, no code of the file
+    inventory = ullage.checkpoint.read(folder)       # its tensors and layout; reads no tensor data, runs no code
     problems = inventory.problems()                  # [] when every tensor is whole
     report = ullage.checkpoint.convert(folder, target, format="universal")
     problems = ullage.checkpoint.verify(folder, target)

@@ -1,4 +1,4 @@
-"""Do the files of a ZeRO folder agree with one another, and with the layout? All answers are problems or notes."""
+"""Agreement of the files of a ZeRO folder, with one another and with the layout; all findings are problems or notes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LISTED = 20
 
 
 def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
-    """Every rank has its file, no other file is there, and the files agree on how many ranks there are."""
+    """Find missing shards, shards of ranks beyond the world size, and files that name another world size."""
     ranks: dict[int, list[int]] = {}
     for model_rank, dp_rank in folder.shards:
         ranks.setdefault(model_rank, []).append(dp_rank)
@@ -66,7 +66,7 @@ def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
 
 
 def require_agreement(folder: Folder) -> None:
-    """Shards of one checkpoint agree on stage, world size, groups, and step; so do the model states on the step."""
+    """Find files that differ from most others in stage, world size or step."""
 
     def odd_ones(facts: dict[Any, Any], what: str, names: dict[Any, Any]) -> None:
         facts = {key: comparable(fact) for key, fact in facts.items()}
@@ -101,7 +101,7 @@ def require_agreement(folder: Folder) -> None:
 
 
 def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]) -> None:
-    """``param_slice_mappings`` against the layout: a cross-check that is never followed."""
+    """Compare ``param_slice_mappings`` with the layout. A mapping is never followed, only compared."""
     wrong: list[tuple[ShardFile, int, str]] = []
     total = 0
     for group in (g for g in folder.groups if g.model_rank == model_rank):
@@ -120,6 +120,7 @@ def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]
             wrong += [(shard, group.index, n) for n in {*booked, *layout} if booked.get(n) != layout.get(n)]
     if not wrong:
         return
+    # Under round robin the mappings are in another order than memory; otherwise the file contradicts itself.
     shard, group_index, name = wrong[0]
     if shard.round_robin is False:
         folder.add_problem(

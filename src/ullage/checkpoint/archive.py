@@ -1,9 +1,9 @@
-"""Writes ``.pt`` files that ``torch.load`` reads, without torch and before the tensors are there.
+"""Layout of ``.pt`` files that ``torch.load`` reads, composed without torch and before the tensors are there.
 
 The layout of the archive (see ``torchfile``) follows from the sizes alone, so everything but the tensors' bytes is
 composed first: headers, the pickle program, the directory. The bytes are then copied to the offsets left for them, by
-anyone, in any order, and their checksums are filled in last. Records start at multiples of 64, as torch writes them.
-Files beyond 4 GiB use zip64.
+any process, in any order, and their checksums are filled in last. Records start at multiples of 64, as torch
+writes them. Files beyond 4 GiB use zip64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Payload:
 class Target:
     """A file to be written: fixed ``texts`` at offsets, and payloads; or a plain copy of source file ``copy_of``.
 
-    ``root`` is what an archive holds, with ``stored`` for the tensors of other files in it: what a loader must find.
+    ``root`` is the content of an archive, as a loader must find it; ``stored`` gives the tensors of other files in it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Constant:
-    """A small tensor whose bytes are known now."""
+    """A small tensor whose bytes are known before the copying."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A value that a function of another package makes when it is loaded."""
+    """A value that a function of another package returns when the file is loaded."""
 
     module: str
     name: str
@@ -94,7 +94,7 @@ _MAX_DEPTH = 200
 
 
 class _Pickler:
-    """Protocol 2, for what a file may hold (see ``unpickling``).
+    """A writer of pickles of protocol 2, for the objects that a file may hold (see ``unpickling``).
 
     Objects that a source names several times are written several times. So that a small source cannot ask for an
     endless target, no more than ``limit`` bytes are written.
@@ -182,7 +182,7 @@ class _Pickler:
             raise Unwritable("cannot write an object of this type", found=kind.__name__.strip("_"))
 
     def _order(self, value: Any) -> tuple[str, Any]:
-        """An order of the members of a set that does not depend on this process."""
+        """A sorting key for the members of a set that is the same in every process."""
         if type(value) in (int, float, str, bytes, bool):
             return type(value).__name__, value
         return f"~{type(value).__name__}", _Pickler(self._stored, self._limit or 1 << 20).dump(value)
@@ -289,7 +289,7 @@ def pickled(value: Any) -> bytes:
 
 
 def is_writable(value: Any, limit: int) -> bool:
-    """Whether ``value`` can be written. Raises ``CheckpointError`` for one without end."""
+    """Whether ``value`` can be written. Raises ``CheckpointError`` for one that contains itself."""
     try:
         _Pickler(lambda ref: TensorCopy(_somewhere(ref), ref.dtype), limit).dump(value)
     except Unwritable:
@@ -309,9 +309,19 @@ def archive(
     stem: str = "archive",
     limit: int | None = None,
 ) -> Target:
-    """The target file of ``torch.save(root)``; tensors in ``root`` are :class:`Constant`, :class:`TensorCopy`, or
-    ``TensorRef``, which ``stored`` turns into a stream. ``base`` shifts all offsets: an archive within a file.
-    ``limit`` bounds the bytes of the description. Raises ``CheckpointError`` for what cannot be written."""
+    """The target file of ``torch.save(root)``.
+
+    Args:
+        name: of the file, relative to the target's folder.
+        root: the content; its tensors are :class:`Constant`, :class:`TensorCopy`, or ``TensorRef``.
+        stored: turns a ``TensorRef`` into a :class:`TensorCopy`.
+        base: bytes by which all offsets are shifted, for an archive within a file.
+        stem: the folder of the records in the archive.
+        limit: bytes that the description may have at most.
+
+    Raises ``CheckpointError`` for objects that cannot be written.
+    """
+    # The description comes first: it also collects the tensors, in the order of their records.
     pickler = _Pickler(stored, limit)
     program = pickler.dump(root)
     fixed: list[tuple[str, bytes]] = [("data.pkl", program), ("byteorder", b"little"), ("version", b"3\n")]
@@ -329,11 +339,13 @@ def archive(
             waiting.append((stream, at + len(header), at, len(directory)))
         directory.append(entry)
         at += len(header) + size
+    # The directory follows the records, and the offset of each of its entries is known once all are composed.
     starts = [at]
     for entry in directory:
         starts.append(starts[-1] + len(entry))
     ending = b"".join(directory) + _ending(len(directory), starts[-1] - at, at)
     texts.append((base + at, ending))
+    # A checksum stands twice: in the header of its record (byte 14) and in its entry of the directory (byte 16).
     for stream, offset, header_at, index in waiting:
         crc_at = (base + header_at + 14, base + starts[index] + 16)
         payloads.append(Payload(stream.tensor, base + offset, stream.dtype, crc_at))

@@ -1,4 +1,4 @@
-"""Is the source what its writer saved? And what are the checksums of what we wrote?
+"""Checksums of a conversion: those of the source, compared, and those of the target, filled in.
 
 Every run that was read has been summed. The runs of one record of a source file, with the padding between them, are the
 record, so their sums combine to the sum that the archive holds, or the file is damaged. The units of one tensor combine
@@ -98,6 +98,7 @@ def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, in
 def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
     """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it."""
     starts, lengths = runs[:, 1], runs[:, 2]
+    # Overlapping runs: each byte may count once only, so a run that begins inside an earlier one is left out.
     if len(runs) > 1 and (starts[1:] < (starts + lengths)[:-1]).any():  # two tensors of one storage
         kept, end = [], low
         for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
@@ -106,6 +107,7 @@ def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) ->
                 end = start + length
         runs = runs[kept]
         starts, lengths = runs[:, 1], runs[:, 2]
+    # Before, between and after the runs lie gaps: padding, and tensors that were not read.
     ends = np.concatenate([[low], starts + lengths])
     gaps = np.concatenate([starts, [low + size]]) - ends
     rows = np.zeros((len(runs) * 2 + 1, 2), np.int64)  # a gap, a run, a gap, ..., a gap
@@ -147,7 +149,7 @@ def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
 
 
 def _module_names(inventory: Inventory, file: int, low: int) -> list[str]:
-    """What of the module lies in a record of model states that are copied."""
+    """Names of the tensors of the module that lie in one record of the model states."""
     for model in getattr(inventory.details, "models", {}).values():
         if model.file == file:
             keys = {key for key, record in model.source.records.items() if record.offset == low}

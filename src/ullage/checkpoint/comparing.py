@@ -1,4 +1,4 @@
-"""Compares tensors of two checkpoints, byte by byte, without holding either: the same elements, gathered from each."""
+"""Comparison of the tensors of two checkpoints, byte by byte, chunk by chunk, so that neither is held in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ def compare_pairs(
     workers: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Problem]:
-    """The pairs that differ. Where the second is of another dtype, the first is cast to it, as a conversion does."""
+    """One problem per pair that differs.
+
+    Args:
+        ours: the inventory of the first tensor of each pair.
+        theirs: the inventory of the second; where its dtype is another, the first is cast to it, as a conversion does.
+        pairs: the tensors to compare, and the file to name where they differ.
+        workers: threads.
+        progress: called as ``progress(done, total)``, in bytes.
+    """
+    # The work is cut into ranges of elements of about 32 MiB; a thread takes several neighbouring ranges at once.
     jobs = []
     for number, (tensor, _, _) in enumerate(pairs):
         row = row_elements(tensor)

@@ -1,7 +1,7 @@
-"""Whether a file holds the objects that it must hold: two descriptions, walked side by side.
+"""Comparison of the objects that a file holds with those that it must hold, walked side by side.
 
-The one is planned (``archive``): its tensors are streams, constants, or references into files of the source. The other
-was read from a file. Tensors of both are paired, to be compared later; everything else is compared here.
+One side is planned (``archive``): its tensors are streams, constants, or references into files of the source. The other
+side was read from a file. Tensors of both are paired, to be compared later; everything else is compared here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ullage.errors import CheckpointError
 
 @dataclass
 class Walk:
-    """One comparison. ``differences`` are lines that say where and how; ``tensors`` what is still to be compared.
+    """One comparison. ``differences`` are lines that say where and how; ``tensors`` are still to be compared.
 
-    ``stored`` turns a reference of the planned side into a stream. ``source`` is the file that was read. What the file
-    holds beyond what was planned is let be.
+    ``stored`` turns a reference of the planned side into a stream. ``source`` is the file that was read. Objects
+    that the file holds beyond the planned ones are ignored.
     """
 
     source: TorchFile | None

@@ -1,4 +1,4 @@
-"""Converts a checkpoint: plan, prove, copy, sync, rename.
+"""Conversion of a checkpoint: prove, lay out, copy, sync, rename.
 
 Nothing is written before every tensor is proved whole and the target is proved possible. All work goes to
 ``TARGET.partial``; when every byte is there and synced it is renamed. A conversion that is refused leaves nothing; one
@@ -35,7 +35,7 @@ from ullage.errors import CheckpointError, DistributedError, InputError, UllageE
 
 @dataclass
 class Report:
-    """What a conversion did. Bytes count tensors and descriptions; seconds are wall time."""
+    """The report of a conversion. Bytes count tensors and descriptions; seconds are wall time."""
 
     source: str
     target: str
@@ -132,6 +132,7 @@ def convert(
 
 
 def default_workers() -> int:
+    """Threads of a process: two for each processor that it may use, at most 8."""
     return max(
         1, min(8, 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
     )
@@ -163,6 +164,7 @@ class _Job:
     made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
+        """Do this process's share of the units; process 0 then finishes, and the others wait for it."""
         rank, world_size = self.share
         self.meeting = Meeting(self.partial, rank, world_size)
         journal: Journal | None = None
@@ -214,7 +216,7 @@ class _Job:
             self._finish(units, self._gather(units, lines) if world_size > 1 else lines)
 
     def _make_partial(self) -> None:
-        """Makes the partial, or takes up the one that is there if it is of this very conversion."""
+        """Make the partial, or go on with the one that is there if it is of this very conversion."""
         if self.partial.exists() and read_journals(self.partial, self.mark) is None:
             remove_other(self.partial)
             self.report.notes.append("a partial of another source or other options was removed")
@@ -235,7 +237,7 @@ class _Job:
         return {n: line for n, line in done.items() if n in units and whole(units[n])}
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-        """Checksums, the closing report, sync, rename."""
+        """Compare and fill in the checksums, write ``ullage.json``, sync, rename."""
         self.report.records_checked = checksums.compare_sources(self.inventory, lines)
         self._compare_twins()
         checksums.fill_checksums(self.targets, self.partial, units, lines)
@@ -261,7 +263,7 @@ class _Job:
             os.close(fd)
 
     def _compare_twins(self) -> None:
-        """What several pipeline stages hold under one name is equal, or nothing says which of them is meant."""
+        """Refuse tensors that several pipeline stages hold under one name with different values."""
         carried = {(payload.tensor.name, payload.tensor.key) for t in self.targets for payload in t.payloads}
         pairs: list[Pair] = [(a, b, None) for a, b in self.inventory.twins if (a.name, a.key) in carried]
         for problem in compare_pairs(self.inventory, self.inventory, pairs, self.report.workers):
@@ -273,7 +275,7 @@ class _Job:
             )
 
     def _gather(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Waits until the journals of all processes hold all units."""
+        """Wait until the journals of all processes hold all units; returns their lines by number."""
         found = dict(lines)
 
         def complete() -> bool:
@@ -294,14 +296,16 @@ class _Job:
 
 
 def _part(units: list[Unit], rank: int, world_size: int) -> list[Unit]:
-    """This process's share: units dealt so that each gets about the same bytes.
+    """This process's share of the units: each process gets about as many bytes.
 
-    All units are dealt, done or not: what is done grows while processes start, and all must make the same deal.
+    All units are dealt out, done or not: the number of done ones grows while processes start, and all processes must
+    come to the same shares.
     """
     if world_size == 1:
         return units
     loads = [0] * world_size
     mine = []
+    # Largest first, each to the process with the fewest bytes so far.
     for unit in sorted(units, key=lambda u: (-u.num_bytes, u.number)):
         to = loads.index(min(loads))
         loads[to] += max(1, unit.num_bytes)

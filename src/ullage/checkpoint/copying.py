@@ -1,4 +1,4 @@
-"""Carries out a plan: targets in, files out. Each byte is read once and written once, in chunks that fit the cache.
+"""Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
 
 The work is cut into units: a part of one large file, or some small files together. Units go to threads (reading,
 writing, summing and casting all release the interpreter) and, under torchrun, to processes; any process may do any
@@ -50,11 +50,12 @@ class Unit:
 
 
 def is_small(target: Target) -> bool:
+    """Whether the target is composed in memory and written at once."""
     return target.num_bytes <= SMALL_BYTES and target.copy_of is None
 
 
 def split(targets: list[Target]) -> list[Unit]:
-    """The units of a plan, the same for the same plan."""
+    """The units of work for ``targets``; the same in every process for the same targets."""
     units: list[Unit] = []
     first = held = 0
 
@@ -65,12 +66,14 @@ def split(targets: list[Target]) -> list[Unit]:
         first, held = last + 1, 0
 
     for index, target in enumerate(targets):
+        # Small targets are gathered into a unit until it is worth a line in the journal.
         if is_small(target):
             held += target.num_bytes
             if held >= UNIT_BYTES // 4 or index - first >= 255:
                 close(index + 1)
                 first = index + 1
             continue
+        # A large target closes the unit of small ones and is cut into ranges, at whole rows of each payload.
         close(index)
         if target.copy_of is not None:
             for start in range(0, max(1, target.num_bytes), UNIT_BYTES):
@@ -88,7 +91,7 @@ def split(targets: list[Target]) -> list[Unit]:
 
 
 def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tuple[int, int]:
-    """Where a unit begins to read, so that neighbours on disk are read one after the other."""
+    """(file, byte) at which a unit begins to read; units are done in this order, that of the disk."""
     target = targets[unit.first]
     if target.copy_of is not None:
         return target.copy_of, unit.start
@@ -102,7 +105,7 @@ def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tu
 
 
 def prepare(partial: Path, targets: list[Target]) -> None:
-    """Makes the folders, and the large files at full size with their fixed texts. May be repeated."""
+    """Make the folders, and the large files at full size with their fixed texts. May be repeated."""
     for folder in {(partial / t.name).parent for t in targets}:
         folder.mkdir(parents=True, exist_ok=True)
     for target in targets:
@@ -119,6 +122,7 @@ def prepare(partial: Path, targets: list[Target]) -> None:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however little the system takes at a time."""
     while len(data):
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
@@ -153,6 +157,7 @@ class _Worker:
         return line
 
     def _small(self, index: int, tally: Tally) -> list[tuple[int, int, int]]:
+        """Compose a small target and write it; returns (target, payload, elements not finite) of each payload."""
         target = self.targets[index]
         whole = np.zeros(target.num_bytes, np.uint8)
         view = whole.data
@@ -176,36 +181,29 @@ class _Worker:
         return found
 
     def _range(self, unit: Unit, tally: Tally) -> int:
+        """Copy a range of elements of one payload; returns the CRC-32 of the bytes written."""
         payload = self.targets[unit.first].payloads[unit.payload or 0]
         at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
         before = len(tally.runs)
-        whole = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
+        # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of the bytes written.
+        as_read = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
         fd = os.open(self.partial / self.targets[unit.first].name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
                 data = cast(chunk, payload.tensor.dtype, payload.dtype)
-                runs = tally.runs[before:]
-                if (
-                    whole
-                    and len(runs) == 1
-                    and crc == 0
-                    and len(data) == (unit.stop - unit.start) * payload.tensor.item_bytes
-                ):
-                    crc = runs[0][3]
-                elif not whole:
+                if not as_read:
                     crc = zlib.crc32(data.data, crc)
                 write_at(fd, data.data, at)
                 at += len(data)
         finally:
             os.close(fd)
-        if whole:  # the sums of what was read are the sums of what was written
-            runs = tally.runs[before:]
-            crcs, sizes = np.array([r[3] for r in runs], np.int64), np.array([r[2] for r in runs], np.int64)
-            crc = int(combine(crcs, sizes, np.zeros(len(runs), np.int64))[0]) if len(runs) > 1 else crc
+        if as_read:
+            _, _, sizes, crcs = np.array(tally.runs[before:], np.int64).T
+            crc = int(combine(crcs, sizes, np.zeros(len(sizes), np.int64))[0])
         return crc
 
     def _copy(self, unit: Unit, tally: Tally) -> None:
-        """A range of a source file as it is. What of it lies in records is summed, record by record."""
+        """Copy a range of a source file; the parts that lie in its records are summed, record by record."""
         target = self.targets[unit.first]
         assert target.copy_of is not None
         file = target.copy_of
@@ -235,7 +233,17 @@ def run_units(
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> dict[int, dict[str, Any]]:
-    """Runs ``units`` on ``workers`` threads; returns their lines by number. Raises what the first to fail raised."""
+    """Do ``units`` on threads; returns their lines in the journal by number. Raises the error of the first that fails.
+
+    Args:
+        inventory: the source.
+        targets: all files of the target.
+        partial: the folder in which they are written.
+        units: the units to do.
+        journal: gets a line per finished unit.
+        workers: threads; each holds one chunk of memory and its own open files.
+        progress: called with the bytes of each finished unit, never by two threads at once.
+    """
     local = threading.local()
     made: list[_Worker] = []
     lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""``torch.distributed.checkpoint``: what FSDP2 loads onto any mesh.
+"""The format of ``torch.distributed.checkpoint`` (DCP), which FSDP2 loads onto any mesh.
 
 ``.metadata`` is a pickle that names every tensor, its chunks, and for each chunk a file, an offset and a length; there
-lies a whole ``.pt`` archive of that tensor. We write one chunk a tensor. Names are those of
+lies a whole ``.pt`` archive of that tensor. We write one chunk per tensor. Names are those of
 ``get_state_dict(model, optimizer)`` saved as ``{"model": ..., "optim": ...}``:
 
     model.<name>                         weights, frozen parameters and buffers; tied names point to the same bytes
@@ -43,7 +43,7 @@ CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 
 class _Writer:
-    """Lays archives end to end in files, and keeps the books of ``.metadata``."""
+    """Archives laid end to end in files, with the entries of ``.metadata`` for each."""
 
     def __init__(self) -> None:
         self.targets: list[Target] = []
@@ -67,7 +67,7 @@ class _Writer:
         return where
 
     def book(self, path: tuple[Any, ...], value: Any, where: Instance) -> None:
-        """Enters an item into the books."""
+        """Enter an item into ``.metadata``."""
         flat = ".".join(map(str, path))
         self.paths[flat] = path
         self.entries[flat] = entry_of(value)
@@ -93,7 +93,7 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def index_of(flat: str, value: Any) -> Instance:
-    """Under which key ``.metadata`` has the place of an item of one chunk."""
+    """The key under which ``.metadata`` lists the place of an item of one chunk."""
     shape = _shape_of(value)
     zeros = None if shape is None else Size([0] * len(shape))
     said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
@@ -101,12 +101,12 @@ def index_of(flat: str, value: Any) -> Instance:
 
 
 def storage_of(file: str, offset: int, length: int) -> Instance:
-    """A place as ``.metadata`` has it."""
+    """A place as ``.metadata`` writes it."""
     return Instance(_FILES, "_StorageInfo", {"relative_path": file, "offset": offset, "length": length})
 
 
 def entry_of(value: Any) -> Instance:
-    """What ``.metadata`` says of an item, as torch writes it: a tensor in one chunk, or bytes."""
+    """The entry of an item in ``.metadata``, as torch writes it: a tensor in one chunk, or bytes."""
     shape = _shape_of(value)
     if shape is None:
         return Instance(_METADATA, "BytesStorageMetadata", {})
@@ -243,7 +243,7 @@ def _chunk(source: TorchFile, place: Place, shape: tuple[int, ...]) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Place:
-    """Where one item, or one chunk of it, is: an archive of ``length`` bytes at ``offset`` of ``file``."""
+    """The place of one item, or of one chunk of it: an archive of ``length`` bytes at ``offset`` of ``file``."""
 
     file: str
     offset: int
@@ -254,7 +254,7 @@ class Place:
     said: tuple[Any, Any] = (None, None)
 
     def open(self, folder: Path) -> TorchFile:
-        """What the archive describes. Raises ``CheckpointError``."""
+        """Read the description in the archive. Raises ``CheckpointError``."""
         return read_torch_file(folder / self.file, self.offset, self.length)
 
 

@@ -1,4 +1,4 @@
-"""Whether a target can be written, asked before anything is; and what to say when it cannot after all."""
+"""Checks that a target can be written, made before anything is written, and the errors where it cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def partial_of(target: Path) -> Path:
 
 
 def require_paths(targets: list[Target], target: Path) -> None:
-    """Raises ``InputError`` where two files would have one name, or a path would be too long."""
+    """Raise ``InputError`` where two files would have one name, or a path would be too long."""
     names = {t.name for t in targets}
     folders = {parent for name in names for parent in map(str, PurePosixPath(name).parents)}
     clash = sorted(names & folders) or sorted(n for n, count in Counter(t.name for t in targets).items() if count > 1)
@@ -45,7 +45,7 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
     if target.resolve().is_relative_to(source):
         raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
     if partial.exists() and not (partial / FOLDER).is_dir():
-        raise InputError("a folder is in the way that no conversion of ours left", where=str(partial))
+        raise InputError("a folder of this name is there, and it is not an interrupted conversion", where=str(partial))
     above = next(p for p in target.parents if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
@@ -69,7 +69,7 @@ def point_to(target: Path) -> None:
 
 
 def disk_error(error: OSError, where: Path) -> InputError:
-    """What to raise when the system refuses to write."""
+    """The error to raise where the system refuses to write."""
     if error.errno in _NO_ROOM:
         hint = "what is done is kept: run the same command again once there is room, or remove the .partial"
     else:

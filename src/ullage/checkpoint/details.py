@@ -1,4 +1,4 @@
-"""What the writers of other formats need of a checkpoint beside its tensors."""
+"""Content of a ZeRO checkpoint that the writers of other formats need beside its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Details:
 
 
 def kept_by_group(details: Details) -> dict[int, dict[str, Any]]:
-    """By parameter group: what of the optimizer's state is neither cut nor the step, the same on all ranks."""
+    """By parameter group: optimizer state that is neither cut nor the step, and the same on all ranks."""
     found: dict[int, dict[str, Any]] = {}
     for rank, shard in list(details.shards.items())[:1]:
         for index, group in enumerate(shard.group_of):

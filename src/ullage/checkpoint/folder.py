@@ -1,4 +1,4 @@
-"""A ZeRO folder while it is read: its files, what each says, and every problem met on the way."""
+"""State of the reading of a ZeRO folder: its files, the content of each, and every problem found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ullage.layout import Int64
 
 @dataclass
 class Folder:
-    """State while a folder is read: what is known so far, and what went wrong."""
+    """A ZeRO folder while it is read. Readers add to ``problems``, ``notes``, ``records`` and ``groups``."""
 
     path: Path
     files: list[Any]
@@ -31,11 +31,14 @@ class Folder:
     groups: list[Group] = field(default_factory=list)
 
     def add_problem(self, what: str, shard: ShardFile | None = None, **more: Any) -> None:
+        """Add a problem of ``shard``'s file and rank, or of the folder."""
         name, rank = (shard.name, shard.dp_rank) if shard else (None, None)
         self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
 
 
 def read_files(folder: Folder) -> None:
+    """Read the descriptions of all files, on four threads; a file that cannot be read is a problem."""
+
     def one(index: int) -> Any:
         file = folder.files[index]
         try:

@@ -1,10 +1,10 @@
-"""An inventory: what a checkpoint holds, as data. Logical tensors, and for each the fragments that hold it.
+"""The inventory of a checkpoint: its logical tensors, and for each the fragments of files that hold it.
 
 A *fragment* says that some bytes of a file are some elements of a tensor. A checkpoint is whole when the fragments of
-every tensor tile it: each element in exactly one fragment. :func:`check` proves that, for every tensor, before anyone
-writes a byte. Padding is what no fragment covers, so it is never counted, subtracted or stripped.
+every tensor tile it: each element in exactly one fragment. :meth:`Inventory.problems` proves that, for every tensor,
+before a byte is written. Padding is what no fragment covers, so it is never counted, subtracted or stripped.
 
-A tensor that tensor parallelism has cut is made of *slices*, one a model rank; its fragments address a slice, and
+A tensor that tensor parallelism has cut is made of *slices*, one per model rank; its fragments address a slice, and
 :class:`Merge` says how the slices make the whole.
 """
 
@@ -84,7 +84,7 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What one model rank holds of a tensor: its own shape, and the fragments that tile it."""
+    """The part of a tensor that one model rank holds: its own shape, and the fragments that tile it."""
 
     model_rank: int
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Merge:
-    """How slices make the whole.
+    """The way in which slices make the whole.
 
     ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``bands`` of the slices
     lie side by side; the whole is ``[outer, size, inner]`` elements, cut at ``size``. ``replicated``: all slices are
@@ -189,7 +189,7 @@ class Group:
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """Who wrote the checkpoint: ZeRO stage, the class of optimizer wrapper, and the sizes of the parallel dims."""
+    """The run that wrote the checkpoint: ZeRO stage, class of the optimizer wrapper, number of dp, tp and pp ranks."""
 
     stage: int | None = None
     wrapper: str = ""
@@ -301,7 +301,7 @@ class Inventory:
         return sum(g.padding for g in self.groups)
 
     def problems(self) -> list[Problem]:
-        """Every problem of a checkpoint: met while reading, in the tiling of any tensor, or in the size of any file.
+        """Every problem of the checkpoint: found while reading, in the tiling of a tensor, or in the size of a file.
 
         Reads no tensor data. ``[]`` means that each element of each tensor lies in exactly one fragment, and each
         fragment within its file.
@@ -322,6 +322,7 @@ class Inventory:
 
 
 def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:
+    # Tiling: in order of start, each fragment begins where the one before ends, and the last ends with the tensor.
     for part in tensor.slices:
         fragments = part.fragments
         numel = int(np.prod(part.shape, dtype=np.int64))

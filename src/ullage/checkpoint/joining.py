@@ -1,4 +1,4 @@
-"""From slices by model rank to whole tensors: over tensor-parallel ranks, and over pipeline stages."""
+"""Joining of slices into whole tensors, over tensor-parallel ranks and over pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST, _RATIO = 1024, 64
 
 
 def require_plausible(folder: Folder, what: str, claimed: int, there: int) -> None:
-    """Refuses a size that the files cannot mean, before anything is made as large as it."""
+    """Raise ``CheckpointError`` for a number of ranks of which almost none is there. No memory depends on it before."""
     if claimed > max(_LEAST, _RATIO * there):
         raise CheckpointError(
             f"the files say that {claimed} {what}, and almost none is there",
@@ -46,13 +46,14 @@ def parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
 def join_stages(
     folder: Folder, slices: Stages, patterns: Patterns, tp: int, kind: str = "parameter"
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """The tensors that slices make, and pairs of those that several pipeline stages hold.
+    """Join slices over tensor-parallel ranks; also pair the tensors that several pipeline stages hold.
 
     The first stage's is taken; a conversion compares it with the others'.
     """
     tensors: list[Tensor] = []
     twins: list[tuple[Tensor, Tensor]] = []
     for (name, key), stages in slices.items():
+        # One tensor per stage. If any of them cannot be made, its problem is noted and the name is left out.
         made = [_joined(folder, name, key, stages[stage], patterns, tp, kind) for stage in sorted(stages)]
         held = [tensor for tensor in made if tensor is not None]
         if len(held) < len(made):

@@ -1,4 +1,4 @@
-"""What of a conversion is done, so that an interrupted one can go on.
+"""Journal of a conversion: the units that are done, so that an interrupted conversion can go on.
 
 A conversion is a list of units, numbered, the same for the same source and options. As units are finished, lines are
 appended to ``TARGET.partial/.journal/<process>.jsonl``. The first line is a fingerprint of the plan and of the source
@@ -30,7 +30,7 @@ _VERSION = 2
 
 
 def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
-    """Changes when any source file, any target file, or any option does."""
+    """A digest that changes when any source file, any target file, or any option does."""
     files = []
     for file in inventory.files:
         status = os.stat(inventory.folder / file.name)
@@ -50,7 +50,7 @@ def _boot() -> str:
 
 
 def sync_files(folder: Path) -> None:
-    """Writes what the file system of ``folder`` holds in memory to the disk, and waits for it."""
+    """Write what the file system of ``folder`` holds in memory to the disk, and wait for it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:

@@ -1,4 +1,4 @@
-"""What a loader of each format reads beside the tensors: planned from the source, looked for in the target.
+"""Comparison of all that a loader reads beside the tensors: laid out from the source, looked for in the target.
 
 ============  ======================================================================================================
 universal     every state file's description, the steps, ``optimizer_state.pt``, the model states
@@ -29,7 +29,7 @@ from ullage.errors import CheckpointError
 
 
 def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
-    """Compares what a loader of ``theirs`` reads beside the tensors with what ``ours`` says it must be."""
+    """Compare all that a loader of ``theirs`` reads beside the tensors with what ``ours`` would be converted to."""
     found = FileComparison(ours, theirs)
     try:
         if theirs.format == "universal" and ours.format == "zero":
@@ -44,7 +44,7 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """What a conversion of ours noted in its target; empty for another's."""
+    """The options in ``ullage.json`` of a target; empty for a target that another tool wrote."""
     try:
         said = json.loads((folder / "ullage.json").read_bytes())
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def options_of(folder: Path) -> dict[str, Any]:
 
 
 def has_optimizer(theirs: Inventory) -> bool:
-    """Whether a target holds optimizer state, or should."""
+    """Whether a target holds optimizer state, or was converted with it."""
     held = any(t.kind == "parameter" and t.key != "fp32" for t in theirs.tensors)
     return held or bool(options_of(theirs.folder).get("optimizer"))
 
@@ -63,7 +63,7 @@ def _text(value: object) -> str | None:
 
 
 class FileComparison:
-    """One look at a target. ``problems`` are what is missing or other; ``pairs`` what is still to be compared."""
+    """The files of a target, compared: ``problems`` are the differences, ``pairs`` the tensors still to compare."""
 
     def __init__(self, ours: Inventory, theirs: Inventory) -> None:
         self.ours, self.theirs, self.folder = ours, theirs, theirs.folder
@@ -238,7 +238,7 @@ class FileComparison:
         self._conclude(walk, source, places[0].file)
 
     def _described(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
-        """What ``.metadata`` says of an item agrees with the item; of a tensor's chunks, with the places they have."""
+        """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places."""
         if isinstance(value, TensorCopy):
             key = "fp32" if path[0] == "model" else value.tensor.key
             held = (value.tensor.name, key) in self.theirs

@@ -1,4 +1,4 @@
-"""From what a user names, the folder or its parent, to the folder that holds the files, and its format."""
+"""The folder that holds the files of a checkpoint, and its format, from the folder or parent that a user names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 def locate(folder: str | Path) -> tuple[Path, str]:
     """(folder of the files, format). The folder may be the tag's or its parent, which says which tag is the latest.
 
-    Raises ``CheckpointError`` for a folder that is missing or no checkpoint.
+    Raises ``CheckpointError`` for a folder that is missing or not a checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -43,7 +43,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         )
     names = sorted(p.name for p in folder.iterdir())[:4]
     raise CheckpointError(
-        "the folder is no checkpoint",
+        "the folder is not a checkpoint",
         where=str(folder),
         expected="*_optim_states.pt, zero/, *.safetensors or .metadata in it, or a file named latest",
         found=", ".join(names) or "an empty folder",

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what was written, so that whoever reads it can tell whether it is still that.
+"""Manifest of a checkpoint: the files as they were written, so that a reader can tell whether they changed.
 
 ``manifest.json`` lists every file of a folder with its size and a CRC-32 of each block of 16 MiB, so that a range of a
 file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Only the standard
@@ -23,7 +23,7 @@ FORMAT, VERSION = "ullage-manifest", 1
 BLOCK_BYTES = 16 << 20
 #: A chunk that stays in a core's cache between reading and summing.
 _CHUNK_BYTES = 1 << 20
-#: What looking at a file costs, in bytes that could have been summed meanwhile.
+#: Cost of looking at a file, in bytes that could have been summed meanwhile.
 _FILE_COST = 1 << 14
 
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifests of a folder list, those of folders inside it included.
+    """The content of the manifests of a folder, those of folders inside it included.
 
     ``blocks``: of all files, those of one file together and in order. ``identity``: equal on all ranks that see the
     same files on the same disk. ``damage``: manifests that cannot be read.
@@ -104,7 +104,7 @@ def blocks_of(files: Iterable[tuple[str, int]]) -> list[Block]:
 
 
 def share_of_blocks(blocks: Sequence[Block], part: int, parts: int) -> list[Block]:
-    """The blocks that member ``part`` of ``parts`` sums: neighbours, and about as many bytes for each member."""
+    """The neighbouring blocks that member ``part`` of ``parts`` sums; each member gets about as many bytes."""
     costs = [block.num_bytes + _FILE_COST for block in blocks]
     total, done, mine = sum(costs), 0, []
     for block, cost in zip(blocks, costs, strict=True):
@@ -120,7 +120,7 @@ def sums(folder: Path, blocks: Sequence[Block], workers: int | None = None) -> l
 
 
 def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> None:
-    """Writes the manifest of files whose blocks have these sums."""
+    """Write the manifest of files whose blocks have these sums."""
     files: dict[str, Any] = {}
     for block, crc in zip(blocks, crcs, strict=True):
         entry = files.setdefault(block.name, {"bytes": block.file_bytes, "crc32": []})
@@ -136,7 +136,7 @@ def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> 
 
 
 def read_manifests(folder: Path) -> Manifest | None:
-    """What the manifests in ``folder`` list; None if it has none.
+    """The content of the manifests in ``folder``; None if it has none.
 
     A manifest that cannot be read is damage, not an error. Where two of them list a file (folders of several machines
     that were put together), the first one counts.
@@ -197,7 +197,7 @@ def _is_manifest_name(name: str) -> bool:
 
 
 def _manifests(folder: Path) -> list[Path]:
-    """The manifests in ``folder``, the first machine's first; a file of that name by others is none."""
+    """The manifests in ``folder``, the first machine's first; files of that name that others wrote are left out."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.glob("manifest*.json") if _is_manifest_name(path.name) and path.is_file()]
@@ -205,7 +205,7 @@ def _manifests(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it begins as ours do, also where one of the words is damaged; an empty one was cut."""
+    """Whether a file begins as our manifests do, also where one of the words is damaged or the file is empty."""
     with open(path, "rb") as stream:
         start = stream.read(160)
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))

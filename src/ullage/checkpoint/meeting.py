@@ -1,9 +1,9 @@
-"""Processes that share a conversion meet through files: no process group is there, only the file system.
+"""Meeting of the processes that share a conversion, through files: there is no process group.
 
 A launch begins when all of its processes have met: process 0 removes what an earlier launch left, each other process
-writes a word of its own, and process 0 repeats them all in one file. Who finds its word there knows that process 0 of
-this launch is alive, and has a name for the launch. So a failure is told under that name, and one that an earlier
-launch left, under whatever ports and numbers that torchrun gave it, is nobody's.
+writes a word of its own, and process 0 repeats them all in one file. A process that finds its word there knows that
+process 0 of this launch is alive, and has a name for the launch. A failure is reported under that name, so one that an
+earlier launch left is ignored, whatever ports and numbers torchrun gave it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Meeting:
                 path.unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """Returns in every process of the launch when all are there. Process 0 has called :meth:`clear`."""
+        """Wait until all processes of the launch are there. Process 0 has called :meth:`clear` before."""
         if self.world_size == 1:
             return
         if self.rank == 0:
@@ -84,13 +84,13 @@ class Meeting:
         os.replace(new, self._folder / name)
 
     def fail(self, error: Exception) -> None:
-        """Tells the others of the launch that this process has failed."""
+        """Report to the others of the launch that this process has failed."""
         if self.name:
             with suppress(OSError):
                 self._write(f"failed-{self.rank}-{self.name}", str(error))
 
     def wait(self, ready: Callable[[], bool], whom: str) -> None:
-        """Waits until ``ready()``. Raises ``DistributedError`` when another process fails, or nobody gets on."""
+        """Wait until ``ready()``. Raises ``DistributedError`` when another process fails, or none makes progress."""
         self._wait(ready, whom, failures=True)
 
     def _wait(self, ready: Callable[[], bool], whom: str, *, failures: bool) -> None:
@@ -113,7 +113,7 @@ class Meeting:
 
 
 def remove_other(partial: Path) -> None:
-    """Removes a partial of another conversion at once, although other processes may be writing to it."""
+    """Remove a partial of another conversion at once, although other processes may be writing to it."""
     aside = partial.with_name(f"{partial.name}.{uuid.uuid4().hex[:8]}.old")
     os.rename(partial, aside)
     shutil.rmtree(aside)

@@ -1,8 +1,8 @@
-"""What a file says beside its tensors, taken only in the types that it must have.
+"""Checked reading of the entries of a file: each in the type and within the size that it must have.
 
-Whatever a file holds can be damaged, or made by hand. Everything that is computed with passes through here first, so
-that a malformed entry is one ``CheckpointError`` that names the file and the entry, and no size is believed that no
-tensor could have.
+A file can be damaged, or made by hand. Every entry that is computed with passes through here first, so that a
+malformed one is one ``CheckpointError`` that names the file and the entry, and no size is believed that no tensor could
+have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def malformed(entry: str, where: str, expected: str, found: Any) -> CheckpointEr
 
 
 def brief(value: Any) -> str:
-    """A value in at most 80 characters, without walking through all of it."""
+    """A value as text of at most 80 characters, without walking through all of it."""
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
     text = value[:80] if isinstance(value, str) else repr(value)[:80] if type(value) is not int else str(value % 10**60)
@@ -34,7 +34,7 @@ def brief(value: Any) -> str:
 
 
 def comparable(value: Any) -> Any:
-    """A small value in a form that is hashed and compared; of what is none, its kind."""
+    """A small value in a form that can be hashed and compared; of any other value, its kind."""
     if isinstance(value, float) and value != value:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, str)):

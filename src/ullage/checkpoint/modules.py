@@ -1,4 +1,4 @@
-"""What no optimizer holds: frozen parameters, buffers, and names that are another name for a stored parameter.
+"""Tensors that no optimizer holds: frozen parameters and buffers; and tied names of stored parameters.
 
 Stages 1 and 2 save the whole module in the model states of data-parallel rank 0; stage 3 saves buffers there, and of
 each frozen parameter one fragment in the model states of every rank, ceil(numel / W) elements each. A pipeline module
@@ -58,7 +58,7 @@ def frozen_and_buffers(
 def _sort_in(
     folder: Folder, tensor: Tensor, frozen: Stages, whole: dict[str, Tensor], model_rank: int, tp: int
 ) -> None:
-    """Puts what a model rank holds among the slices to be joined, or among what is whole as it is."""
+    """Add a model rank's tensor to the slices that are to be joined, or to the tensors that are whole already."""
     if tensor.kind == "buffer" or (tp == 1 and tensor.name not in whole and tensor.merge.kind == "strided"):
         whole.setdefault(tensor.name, tensor)
     elif tensor.merge.kind == "strided":
@@ -94,17 +94,17 @@ def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str], tied:
 
 
 def _note_other_value(folder: Folder, name: Any, value: Any, file: str) -> None:
-    """A value of the module that is no plain tensor: of another kind, which is a problem, or none at all."""
+    """Record a value of the module that is not a plain tensor: a tensor of another kind is a problem, others a note."""
     is_tensor = isinstance(value, Inert) and value.module.startswith("torch._") and value.name.startswith("_rebuild")
     if is_tensor:
         kind = value.name.removeprefix("_rebuild_")
         folder.problems.append(Problem("a tensor of an unsupported kind", file, parameter=str(name), found=kind))
     elif value is not None:
-        folder.notes.append(f"{name} is no tensor ({metadata.brief(value)}); it is kept with the model states only")
+        folder.notes.append(f"{name} is not a tensor ({metadata.brief(value)}); it is kept with the model states only")
 
 
 def note_left_out_parameters(folder: Folder) -> None:
-    """A note where frozen parameters were left out when the checkpoint was saved."""
+    """Note that frozen parameters were left out when the checkpoint was saved."""
     for model in folder.models.values():
         stages = {s.stage for s in folder.shards.values()}
         if (
@@ -156,7 +156,7 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
 
 
 def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
-    """Frozen parameters and buffers of a pipeline module: what its layer files hold and no group trains.
+    """Frozen parameters and buffers of a pipeline module: tensors of its layer files that no group trains.
 
     With each the tensor-parallel rank of its file.
     """

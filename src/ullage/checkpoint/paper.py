@@ -1,6 +1,6 @@
-"""A checkpoint on paper: the inventory that a model of given shapes on given ranks would have, without any file.
+"""Inventory of a checkpoint that does not exist, from the shapes of a model and the number of ranks.
 
-For plans and estimates at sizes that nobody has at hand (7B parameters on 768 ranks), and for drawing layouts.
+For estimates at sizes that are not at hand (7B parameters on 768 ranks), and for drawing layouts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,18 @@ def on_paper(
     dtype: str = "float32",
     module_dtype: str = "bfloat16",
 ) -> Inventory:
-    """The inventory of a ZeRO checkpoint that does not exist.
+    """The inventory that a ZeRO checkpoint of these parameters would have.
 
-    ``groups``: ``{name: shape}`` by parameter group. ``convert(..., dry_run=True)`` and ``plan`` take it; nothing else
-    can, for there is nothing to read. Sizes of files leave out what describes the tensors, some kilobytes a file.
+    Args:
+        groups: ``{name: shape}`` per parameter group.
+        stage: the ZeRO stage.
+        dp: number of data-parallel ranks.
+        keys: states of each parameter; ``fp32`` is the weight.
+        dtype: of the states.
+        module_dtype: of the weights in the model states.
+
+    Only ``convert(..., dry_run=True)``, ``targets`` and ``problems()`` take it, because there is nothing to read. The
+    sizes of files leave out the descriptions of the tensors, some kilobytes per file.
     """
     item = ITEM_BYTES[dtype]
     laid = [stage3_group(i, 0, g, dp) if stage == 3 else stage12_group(i, 0, g, dp) for i, g in enumerate(groups)]

@@ -1,9 +1,9 @@
-"""How the slices that tensor-parallel ranks hold make one tensor: the patterns of ``universal_checkpoint_info``.
+"""Joining of the slices that tensor-parallel ranks hold, by the patterns of ``universal_checkpoint_info``.
 
 Megatron-DeepSpeed saves lists of regular expressions (``re.match``, at most one match a list) that say, by the name of
 a parameter, what its slices are: replicas, parts along dim 0 (the default) or dim 1 (row parallel), parts of several
 sub-parameters (SwiGLU halves, fused QKV), or values to average; and which tensors carry padding rows of a vocabulary.
-Versions 0.2 to 0.4 of the description are understood.
+Versions 0.2 to 0.4 of the description are supported.
 
 Every one of these is bands along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
 before that dim, a band is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
@@ -132,10 +132,14 @@ class Joined:
 
 
 def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) -> Joined:
-    """Joins the slices of tensor-parallel ranks 0, 1, ... of one tensor. Raises ``CheckpointError``, naming it."""
+    """Join the slices of tensor-parallel ranks 0, 1, ... of one tensor.
+
+    Raises ``CheckpointError`` that names the tensor, for slices that do not fit together.
+    """
     first = slices[0].shape
     tp = len(slices)
     extra: dict[str, Any] = {}
+    # 1. The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
     sub = patterns.sub_parameters(name)
     bands: list[Band]
     if patterns.match("tp_replicated_parameter", name):
@@ -162,11 +166,13 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
             extra["cat_dim"] = dim
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands))
+    # 2. Padding rows of a vocabulary are cut off.
     if patterns.match("vocabulary_parameter", name):
         if not shape:
             raise CheckpointError("a vocabulary without rows", where=name)
         shape = (min(shape[0], patterns.vocab_size), *shape[1:])
         extra["vocab_tensor"] = True
+    # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
     if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
         joined = _flattened(slices, merge, math.prod(shape), item_bytes)
         return Joined(shape, (Slice(slices[0].model_rank, shape, joined),), Merge(), extra)
@@ -206,6 +212,7 @@ def _interleaved(widths: list[list[int]]) -> list[Band]:
 
 def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str, patterns: Patterns):
     """(dim, shape of the whole, widths [sub][slice], what the universal file says) of a fused parameter."""
+    # 1. The sizes of the sub-parameters along the dim that is cut: listed, or equal parts.
     dim, spec, tp = sub.partition_dim, sub.shape[sub.partition_dim], len(slices)
     numel = sum(math.prod(s.shape) for s in slices)
     if any(len(s.shape) <= dim for s in slices):
@@ -219,6 +226,7 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
         if not 0 < spec <= _MAX_SUB_PARAMETERS or total % spec:
             raise CheckpointError("sub-parameters do not divide their dim", where=name, expected=spec, found=total)
         sizes = (total // spec,) * spec
+    # 2. The width of each sub-parameter in each slice: recorded since version 0.4, equal before.
     if patterns.version >= 0.4:
         widths = patterns.widths.get(pattern)
         if widths is None:
@@ -229,6 +237,7 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
         widths = [[size // tp] * tp for size in sizes]
     if [sum(w) for w in widths] != list(sizes) or any(len(w) != tp for w in widths):
         raise CheckpointError("the widths of sub-parameters do not add up", where=name, expected=sizes, found=widths)
+    # 3. The shape of the whole, with one dim that may be left open; every slice must have its part of it.
     shape = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
     shape[dim] = sum(sizes)
     if shape.count(-1) == 1:

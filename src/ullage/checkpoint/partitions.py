@@ -1,4 +1,4 @@
-"""How ZeRO lays parameters into flat buffers and cuts those among ranks; see ``zero`` for the two layouts in prose."""
+"""Flat buffers of ZeRO, and their cuts among the ranks; ``zero`` describes both layouts in prose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,18 @@ def stage12_group(
     shard_size: int = 0,
     booked: tuple[int, ...] = (),
 ) -> Group:
-    """The flat buffer of a group of stages 1 and 2, cut into equal partitions of at least ``shard_size`` elements."""
+    """The flat buffer of a parameter group of stages 1 and 2, cut into equal partitions.
+
+    Args:
+        index: number of the group.
+        model_rank: the rank among tensor- and pipeline-parallel ranks that holds it.
+        named: the shape of each parameter, in the order of memory.
+        world: number of data-parallel ranks.
+        alignments: elements of padding after each parameter; None where there are none.
+        shard_size: least number of elements of a partition.
+        booked: the padding as the files book it, by rank; recorded only.
+    """
+    # Parameters end to end, each with its alignment padding; the end of the last partition is padding too.
     numels = np.array([int(np.prod(s, dtype=np.int64)) for s in named.values()], np.int64)
     paddings = np.array(alignments, np.int64) if alignments else np.zeros_like(numels)
     layout = Layout.from_slots(numels, numels + paddings)
@@ -34,7 +45,8 @@ def stage12_group(
 
 
 def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Group:
-    """A sub-group of stage 3: each parameter in ``world`` parts, the parts of one rank end to end."""
+    """A sub-group of stage 3: each parameter in ``world`` equal parts, the parts of one rank end to end."""
+    # Every parameter is a layout of its own; ``at`` is where its part begins in the buffer of each rank.
     rows: list[Pieces] = []
     at = 0
     for item, shape in enumerate(named.values()):
@@ -50,6 +62,7 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
 
 def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]) -> tuple[str, list[Fragments]]:
     """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
+    # 1. Where the flat tensor of each rank lies; numel is -1 for a rank that lacks it.
     lead = mine[min(mine)]
     dtype = lead.flats[group.index][key].dtype
     offset, numel = np.zeros(group.num_shards, np.int64), np.full(group.num_shards, -1, np.int64)
@@ -66,9 +79,11 @@ def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFi
             )
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
+    # 2. Pieces that end beyond their flat tensor are problems, and are left out.
     pieces = group.pieces
     short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
     _compare_lengths(folder, group, key, mine, numel, short)
+    # 3. The byte at which each piece begins in its file.
     item_bytes = ITEM_BYTES[dtype]
     where = offset[pieces.shard] + pieces.shard_start * item_bytes
     return dtype, fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
@@ -87,7 +102,7 @@ def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any =
 def _compare_lengths(
     folder: Folder, group: Group, key: str, mine: dict[int, ShardFile], numel: Int64, short: npt.NDArray[np.bool_]
 ) -> None:
-    """Shards that are shorter than what they must hold, or longer than a partition."""
+    """Report shards that are shorter than the pieces they must hold, or longer than a partition."""
     pieces = group.pieces
     for rank in np.unique(pieces.shard[short]).tolist():
         first = int(np.flatnonzero(short & (pieces.shard == rank))[0])

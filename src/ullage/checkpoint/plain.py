@@ -1,8 +1,9 @@
-"""ZeRO stage 0: DeepSpeed without ZeRO. Everything is in the model states, as the module and its optimizer save it.
+"""ZeRO stage 0, DeepSpeed without ZeRO: all is in the model states, as the module and its optimizer save it.
 
 The weights are the module's own. The optimizer's state is saved by number, in the order in which the parameters were
 given to it, and the file does not hold that order. It is known in two cases only: the optimizer was given names
-(``param_names``), or no two weights have the same shape. In any other the state is refused, and the weights are not.
+(``param_names``), or no two weights have the same shape. In any other case the state is
+refused, and the weights are not.
 Source: ``_common_checkpoint_state`` in ``deepspeed/runtime/engine.py``; ``Optimizer.state_dict`` of torch.
 """
 
@@ -24,7 +25,7 @@ from ullage.checkpoint.unpickling import TensorRef
 
 
 def is_plain(folder: Folder) -> bool:
-    """Whether the folder was written without ZeRO: no optimizer shards, and model states that say nothing of groups."""
+    """Whether the folder was written without ZeRO: no optimizer shards, and model states that name no groups."""
     shards = any(file.kind == "optimizer" for file in folder.files)
     return not shards and bool(folder.models) and all(m.param_shapes is None for m in folder.models.values())
 
@@ -129,11 +130,12 @@ def _optimizer(model: ModelFile, weights: list[Tensor]) -> tuple[list[Tensor], D
 def _names_of(
     groups: list[dict[str, Any]], state: dict[Any, Any], weights: dict[str, Tensor], where: str
 ) -> dict[int, tuple[str, int]] | str:
-    """By number: the parameter and its group; or, where it cannot be known, what was found instead."""
+    """By number: the parameter and its group; or, where they cannot be known, what was found instead."""
     ids = [(i, g) for g, group in enumerate(groups) for i in metadata.integers(group.get("params"), "params", where)]
     given = [n for group in groups for n in metadata.names(group.get("param_names"), "param_names", where)]
     if len(given) == len(ids) and set(given) <= set(weights) and len(set(given)) == len(given):
         return {i: (name, g) for (i, g), name in zip(ids, given)}
+    # Without names, a state belongs to the one weight that has its shape.
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in weights.items():
         by_shape.setdefault(tensor.shape, []).append(name)

@@ -1,7 +1,7 @@
-"""Gathers the elements of a tensor from its fragments, a buffer at a time.
+"""Reading of a tensor's elements from its fragments, one buffer at a time.
 
-What is read is summed once (CRC-32, for the record it came from and the one it goes to) and looked at once for NaN and
-Inf, while it is in the cache. Nothing is larger than the caller's buffer.
+While a chunk is in the cache it is summed once (CRC-32, for the record it came from and the one it goes to) and
+searched once for NaN and Inf. Nothing is larger than the caller's buffer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sources:
         return found
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Fills ``into``. Raises ``CheckpointError`` when the file ends first."""
+        """Fill ``into``. Raises ``CheckpointError`` when the file ends first."""
         done, fd = 0, self.fd(file)
         while done < len(into):
             try:
@@ -87,19 +87,19 @@ class Sources:
 
 @dataclass
 class Tally:
-    """What was seen on the way: each run read, as (file, offset, bytes, crc), and elements that are not finite."""
+    """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite."""
 
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     not_finite: int = 0
 
 
 def row_elements(tensor: Tensor) -> int:
-    """Elements that must be read together: a whole row where slices lie side by side, else one element."""
+    """Number of elements that must be read together: a whole row where slices lie side by side, else 1."""
     return tensor.merge.size * tensor.merge.inner if tensor.merge.kind == "columns" else 1
 
 
 def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Bytes, tally: Tally) -> Iterator[Bytes]:
-    """Yields the bytes of elements ``[start, stop)`` in order, in chunks that live in ``buffer`` until the next.
+    """Yield the bytes of elements ``[start, stop)`` in order, in chunks that are valid until the next.
 
     ``start`` and ``stop`` are multiples of :func:`row_elements`. Raises ``CheckpointError`` when replicas differ.
     """
@@ -120,7 +120,7 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
 
 
 def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
-    """Elements ``[low, high)`` of a slice, in order, one read a fragment."""
+    """Elements ``[low, high)`` of a slice, in order, one read per fragment."""
     found = part.fragments.window(low, high, item)
     view, at = into.data, 0
     for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
@@ -128,12 +128,13 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         sources.read(file, offset, view[at:end])
         tally.runs.append((file, offset, end - at, zlib.crc32(view[at:end])))
         at = end
-    if at != len(into):  # the inventory was proved whole; a caller that did not ask is told here
+    if at != len(into):  # cannot be in an inventory without problems
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
 
 
 def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them."""
+    # The place of each element in the storage, from its index along each dim.
     item, part = tensor.item_bytes, tensor.slices[0]
     rest = np.arange(low, high)
     places = np.zeros(high - low, np.int64)
@@ -155,7 +156,9 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
 
 
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
+    """Elements ``[low, high)`` of a tensor that several slices make."""
     item, merge = tensor.item_bytes, tensor.merge
+    # Side by side: the rows of each slice are read, and each of its bands goes to its columns of the whole.
     if merge.kind == "columns":
         rows, width = (high - low) // row_elements(tensor), merge.inner * item
         whole = np.empty((rows, merge.size * width), np.uint8)
@@ -169,6 +172,7 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
                 source = local[:, band.begin * width : (band.begin + band.width) * width]
                 whole[:, band.at * width : (band.at + band.width) * width] = source
         return whole.reshape(-1)
+    # Slices of the same elements: replicas must be equal, others are averaged.
     slices = []
     for part in tensor.slices:
         slices.append(np.empty((high - low) * item, np.uint8))
@@ -192,7 +196,7 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
 
 
 def count_not_finite(chunk: Bytes, dtype: str) -> int:
-    """How many elements are NaN or Inf; 0 for integers. One pass: a sum that is finite had only finite terms."""
+    """Number of elements that are NaN or Inf; 0 for integers. One pass: a sum that is finite had only finite terms."""
     if dtype not in _EXPONENTS or not len(chunk):
         return 0
     if dtype in ("float32", "float64"):

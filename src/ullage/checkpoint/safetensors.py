@@ -1,4 +1,4 @@
-"""A Hugging Face folder: ``model*.safetensors`` with an index, and optionally the optimizer's state beside it.
+"""The safetensors format: a Hugging Face folder of ``model*.safetensors``, an index, and optionally optimizer state.
 
 A safetensors file is 8 bytes of header length, a JSON header with dtype, shape and byte range of each tensor, and the
 bytes. Weights are the master copies, cast if asked; tied names are left out, as the field does. The optimizer's state
@@ -62,12 +62,12 @@ def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optim
 
 
 def weights_header(inventory: Inventory) -> dict[str, str]:
-    """What the header of a file of weights says beside its tensors."""
+    """Metadata in the header of a file of weights: the tied names."""
     return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
 
 
 def optimizer_header(inventory: Inventory) -> dict[str, str]:
-    """What the header of a file of optimizer state says beside its tensors: by group, the step and other numbers."""
+    """Metadata in the header of a file of optimizer state: by group, the step and other numbers."""
     steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
     said = {"steps": json.dumps(steps)}
     kept = kept_by_group(inventory.details) if isinstance(inventory.details, Details) else {}

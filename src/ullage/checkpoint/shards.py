@@ -1,8 +1,8 @@
-"""The files of a ZeRO checkpoint, one by one: what each says, reduced to numbers, before anything is put together.
+"""Reading of the files of a ZeRO checkpoint, one by one, each reduced to names, shapes and places.
 
 Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor- and pipeline-parallel ranks):
 
-    [bf16_]zero_pp_rank_{DP}_mp_rank_{MP}_optim_states.pt    optimizer shards, one a rank
+    [bf16_]zero_pp_rank_{DP}_mp_rank_{MP}_optim_states.pt    optimizer shards, one per rank
     mp_rank_{MP}_model_states.pt                             the module, stages 1 and 2
     zero_pp_rank_{DP}_mp_rank_{MP}_model_states.pt           the module, stage 3
     layer_{L}-model_{TP}-model_states.pt                     layers of a pipeline module
@@ -51,7 +51,7 @@ class FlatTensor:
 
 @dataclass
 class ShardFile:
-    """One optimizer file: the flat tensors of each group, and what the writer says of itself."""
+    """One optimizer file: the flat tensors of each group, and the layout that its writer recorded."""
 
     file: int
     name: str
@@ -110,7 +110,7 @@ class ModelFile:
 
 
 def sort_files(folder: Path) -> list[File]:
-    """The files of a ZeRO folder that we know, by kind. Raises ``CheckpointError`` for expert files."""
+    """The files of a ZeRO folder whose names are known, by kind. Raises ``CheckpointError`` for expert files."""
     files = []
     experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
     if experts:
@@ -274,7 +274,7 @@ def _states(
 def _split(
     source: TorchFile, master: TensorRef, state: dict[str, Any], where: str
 ) -> tuple[dict[str, FlatTensor], dict[str, Any]]:
-    """Flat tensors, which can be cut like the master weights, and the rest."""
+    """(tensors that may be cut like the master weights, all other state) of one group."""
     flats = {"fp32": _placed(source, master, "fp32", where)}
     scalars: dict[str, Any] = {}
     for key, value in state.items():

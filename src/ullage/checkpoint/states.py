@@ -1,6 +1,6 @@
-"""Optimizer state that is not cut like the weights: when it may be carried, and when that would be a lie.
+"""Optimizer state that is not cut like the weights, and whether it can be carried to another layout.
 
-A state tensor as long as the partition is cut with the weights. Any other is about something else: a code book that is
+A state tensor as long as the partition is cut with the weights. Any other is either a code book that is
 the same everywhere, or (block-wise 8-bit optimizers) a scale per block of ONE rank's partition, which means nothing
 once the partition is gone. The files do not say which. What two ranks hold in common byte for byte belongs to neither
 partition, and is carried; what differs, or was saved by one rank only, cannot be carried to another layout, and the
@@ -25,7 +25,7 @@ _RECOMPUTED = {"RMS"}
 
 @dataclass
 class Uncut:
-    """What the state of one model rank's optimizer holds beside partitions.
+    """Optimizer state of one model rank that is not cut into partitions.
 
     ``keys`` are tensors that are no partition, ``left_out`` numbers that need not be carried, ``problems`` why the
     state cannot be converted.
@@ -38,18 +38,19 @@ class Uncut:
 
 
 def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
-    """Compares over the shards of one model rank all that is not cut. ``groups``: that rank's flat buffers."""
+    """Compare all state that is not cut over the shards of one model rank. ``groups``: that rank's flat buffers."""
     ordered = sorted(shards, key=lambda s: s.dp_rank)
     lead = ordered[0]
     sizes = {group.index: group.shard_size for group in groups}
     found = Uncut()
-    # A key whose length is not the partition's in some group is no partition in any: lengths may agree by chance.
+    # A key whose length is not the partition's in some group is not one in any other: lengths may agree by chance.
     found.keys = {
         key
         for index, flat in enumerate(lead.flats)
         for key, placed in flat.items()
         if key != "fp32" and placed.numel not in (sizes.get(index), flat["fp32"].numel)
     }
+    # A state on some ranks only has no place on the others.
     for shard in ordered[1:]:
         for index, (mine, theirs) in enumerate(zip(lead.flats, shard.flats)):
             for key in sorted(set(theirs) - set(mine))[:1]:
@@ -58,6 +59,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
                         f"optimizer state {key} is not on all ranks", lead.name, lead.dp_rank, index, hint=WEIGHTS_ONLY
                     )
                 )
+    # State that is not a partition is carried if all ranks have the same bytes.
     for index, flat in enumerate(lead.flats):
         for key in sorted(found.keys & set(flat)):
             problem = _compare(ordered, index, key)
@@ -65,7 +67,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
                 found.problems.append(problem)
             else:
                 found.notes.append(
-                    f"group {index}: state {key} is no partition and equal on all ranks; it is kept whole"
+                    f"group {index}: state {key} is not a partition and equal on all ranks; it is kept whole"
                 )
     found.problems += _compare_numbers(ordered)
     for key in sorted(_RECOMPUTED):
@@ -145,6 +147,6 @@ def _differ(shards: list[ShardFile], index: int, key: str) -> bool:
 
 
 def kept_whole(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
-    """What of a group's state is neither cut nor the step: numbers, and references to tensors."""
+    """State of a group that is neither cut nor the step: numbers, and references to tensors."""
     found = {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
     return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}

@@ -1,4 +1,4 @@
-"""Reads what a ``.pt`` file says about its tensors, without reading the tensors and without running its code.
+"""Reading of the description in a ``.pt`` file, without reading its tensors and without running its code.
 
 A file of ``torch.save`` is a zip archive, uncompressed (``ziparchive``): ``data.pkl`` describes the objects
 (``unpickling``), and each storage is a record ``data/<key>`` whose bytes lie at an offset known from the archive's
@@ -34,7 +34,7 @@ class RefusedFile(CheckpointError):
 
 @dataclass
 class TorchFile:
-    """What one ``.pt`` file holds: ``root``, its objects with :class:`TensorRef` for tensors, and its records.
+    """The content of one ``.pt`` file: ``root``, its objects with :class:`TensorRef` for tensors, and its records.
 
     ``records`` are the storages by key; ``others`` are all other records by name. ``strangers`` are the classes and
     functions of packages that not every loader has; ``root`` has stand-ins for them.
@@ -75,7 +75,7 @@ class TorchFile:
 
 
 def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int | None = None) -> TorchFile:
-    """Reads the description in a ``.pt`` file, no tensor data. ``base`` and ``num_bytes``: an archive within a file.
+    """Read the description in a ``.pt`` file, no tensor data. ``base`` and ``num_bytes``: an archive within a file.
 
     Raises ``CheckpointError`` for a file that is missing, truncated, corrupted, not of ``torch.save`` (1.6 or newer),
     or that asks for a function that no checkpoint needs.
@@ -99,7 +99,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
 
 @contextmanager
 def as_checkpoint_error(path: str) -> Iterator[None]:
-    """Within it, whatever damage makes Python raise becomes one ``CheckpointError`` that names ``path``."""
+    """A context in which every error that damage can cause becomes one ``CheckpointError`` that names ``path``."""
     try:
         yield
     except Refused as refused:

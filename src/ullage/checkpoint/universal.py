@@ -1,4 +1,4 @@
-"""The universal format of DeepSpeed: one file a state of a parameter, in its true shape, for any stage and world size.
+"""The universal format of DeepSpeed: one file per state of a parameter, in its true shape, for any number of ranks.
 
     zero/<parameter>/{fp32, exp_avg, ...}.pt    {"param": tensor, "cat_dim": ..., "vocab_tensor": ...}
     zero/<parameter>/step.pt                    the optimizer's step, as it was saved
@@ -147,7 +147,7 @@ def _described(name: str, content: dict[str, Any], source: TorchFile | None, fil
 
 
 def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
-    """What of the model states is written anew, and the names of what cannot be, of classes that torch makes."""
+    """The model states that are written anew, and the names of entries that cannot be, of classes that torch makes."""
     limit = _limit(model.source)
     content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
     left_out = [k for k, v in content.items() if not is_writable(v, limit)]
@@ -169,13 +169,13 @@ def notes_on_left_out(inventory: Inventory) -> list[str]:
 
 
 def _limit(source: TorchFile | None) -> int:
-    """Bytes of a description that is written anew: what the source holds once and names often is written as often."""
+    """Most bytes of a description that is written anew: an object that the source names often is written as often."""
     return (1 << 20) + 64 * (source.description_bytes if source else 0)
 
 
 @contextmanager
 def _in_file(source: TorchFile | None) -> Iterator[None]:
-    """Within it, an error that names no file names ``source``."""
+    """A context in which an error that names no file names ``source``."""
     try:
         yield
     except CheckpointError as error:
@@ -252,7 +252,7 @@ class _Reading:
         self.steps: dict[str, tuple[Any, str | None]] = {}
 
     def _tried(self, path: Path, read: Callable[[], Any]) -> Any:
-        """What ``read`` gives; None and a problem where the file cannot be read."""
+        """The result of ``read``; None and a problem where the file cannot be read."""
         try:
             return read()
         except RefusedFile:

@@ -1,4 +1,4 @@
-"""The pickle machine without code: containers are real, tensors become references, and every class a stand-in.
+"""Unpickling without running code: containers are real, tensors become references, and every class a stand-in.
 
 A pickle is a program that names functions and calls them; ``torch.load(weights_only=False)`` lets it call anything.
 Here nothing that a file names is ever imported or called:
@@ -297,7 +297,7 @@ def _stand_in(module: str, name: str) -> Any:
 
 
 def _is_refused(module: str, name: str) -> bool:
-    """Whether the name is a function that no checkpoint needs, in a package of which that can be said."""
+    """Whether the name is a function that no checkpoint needs, of a package whose functions are known."""
     package = module.partition(".")[0]
     is_class = name.lstrip("_")[:1].isupper() and (module, name) not in _NOT_DATA
     if (module, name) in _DATA_NAMES or (module, name) in _KNOWN_NAMES:
@@ -320,10 +320,11 @@ _LENGTH_BYTES = {code: n for n, codes in ((1, b"UC\x8a\x8c"), (4, b"TXB\x8b"), (
 
 
 def require_bounded(program: bytes) -> None:
-    """Refuses a program that would make the machine reserve memory for what it does not hold.
+    """Raise for a program that would make the machine reserve memory for objects that it does not hold.
 
     The machine keeps results by number, in a table as long as the largest number. Raises ``UnpicklingError``.
     """
+    # Walk over the instructions. Only those with a length or a result number need a look; the pattern skips the rest.
     at, size = 0, len(program)
     while at < size:
         at = _FIXED_SIZE.match(program, at).end()  # pyright: ignore[reportOptionalMemberAccess]
@@ -360,6 +361,7 @@ class Unpickler(pickle.Unpickler):
         self.strangers: dict[str, None] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """The stand-in for a name in the program. Raises :class:`Refused`."""
         # Old pickles name what has moved since Python 2.
         module, name = NAME_MAPPING.get((module_name, global_name), (module_name, global_name))
         module = IMPORT_MAPPING.get(module, module)
@@ -373,7 +375,7 @@ class Unpickler(pickle.Unpickler):
         if _is_refused(module, name):
             raise Refused(f"{module}.{name}")
         if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-            raise pickle.UnpicklingError("a name that is none")
+            raise pickle.UnpicklingError("not a valid name")
         package = module.partition(".")[0]
         if package not in _KNOWN_PACKAGES and package not in sys.stdlib_module_names:
             self.strangers[f"{module}.{name}"] = None

@@ -1,8 +1,8 @@
-"""Compares two checkpoints tensor by tensor, byte by byte, without holding either; and every file that a loader reads.
+"""Verification of a converted checkpoint: every byte of every tensor, and every file that a loader reads.
 
 Both sides are inventories, so the formats do not matter: the same elements are gathered from the fragments of each and
-compared. Where the target keeps another dtype, the source is cast first, as the conversion did. Beside tensors, what
-the target must hold is planned anew from the source, and looked for (``loaded``).
+compared. Where the target keeps another dtype, the source is cast first, as the conversion did. All that the target
+must hold beside tensors is laid out again from the source and compared (``loaded``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ def verify(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Problem]:
-    """Every difference between two checkpoints; ``[]`` when a loader of ``target`` gets what ``source`` holds.
+    """List every difference between two checkpoints; ``[]`` when a loader of ``target`` gets what ``source`` holds.
 
-    Compared is every byte of every tensor, and the content of every file that a loader of the target's format reads:
-    steps, hyperparameters, model states, indexes. The target may be without optimizer state altogether (weights only),
-    unless it was converted with it. Memory: two chunks a thread. Raises ``CheckpointError`` for a folder that is no
-    checkpoint.
+    Args:
+        source: the checkpoint that was converted: its folder, as for :func:`ullage.checkpoint.read`, or an inventory.
+        target: the converted checkpoint, likewise. It may be without optimizer state altogether (weights only), unless
+            it was converted with it.
+        workers: threads; by default two for each processor that this process may use, at most 8.
+        progress: called as ``progress(done, total)``, in bytes, from any thread.
+
+    Compares every byte of every tensor, and the content of every file that a loader of the target's format reads:
+    steps, hyperparameters, model states, indexes. Memory: two chunks of 2 MiB per thread. Raises ``CheckpointError`` for a
+    folder that is not a checkpoint.
     """
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
@@ -44,7 +50,7 @@ def verify(
 
 
 def _pairs(ours: Inventory, theirs: Inventory) -> tuple[list[Pair], list[Problem]]:
-    """Tensors to compare; and those that are missing, of another shape, or of another dtype."""
+    """The tensors to compare, and problems for those that are missing, of another shape, or of another dtype."""
     pairs: list[Pair] = []
     problems: list[Problem] = []
     weights_only = not loaded.has_optimizer(theirs)

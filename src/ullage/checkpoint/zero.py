@@ -1,4 +1,4 @@
-"""A ZeRO checkpoint as an inventory: the layout is derived, never read from a mapping.
+"""Reading of a ZeRO checkpoint into an inventory. The layout is derived, never read from a mapping.
 
 Stages 1 and 2 and BF16_Optimizer lay the parameters of a group end to end in one flat buffer, in the order of
 ``param_shapes`` (the order of memory, also under ``round_robin_gradients``), each followed by its alignment padding,
@@ -8,7 +8,7 @@ several hundred, is what no piece covers. ``group_paddings`` is recorded and nev
 compared and, where it disagrees because of ``round_robin_gradients``, reported and not followed.
 
 Stage 3 cuts each parameter by itself into W parts of ceil(numel / W) elements, and lays the parts of one rank end to
-end, sub-group by sub-group. Again a :class:`~ullage.layout.Layout`, one a parameter.
+end, sub-group by sub-group. Again a :class:`~ullage.layout.Layout`, one per parameter.
 
 Source: ``stage_1_and_2.py``, ``stage3.py`` and ``bf16_optimizer.py`` of DeepSpeed 0.19; files of before 0.16.4, which
 book all padding on the last rank, read the same, because the booking is not used.
@@ -35,6 +35,7 @@ from ullage.errors import CheckpointError
 
 def read_zero(path: Path) -> Inventory:
     """The inventory of a ZeRO folder (the tag's), or of stage 0. Raises ``CheckpointError`` when it is neither."""
+    # 1. The description of every file, and whether all files are there and agree.
     folder = Folder(path, shards.sort_files(path))
     read_files(folder)
     if plain.is_plain(folder):
@@ -51,10 +52,12 @@ def read_zero(path: Path) -> Inventory:
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
     if tp > 1 and not info:
         folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
+    # 2. Slices of trained parameters, rank by rank, then joined over tensor- and pipeline-parallel ranks.
     found = _Found()
     for model_rank in model_ranks:
         _read_model_rank(folder, model_rank, world, tp, found)
     tensors, twins = join_stages(folder, found.slices, patterns, tp)
+    # 3. Tensors that no optimizer holds.
     untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
     modules.note_left_out_parameters(folder)
     if patterns.info.get("affine_map"):
@@ -108,14 +111,14 @@ def _first(folder: Folder) -> ShardFile:
 
 @dataclass
 class _Found:
-    """What the model ranks hold: slices of trained parameters, and by rank the state that is no slice."""
+    """Content of the model ranks: slices of trained parameters, and by rank the state that is not cut."""
 
     slices: Stages = field(default_factory=dict)
     uncut: dict[int, Uncut] = field(default_factory=dict)
 
 
 def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
-    """Adds the slices of one model rank, parameter by parameter and key by key."""
+    """Add the slices of one model rank to ``found``, parameter by parameter and key by key."""
     model = folder.models.get((model_rank, 0))
     mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}
     if model is None or not mine:
@@ -170,7 +173,7 @@ def _group(
 
 
 def _param_groups(shard: ShardFile) -> list[dict[str, Any]]:
-    """Hyperparameters by group; for an elastic file, which holds none, one entry per group."""
+    """Hyperparameters by group; an elastic file holds no hyperparameters, and gets one entry per group."""
     step = shard.root.get("optimizer_state_dict", {}).get("base_optimizer_state_step")
     return shard.settings or [
         {"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))

@@ -1,8 +1,8 @@
-"""Where the records of a ``.pt`` file lie: its zip directory, read strictly.
+"""Records of a ``.pt`` file, from its zip directory, which is read strictly.
 
 ``torch.save`` writes records uncompressed, without comments, under one common folder. Readers of zip files differ in
-what they make of anything else: one believes the directory, another the header before the data. So whatever is not
-said the same by both is damage, and a file that passes means the same to every reader.
+what they make of anything else: one believes the directory, another the header before the data. So a file in
+which the two differ is damaged, and a file that passes means the same to every reader.
 Source: the zip specification (APPNOTE 4.3), and how ``caffe2/serialize/inline_container.cc`` of torch writes and reads.
 """
 
@@ -101,6 +101,7 @@ def read_records(part: Part) -> dict[str, ArchiveRecord]:
         ends.append((record.offset - part.base, end))
     if position != size:
         raise part.damaged("a directory that goes on after its last entry")
+    # Records may not overlap one another or the directory.
     ends.sort()
     if any(low < end for (low, _), (_, end) in zip(ends[1:], ends)) or (ends and ends[-1][1] > at):
         raise part.damaged("records that overlap")
