@@ -1,9 +1,9 @@
-"""Moving a batch to a device: one function, dispatched on the type of what it is given.
+"""Movement of a batch to a device, by one function that is dispatched on the type of its argument.
 
 Loops that ask ``hasattr(x, "to")`` or rebuild whatever looks like a tuple break on a ``PackedSequence`` (a namedtuple
-whose constructor wants other arguments), on frozen dataclasses, on mappings with a constructor of their own, and on
-objects whose ``to`` means something else. Here a type is either known, or a container that is copied and refilled
-without calling its constructor, or left alone. A container in which nothing moved is returned as it is.
+whose constructor takes other arguments), on frozen dataclasses, on mappings with a constructor of their own, and on
+objects whose ``to`` means something else. Here a type is known, or it is a container, which is copied and refilled
+without a call of its constructor, or it is left alone. A container in which nothing moved is returned as it is.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def to_device(
     non_blocking: bool = False,
     float_dtype: torch.dtype | None = None,
 ) -> T:
-    """The same thing with its tensors on ``device``.
+    """``value`` with its tensors on ``device``; the argument itself is never changed.
 
-    Knows tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
-    dataclasses, and any Mapping or Sequence, at any depth; strings, numbers, modules and unknown objects pass
-    untouched. ``float_dtype`` casts floating tensors on the way. Does not wait for the device if ``non_blocking``
-    and the memory is pinned. Never changes its argument.
+    value: tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
+        dataclasses, and any Mapping or Sequence of these, at any depth; strings, numbers, modules and unknown objects
+        are returned as they are
+    device: a device, its name, or its index
+    non_blocking: do not wait for the device, if the memory is pinned
+    float_dtype: the dtype to which floating tensors are cast; ``None`` keeps theirs
 
-    Teach it a type of your own::
+    Register a type of your own::
 
         @ullage.to_device.register(MyBatch)
         def _(value, device, *, non_blocking, float_dtype):
@@ -85,7 +87,7 @@ def _(value: RaggedBatch, **how: Any) -> RaggedBatch:
 
 @_move.register
 def _(value: PackedSequence, **how: Any) -> PackedSequence:
-    """``batch_sizes`` stays on the CPU, where every recurrent kernel wants it."""
+    """``batch_sizes`` stays on the CPU, where every recurrent kernel reads it."""
     data, sorted_indices, unsorted_indices = (
         _move(part, **how) for part in (value.data, value.sorted_indices, value.unsorted_indices)
     )
@@ -118,7 +120,8 @@ def _(value: tuple, **how: Any) -> tuple:
 def _(value: Mapping, **how: Any) -> Mapping:
     if isinstance(value, MappingProxyType):
         return MappingProxyType(_move(dict(value), **how))
-    if not isinstance(value, (dict, UserDict)):  # only these are known to own their items when copied
+    # Only a copy of these is known to have items of its own; others are rebuilt from their attributes.
+    if not isinstance(value, (dict, UserDict)):
         return _refill_attributes(value, _attributes(value), how)
     moved = {key: _move(item, **how) for key, item in value.items()}
     if _same(moved.values(), value.values()):
@@ -143,7 +146,7 @@ def _(value: Sequence, **how: Any) -> Sequence:
 
 
 def _attributes(value: Any) -> list[str]:
-    """The names under which an object holds things, in its dict and its slots."""
+    """The names of an object's attributes, in its dict and its slots."""
     slots = [name for base in type(value).__mro__ for name in _as_names(base.__dict__.get("__slots__", ()))]
     return [*getattr(value, "__dict__", ()), *(name for name in slots if name not in ("__dict__", "__weakref__"))]
 
@@ -157,7 +160,7 @@ def _same(moved: Any, original: Any) -> bool:
 
 
 def _refill_attributes(value: Any, names: list[str], how: dict[str, Any]) -> Any:
-    """A copy whose attributes are moved; frozen dataclasses and immutable containers keep their type and the rest."""
+    """A copy with the named attributes moved and everything else kept, its type and being frozen included."""
     moved = {name: _move(getattr(value, name), **how) for name in names if hasattr(value, name)}
     if all(new is getattr(value, name) for name, new in moved.items()):
         return value

@@ -173,38 +173,38 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
         (
             "a.jsonl",
             "text,b\nx,y\n",
-            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object a line, found text. "
-            "Rename the file, or write it anew",
+            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object per line, found text. "
+            "Rename the file, or write it again",
         ),
         (
             "a.jsonl",
             '{"text": "x"}\n{"text": \n',
-            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object a line, found line 2, "
-            "which is not a JSON object. Rename the file, or write it anew",
+            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object per line, found line 2, "
+            "which is not a JSON object. Rename the file, or write it again",
         ),
         (
             "a.csv",
             '{"text": "x"}\n{"text": "y"}\n',
             "the file is not what its ending .csv says (a.csv): expected comma-separated UTF-8 text, found JSON. "
-            "Rename the file, or write it anew",
+            "Rename the file, or write it again",
         ),
         (
             "a.parquet",
             "text\nx\n",
             "the file is not what its ending .parquet says (a.parquet): expected Parquet, found text. "
-            "Rename the file, or write it anew",
+            "Rename the file, or write it again",
         ),
         (
             "a.txt",
             "café".encode("latin-1"),
             "the file is not what its ending .txt says (a.txt): expected UTF-8 text, found bytes that are not UTF-8. "
-            "Rename the file, or write it anew",
+            "Rename the file, or write it again",
         ),
         (
             "a.json",
             b"\x1f\x8b\x08\x00",
             "the file is not what its ending .json says (a.json): expected a JSON list of objects, found gzip. "
-            "Rename the file, or write it anew",
+            "Rename the file, or write it again",
         ),
         (
             "a.xml",

@@ -130,7 +130,7 @@ def test_a_state_comes_back_when_asked_for_and_by_default_in_evaluation() -> Non
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"labels": LABELS}, "a model needs input_ids, inputs_embeds or encoder_outputs: found none"),
+        ({"labels": LABELS}, "a model needs input_ids or inputs_embeds: found neither"),
         ({"input_ids": SOURCES}, "a decoder needs labels or decoder_input_ids: found neither"),
         (
             {"input_ids": SOURCES, "labels": LABELS[:1]},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils.generic import find_labels
 
 from ullage import RaggedBatch
 from ullage.errors import InputError
-from ullage.models import Cell, RecurrentConfig, RecurrentForCausalLM, RecurrentModel, register_cell
+from ullage.models import (
+    Cell,
+    RaggedInputs,
+    RecurrentConfig,
+    RecurrentEncoderDecoder,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    RecurrentModel,
+    register_cell,
+)
 from ullage.models.cells import CELLS, State
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -245,3 +258,24 @@ def test_a_layer_is_called_once_whatever_the_lengths() -> None:
         seen.append(list(calls))
     assert seen[0] == seen[1] == seen[2]
     assert "model.layers.0.cells.0" in seen[0]
+
+
+def test_the_signature_names_what_transformers_and_peft_look_for() -> None:
+    """Trainer drops the columns that a forward does not name, and finds labels by it; generate() reads it too."""
+    fields = {field.name for field in dataclasses.fields(RaggedInputs)}
+    ignored = {"cu_seq_lens_k", "max_length_q", "max_length_k"}
+    for kind, own, labels in (
+        (RecurrentModel, {"past_key_values", "sequences"}, []),
+        (RecurrentForCausalLM, {"labels", "shift_labels", "logits_to_keep"}, ["labels", "shift_labels"]),
+        (RecurrentForSequenceClassification, {"labels", "use_cache"}, ["labels"]),
+        (RecurrentForTokenClassification, {"labels"}, ["labels"]),
+        (RecurrentEncoderDecoder, {"labels", "decoder_input_ids", "encoder_outputs"}, ["labels"]),
+    ):
+        parameters = inspect.signature(kind.forward).parameters
+        assert {"self", "kwargs"} | fields | ignored | own <= set(parameters)
+        assert "inputs" not in parameters
+        assert list(parameters)[:2] == ["self", "input_ids"]
+        assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD  # transformers: takes num_items_in_batch
+        assert find_labels(kind) == labels
+    config = RecurrentConfig(vocab_size=50, hidden_size=8)
+    assert "self" not in inspect.signature(RecurrentForCausalLM(config).forward).parameters

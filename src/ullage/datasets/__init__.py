@@ -1,4 +1,4 @@
-"""Where lengths, samples and text come from: mock distributions, the benchmarks' workloads, files, the docstrings.
+"""Sources of lengths, samples and text: mock distributions, the benchmarks' workloads, files, and docstrings.
 
 Names load when they are used: lengths need only numpy, samples torch, text and packing torch and the ``hf`` extra.
 """

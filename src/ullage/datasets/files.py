@@ -1,9 +1,9 @@
-"""Lengths out of files: what a person has at hand, in the format it is in.
+"""Lengths of sequences read from files of lengths, tokens or text.
 
 A file is read by its ending, and its first bytes must agree. A column holds lengths (integers), tokens (lists, whose
-lengths count) or text (strings, measured by a tokenizer). Which column: the one asked for; else one named for lengths
-(``length``, ``seq_len``, ``num_tokens`` and so on); else ``input_ids``; else the only one there is; else ``text``.
-The default tokenizer is ByT5's: one token a byte of UTF-8 and one for the end, so that it needs no vocabulary.
+lengths are counted) or text (strings, measured by a tokenizer). The column is the one asked for; else one named for
+lengths (``length``, ``seq_len``, ``num_tokens`` and so on); else ``input_ids``; else the only one; else ``text``.
+The default tokenizer is ByT5's: one token per byte of UTF-8 and one for the end, so that it needs no vocabulary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ullage.datasets.lengths import LENGTH_NAMES, is_number, mock_lengths, parse_csv
+from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
+from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
 from ullage.errors import InputError
 from ullage.layout import Int64, as_lengths
 
-#: What a column of text is called, where there are several columns.
+#: Names of a column of text among several columns.
 TEXT_NAMES = ("text", "content", "document")
 ENDINGS = (".npy", ".csv", ".txt", ".json", ".jsonl", ".parquet")
 
@@ -38,7 +39,7 @@ Measure = Callable[[Sequence[str]], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Lengths and what they were taken from: int64 ``lengths`` [n] in ``unit``, from ``column`` (None: no columns)."""
+    """Lengths with their source: int64 ``lengths`` [n] in ``unit``, from ``column`` (``None``: no columns)."""
 
     lengths: Int64
     column: str | None = None
@@ -46,12 +47,16 @@ class Measured:
 
 
 def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokenizer: str | None = None) -> Measured:
-    """The lengths that a file holds. ``tokenizer``: for text, a name or folder for ``AutoTokenizer``.
+    """The lengths in a file, int64 [n].
 
-    Formats: .npy (one dimension of integers), .csv, .txt (integers apart by white space or commas; with
-    ``column="text"``, a text a line), .jsonl (an object, a list or an integer a line), .json (a list of integers, or a
-    mock distribution), .parquet. Raises ``InputError`` for a file that is missing, empty, not what its ending says, or
-    lacks the column, which names those there are.
+    path: .npy (one dimension of integers), .csv, .txt (integers between white space or commas; with ``column="text"``,
+        one text per line), .jsonl (an object, a list or an integer per line), .json (a list of integers, or a mock
+        distribution) or .parquet
+    column: of the lengths, tokens or text; chosen as the module says if ``None``
+    tokenizer: for text, a name or folder for ``AutoTokenizer``
+
+    Raises ``InputError`` for a file that is missing, empty, not what its ending says, or lacks the column; the message
+    lists the columns of the file.
     """
     path = Path(path)
     ending = path.suffix.lower()
@@ -67,7 +72,7 @@ def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokeni
 
 
 def read_stream(stream: BinaryIO, column: str | None = None, tokenizer: str | None = None) -> Measured:
-    """The lengths that a stream holds, in any of the formats of :func:`read_lengths`, known by its first bytes."""
+    """The lengths in a stream of any of the formats of :func:`read_lengths`, recognised by its first bytes."""
     data = stream.read()
     head = data.lstrip(b"\xef\xbb\xbf \t\r\n")
     if data.startswith(_NPY):
@@ -138,7 +143,7 @@ def _from_npy(file: BinaryIO, where: str) -> Int64:
 
 
 def _lengths(values: Any, where: str) -> Int64:
-    """``values`` as lengths; what is wrong with them is said with the file's name."""
+    """``values`` as lengths; errors name the file."""
     try:
         return as_lengths(values)
     except InputError as error:
@@ -160,18 +165,11 @@ def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) 
                 "a .txt file must hold integers",
                 where=where,
                 found=repr(word[:40]),
-                hint="--column text measures a text a line",
+                hint="--column text measures one text per line",
             )
     return Measured(
-        _lengths(np.array([_number(word) for word in words] or [], dtype=None if words else np.int64), where)
+        _lengths(np.array([as_number(word) for word in words] or [], dtype=None if words else np.int64), where)
     )
-
-
-def _number(word: str) -> int | float:
-    try:
-        return int(word)
-    except ValueError:
-        return float(word)
 
 
 def _from_json(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -228,7 +226,7 @@ def _from_records(records: list[Any], where: str, column: str | None, tokenizer:
 
 
 def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column of these to measure, as the module's opening says. Raises ``InputError`` that names them all."""
+    """The column among ``names`` to measure, as the module says. Raises ``InputError`` that lists them all."""
     if column is not None:
         if column not in names:
             raise InputError("a column is missing", where=where, expected=column, found=", ".join(names) or "none")
@@ -276,7 +274,7 @@ def _of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -
 
 
 def measure(tokenizer: str | None) -> Measure:
-    """What counts the tokens of texts; ``None`` counts bytes of UTF-8 and one for the end, as ByT5 does."""
+    """The function that counts the tokens of texts; for ``None``, bytes of UTF-8 and one for the end, as in ByT5."""
     if tokenizer is None:
         return lambda texts: [len(text.encode("utf-8", "surrogatepass")) + 1 for text in texts]
     encode = load_tokenizer(tokenizer)
@@ -286,7 +284,7 @@ def measure(tokenizer: str | None) -> Measure:
 
 
 def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Texts in, token ids out. ``None`` is ByT5's, which needs no files; else what ``AutoTokenizer`` takes."""
+    """The function from texts to token ids, of ByT5's tokenizer for ``None``, else of what ``AutoTokenizer`` loads."""
     try:
         from transformers import AutoTokenizer, ByT5Tokenizer
     except ImportError as error:
@@ -299,6 +297,13 @@ def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]
         except (OSError, ValueError, ImportError) as error:
             raise InputError("a tokenizer cannot be loaded", where=name, found=str(error).split("\n")[0]) from error
     return lambda texts: loaded(list(texts))["input_ids"]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that the libraries below a reader raised first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -343,13 +348,9 @@ def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Mea
     import pyarrow.compute as pc
 
     place = f"{where}, column {column}"
-    if array.null_count:
-        raise InputError(
-            "a value is missing",
-            where=f"{place}, row {int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])}",
-        )
+    require_values(array, place)
     kind = array.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         if tokenizer is None:
             return Measured(
                 pc.call_function("binary_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64) + 1,
@@ -357,10 +358,8 @@ def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Mea
                 BYTES,
             )
         return _of_texts(array.to_pylist(), column, tokenizer)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return Measured(
-            pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64), column
-        )
+    if is_list(kind):
+        return Measured(list_lengths(array), column)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return Measured(_lengths(array.to_numpy(zero_copy_only=False), place), column)
     raise InputError("a column holds neither lengths nor tokens nor text", where=place, found=str(kind))

@@ -1,12 +1,12 @@
-"""Lengths without data: Megatron's mock distributions, and the six workloads that the benchmarks plan.
+"""Lengths without data: Megatron's mock distributions, and the six workloads of the benchmarks.
 
 A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``: ``mode`` is ``file``
 (lengths from a CSV), ``distribution`` (``type`` lognormal, with ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``,
 ``lognormal_sigma``) or ``verification`` (the same distribution with defaults; ``data_path`` names real tokens, which
 lengths do not need). The samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are
-drawn from numpy's legacy generator, seeded with 0 unless told otherwise, because that is what upstream seeds: the
-first *n* lengths here are the first *n* lengths there. One thing differs on purpose: upstream's CSV reader takes the
-first length of a file without a header for a header and loses it; here it is kept.
+drawn from numpy's legacy generator, by default with seed 0, as upstream draws them: the first *n* lengths here are the
+first *n* lengths there. One thing differs on purpose: upstream's CSV reader takes the first length of a file without a
+header for a header and loses it; here it is kept.
 
 A workload is a function of (n, seed) that gives int64 lengths, at most its capacity, the same on every machine; but
 ``code`` counts the tokens of the running Python's own standard library and so varies with its version.
@@ -33,7 +33,7 @@ import numpy as np
 from ullage.errors import InputError
 from ullage.layout import Int64, as_lengths
 
-#: How many lengths a mock distribution holds when nobody says; upstream's number.
+#: Default number of lengths of a mock distribution, upstream's too.
 MOCK_SIZE = 1_000_000
 
 _LOGNORMAL = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
@@ -48,12 +48,15 @@ _MOCK_KEYS = {
 def mock_lengths(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None, n: int | None = None, seed: int = 0
 ) -> Int64:
-    """The lengths, in tokens, of Megatron's mock data: int64 [n].
+    """The lengths of Megatron's mock data in tokens, int64 [n].
 
-    ``config``: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
-    benchmarks (mean 4096, sigma 1.1, 1024 to 8192). ``n``: how many; ``None`` is all of a file and a million of a
-    distribution; a file with fewer begins again. Raises ``InputError`` for unknown or missing keys, values of the
-    wrong kind, and files that cannot be read. Source: see the module.
+    config: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
+        benchmarks (mean 4096, sigma 1.1, 1024 to 8192)
+    n: number of lengths; ``None`` is all of a file and a million of a distribution; a shorter file begins again
+    seed: of a distribution
+
+    Raises ``InputError`` for unknown or missing keys, values of the wrong kind, and files that cannot be read. Source:
+    see the module.
 
     >>> mock_lengths({"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
     ...               "mean_seq_len": 4096, "lognormal_sigma": 1.1}, n=4)
@@ -71,7 +74,7 @@ def mock_lengths(
 
 
 def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """``config`` as a dict with every key, checked. Relative paths are of here, or of the JSON file's folder.
+    """``config`` as a valid dict with every key. Relative paths start here, or in the JSON file's folder.
 
     Raises ``InputError`` as :func:`mock_lengths` does.
     """
@@ -148,7 +151,7 @@ def _lognormal(config: Mapping[str, Any], n: int, seed: int) -> Int64:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file, a byte-order mark removed. Raises ``InputError`` if there is none."""
+    """The text of a UTF-8 file, a byte-order mark removed. Raises ``InputError`` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -163,11 +166,11 @@ def read_csv(path: str | os.PathLike[str], column: str | None = None) -> Int64:
 
 
 def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
-    """Lengths from CSV text: all numbers row by row, or one column of those that a header names.
+    """Lengths from CSV text, int64 [n]: all numbers row by row, or one of the columns that a header names.
 
-    The first row is a header if any cell of it is not a number. Under a header with several columns, ``column`` says
-    which; without it there must be exactly one whose name speaks of a length. Raises ``InputError`` that names the
-    columns there are, or the first cell that is no integer.
+    The first row is a header if any cell of it is not a number. Under a header with several columns, ``column`` names
+    one; without it, exactly one must have a name for lengths. Raises ``InputError`` that lists the columns, or names
+    the first cell that is not an integer.
     """
     rows = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if any(cell.strip() for cell in row)]
     if not rows:
@@ -180,11 +183,12 @@ def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
     if not cells:
         raise InputError("a file holds no lengths", where=where, hint="it has a header and no rows")
     try:
-        return as_lengths(np.array([_as_integer(cell) for cell in cells]))
+        return as_lengths(np.array([as_number(cell) for cell in cells]))
     except ValueError as error:
         raise InputError("a file holds something that is not a length", where=where, found=str(error)) from error
 
 
+#: Names of a column of lengths, in lower case.
 LENGTH_NAMES = (
     "length",
     "lengths",
@@ -214,6 +218,7 @@ def _length_column(header: list[str], column: str | None, where: str) -> int:
 
 
 def is_number(cell: str) -> bool:
+    """True if Python reads the text as a number."""
     try:
         float(cell)
     except ValueError:
@@ -221,8 +226,8 @@ def is_number(cell: str) -> bool:
     return True
 
 
-def _as_integer(cell: str) -> int | float:
-    """The integer a cell holds; a float only where ``as_lengths`` shall judge it."""
+def as_number(cell: str) -> int | float:
+    """The integer in a text; a float only where ``as_lengths`` decides whether it is whole. Raises ``ValueError``."""
     try:
         return int(cell)
     except ValueError:
@@ -294,7 +299,7 @@ def _library_lengths() -> Int64:
     return counts
 
 
-#: Workload -> its lengths, as ``WORKLOADS[name](n, seed)``: int64 [n], in tokens, none above the capacity.
+#: The lengths of each workload, as ``WORKLOADS[name](n, seed)``: int64 [n], in tokens, none above the capacity.
 WORKLOADS: dict[str, Callable[[int, int], Int64]] = {
     "megatron": _megatron,
     "chat": _chat,
@@ -304,7 +309,7 @@ WORKLOADS: dict[str, Callable[[int, int], Int64]] = {
     "code": _code,
 }
 
-#: Workload -> the capacity, in slots a rank and microbatch, that it is planned with.
+#: The capacity with which each workload is planned, in slots per rank and microbatch.
 CAPACITIES: dict[str, int] = {
     "megatron": 8192,
     "chat": 32768,

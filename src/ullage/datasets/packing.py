@@ -1,14 +1,14 @@
-"""A file of sequences into a file of packed rows, in two passes and little memory.
+"""Packing of a file of sequences into a file of rows, in two passes and little memory.
 
-The first pass streams the input through ``datasets``, makes tokens of it, and lays them end to end in a flat file on
-disk; only the lengths stay in memory. Then all of them are packed at once (packing window by window wastes what does
-not fit together by chance). The second pass gathers each row's sequences from the flat file and writes Parquet, group
-by group. Everything is written in a folder beside the target and moved to its place when it is whole.
+The first pass streams the input through ``datasets``, makes tokens of it, and writes them end to end into a flat file;
+only the lengths stay in memory. Then all sequences are packed at once, since packing window by window leaves more
+padding. The second pass gathers each row's sequences from the flat file and writes Parquet, group by group. Everything
+is written in a folder beside the target, and moved to its place when it is complete.
 
-A packed row is what padding-free trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin again with each
-sequence (what transformers tells sequences apart by), and ``seq_lengths`` (what TRL does). The first label of each
-sequence is −100, so that a loss that shifts never crosses a boundary, as transformers' own flattening has it. Rows are
-shuffled, because packing leaves the long sequences in front.
+A packed row has the columns that padding-free trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin
+again with each sequence (by which transformers tells sequences apart), and ``seq_lengths`` (by which TRL does). The
+first label of each sequence is −100, so that a loss that shifts never crosses a boundary, as in transformers' own
+flattening. Rows are shuffled, because packing puts the long sequences first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.datasets.files import TEXT_NAMES, load_tokenizer
-from ullage.errors import InputError
+from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
+from ullage.datasets.files import TEXT_NAMES, load_tokenizer, root_cause
+from ullage.errors import InputError, require_int, require_one_of
 from ullage.layout import Int64, Layout, starts_of
 
 #: Readers of ``datasets`` by ending.
@@ -39,8 +40,12 @@ _OVERSIZE = ("error", "truncate", "drop")
 
 @dataclass(frozen=True)
 class PackReport:
-    """What was packed: ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, ``capacity_tokens = num_tokens
-    + padding_tokens``. ``num_empty``: sequences without tokens, left out. ``lower_bound``: rows at the least."""
+    """Counts of a packing.
+
+    ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, and ``capacity_tokens = num_tokens +
+    padding_tokens``. ``num_sequences`` are in the rows, ``num_empty`` had no tokens and were left out, ``lower_bound``
+    is the least possible number of rows, and ``ullage`` the share of the capacity that is padding.
+    """
 
     num_rows: int
     lower_bound: int
@@ -68,13 +73,19 @@ def pack_file(
     seed: int = 0,
     progress: bool | None = False,
 ) -> PackReport:
-    """Packs the sequences of ``source`` into rows of at most ``capacity`` tokens, written to ``target`` (.parquet).
+    """Pack the sequences of a file into rows of at most ``capacity`` tokens.
 
-    ``column``: holds lists of token ids, or text; by default ``input_ids``, else the text. ``tokenizer``: for text, a
-    name or folder for ``AutoTokenizer``; by default ByT5's bytes. A column ``labels`` beside token ids is carried.
-    ``oversize``: what becomes of a longer sequence: ``"error"``, ``"truncate"`` or ``"drop"``. ``seed``: of the order
-    of rows. ``progress``: bars on standard error; ``None`` only on a terminal. Raises ``InputError``; then ``target``
-    is as it was.
+    source: .jsonl, .json, .parquet, .csv or .txt
+    target: .parquet; an existing file is replaced
+    capacity: tokens per row
+    column: of token ids or text; by default ``input_ids``, else the text. A column ``labels`` beside token ids is
+        carried along
+    tokenizer: for text, a name or folder for ``AutoTokenizer``; by default ByT5's bytes
+    oversize: treatment of a sequence longer than a row: ``"error"``, ``"truncate"`` or ``"drop"``
+    seed: of the order of rows
+    progress: show bars on standard error; ``None`` only on a terminal
+
+    Raises ``InputError`` for a file that cannot be read, packed or written; ``target`` is then as it was.
     """
     source, target = Path(source), Path(target)
     require_packing_sizes(capacity, oversize)
@@ -91,14 +102,12 @@ def pack_file(
 
 def require_packing_sizes(capacity: int, oversize: str) -> None:
     """Raises ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise InputError("capacity must be an integer", expected=">= 1", found=capacity)
-    if oversize not in _OVERSIZE:
-        raise InputError("no such oversize", expected=" or ".join(map(repr, _OVERSIZE)), found=repr(oversize))
+    require_int(capacity, "capacity", least=1)
+    require_one_of(oversize, _OVERSIZE, "oversize")
 
 
 class _Spool:
-    """Tokens end to end in a file, labels in another if there are any; lengths in memory."""
+    """Flat files of tokens and, if there are any, labels; their lengths in memory."""
 
     def __init__(self, tokens: IO[bytes], labels: IO[bytes]) -> None:
         self.tokens, self.labels = tokens, labels
@@ -137,10 +146,8 @@ def _fill(spool: _Spool, source: Path, column: str | None, tokenizer: str | None
         for table in batches:
             array = table[name].combine_chunks()
             where = f"{source}, column {name}"
-            if array.null_count:
-                missing = row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-                raise InputError("a value is missing", where=f"{where}, row {missing}")
-            if _is_text(array.type):
+            require_values(array, where, row)
+            if is_text(array.type):
                 encode = encode or load_tokenizer(tokenizer)
                 ids = encode(array.to_pylist())
                 lengths = np.array([len(one) for one in ids], np.int64)
@@ -163,7 +170,7 @@ def _quiet(progress: bool | None) -> bool | None:
 
 
 def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
-    """The column to pack, and the file as Arrow tables. Every way a file can be broken is one ``InputError``."""
+    """The column to pack, and the file as Arrow tables. Raises ``InputError`` for a file that is broken in any way."""
     try:
         import datasets
     except ImportError as error:
@@ -200,31 +207,23 @@ def _guarded(first: Any, tables: Iterator[Any], source: Path) -> Iterator[Any]:
 
 
 def _unreadable(source: Path, error: Exception) -> InputError:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    cause = root_cause(error)
     said = str(cause).strip().split("\n")[0] or type(cause).__name__
     return InputError("a file is not what its ending says, or is broken", where=str(source), found=said)
 
 
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
 def _column(schema: Any, column: str | None, where: str) -> str:
-    """The column to pack. Raises ``InputError`` that names those there are."""
+    """The column to pack. Raises ``InputError`` that lists the columns."""
     import pyarrow as pa
 
     def usable(name: str) -> bool:
         kind = schema.field(name).type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            return _is_text(kind)
+        if not is_list(kind):
+            return is_text(kind)
         # Lists that are all empty have values of no type.
         return pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)
 
-    texts = [name for name in schema.names if _is_text(schema.field(name).type)]
+    texts = [name for name in schema.names if is_text(schema.field(name).type)]
     named = [name for name in texts if name.lower() in TEXT_NAMES]
     if column is None:
         found = ["input_ids"] if "input_ids" in schema.names else texts if len(texts) == 1 else named
@@ -246,12 +245,10 @@ def _column(schema: Any, column: str | None, where: str) -> str:
 
 def _flat(array: Any, where: str, least: int) -> tuple[npt.NDArray[np.int32], Int64]:
     """The values of an Arrow list array end to end, and the length of each list."""
-    import pyarrow.compute as pc
-
     values = array.flatten()
     if values.null_count:
         raise InputError("a token is missing", where=where)
-    lengths = pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths = list_lengths(array)
     tokens = values.to_numpy(zero_copy_only=False)
     outside = np.flatnonzero((tokens < least) | (tokens >= 2**31)) if len(tokens) else []
     if len(outside):
@@ -310,10 +307,12 @@ def _write(
     placed = np.flatnonzero(kept)
     if not len(placed):
         raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
+    # All sequences into bins at once; the bins, shuffled, are the rows.
     ids, cu_ids = pack_lengths(kept[placed], capacity)
     order = np.random.default_rng(seed).permutation(len(cu_ids) - 1)
     partial = folder / "rows.parquet"
-    rows = _Rows(folder, lengths, kept, spool.has_labels)
+    rows = _PackedRows(folder, lengths, kept, spool.has_labels)
+    # Rows in groups of about as many tokens as are held in memory at once.
     with (
         tqdm(desc="write", total=len(order), unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar,
         pq.ParquetWriter(partial, _schema()) as writer,
@@ -347,8 +346,8 @@ def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64
     return index, layout, np.cumsum([0, *map(len, group)])
 
 
-class _Rows:
-    """Packed rows, gathered from the spooled files."""
+class _PackedRows:
+    """Packed rows, gathered from the flat files."""
 
     def __init__(self, folder: Path, lengths: Int64, kept: Int64, has_labels: bool) -> None:
         self.tokens = np.memmap(folder / "tokens", np.int32, "r")
@@ -356,7 +355,7 @@ class _Rows:
         self.starts, self.kept = starts_of(lengths), kept
 
     def table(self, group: list[Int64]) -> Any:
-        """One row for each array of sequence ids."""
+        """An Arrow table with a row for each array of sequence ids."""
         import pyarrow as pa
 
         index, layout, cuts = gathered_rows(group, self.starts, self.kept)

@@ -1,4 +1,4 @@
-"""Samples of Megatron's mock data: what its SFT dataset gives for a sequence, made from a length and a number.
+"""Samples of Megatron's mock data, made from a length and a seed as its SFT dataset makes them.
 
 A sequence of *L* tokens is 1, 2, ..., L − 1 and an end-of-document token. Its labels are the next tokens, its positions
 0 to L − 1, its loss mask 1 everywhere but at the last token, which has no next one. Source: ``MockSFTDataset`` in
@@ -22,12 +22,13 @@ from ullage.errors import InputError
 
 
 class MockSamples:
-    """A map-style dataset of Megatron-like samples, the same on every machine and however often it is read.
+    """Map-style dataset of Megatron-like samples, the same on every machine and at every reading.
 
-    ``config``, ``n``, ``seed``: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``.
-    ``vocab_size``: draw the tokens from ``[1, vocab_size)``, from ``seed`` and the index alone; ``None`` counts them
-    up as upstream does. ``eod``, ``pad``: token ids. ``max_length``: longer sequences are cut to it, end-of-document
-    token included. ``pad_to_multiple_of``: pad each sample to such a length as upstream does.
+    config, n, seed: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``
+    vocab_size: draw tokens from ``[1, vocab_size)``, by ``seed`` and index alone; ``None`` counts them up as upstream
+    eod, pad: token ids of the end of a document and of padding
+    max_length: tokens to which longer sequences are cut, end-of-document token included
+    pad_to_multiple_of: pad each sample to such a length, as upstream does
 
     A sample has ``tokens``, ``labels``, ``position_ids`` int64 [length], ``loss_mask`` float32 [length], and
     ``original_seq_len``, ``padded_seq_len`` int32. Raises ``InputError`` for a configuration that cannot be used.

@@ -1,4 +1,4 @@
-"""Lengths of a data set's sequences where they are known without reading a sample.
+"""Lengths of a data set's sequences, where they are known without reading a sample.
 
 =============================================  ==================================================================
 data set                                       lengths
@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
+from ullage.datasets.arrow import is_list, list_lengths
 from ullage.layout import Int64, Layout
 
 
 def stored_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> Int64 | None:
-    """The length of each sequence in tokens, int64 [n], in the order of the data set; ``None`` where not known.
+    """The length of each sequence in tokens, int64 [n], in the order of the data set; ``None`` if not known.
 
-    ``column``: the field that holds a sequence's tokens; ``length_column``: the one with its length, if there is one.
-    Padding that a sample stores counts. Takes a fraction of a second for a million sequences.
+    ``column`` holds a sequence's tokens, ``length_column`` its length, if it exists. Padding within a stored sample
+    counts as tokens. Takes a fraction of a second for a million sequences.
 
     >>> stored_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]).tolist()
     [3, 1]
@@ -57,22 +58,17 @@ def _length(sample: Any, column: str) -> int:
 
 
 def _of_arrow(dataset: Any, column: str, length_column: str) -> Int64 | None:
-    """Those of a ``datasets.Dataset``; a transform of the user's may make other samples of what is stored."""
+    """Lengths of a ``datasets.Dataset``; not known under a transform, whose samples may differ from the stored ones."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     chosen = length_column if length_column in dataset.column_names else column
     if chosen not in dataset.column_names or dataset.format["type"] == "custom":
         return None
     stored = dataset.data.column(chosen)
-    kind = stored.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        stored = pc.call_function("list_value_length", [stored])
-    elif not (chosen == length_column and pa.types.is_integer(kind)):
+    lists = is_list(stored.type)
+    if stored.null_count or not (lists or (chosen == length_column and pa.types.is_integer(stored.type))):
         return None
-    if stored.null_count:
-        return None
-    lengths = stored.to_numpy().astype(np.int64)
+    lengths = list_lengths(stored) if lists else stored.to_numpy().astype(np.int64)
     # A shuffled or filtered data set is a table of row numbers over the table of rows.
     rows = getattr(dataset, "_indices", None)
     return lengths if rows is None else lengths[rows.column(0).to_numpy()]

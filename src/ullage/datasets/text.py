@@ -1,15 +1,14 @@
-"""Text of unequal lengths: files of the user's own, and a corpus that every machine has.
+"""Text of unequal lengths, from files and from a corpus that every machine has, as data sets of tokens.
 
 The corpus is the docstrings of the running Python's standard library: the source files are parsed with ``ast`` in
-the order of their paths, nothing is imported, and each docstring is taken once. They run from one line to
-thousands of bytes, so they are a fair sample of the trouble this library is about.
+the order of their paths, nothing is imported, and each docstring is taken once. Their lengths run from one line to
+thousands of bytes.
 
 Files are read by ``datasets`` (one column of strings, or of token ids); before that the first bytes are compared
-with what the ending promises, because a parser that accepts anything turns a wrong name into a bad model.
+with the ending, because a parser that accepts anything turns a wrong name into a bad model.
 
-Tokens lie end to end in one flat array, with a :class:`~ullage.layout.Layout` over it. What held-out evaluation
-gets is chosen by a hash of the sample itself, so it does not depend on order, and equal samples never lie on both
-sides.
+Tokens lie end to end in one flat array, with a :class:`~ullage.layout.Layout` over it. Samples are held out for
+evaluation by a hash of their content, so the choice does not depend on order, and equal samples are on one side.
 """
 
 from __future__ import annotations
@@ -28,26 +27,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from ullage.datasets.files import root_cause
 from ullage.errors import InputError
 from ullage.layout import Layout
 
-#: A text, or a sequence that is token ids already.
+#: A text, or a sequence of token ids.
 Sample = str | list[int]
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 _HEAD_BYTES = 4096
-#: What the readers of ``datasets`` say of a right file without rows: .csv, .parquet.
+#: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset(torch.utils.data.Dataset):
-    """A map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64.
+    """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64.
 
-    ``values`` holds the tokens of all sequences end to end, ``layout`` says where each lies. ``num_truncated``
-    sequences were cut to the maximum length and lost ``truncated_tokens`` tokens in all: tokens in = ``num_tokens``
-    + ``truncated_tokens``.
+    values: the tokens of all sequences end to end
+    layout: where each sequence lies in ``values``
+    num_truncated: sequences that were cut to the maximum length
+    truncated_tokens: the tokens that they lost; tokens in = ``num_tokens`` + ``truncated_tokens``
     """
 
     values: np.ndarray
@@ -67,11 +68,11 @@ class TokenDataset(torch.utils.data.Dataset):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """Tokens of all sequences."""
         return self.layout.num_tokens
 
     def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
-        """Raises ``InputError`` for the first id outside ``range(vocab_size)``; names sample and position."""
+        """Raise ``InputError`` for the first id outside ``range(vocab_size)``, with its sample and position."""
         bad = np.flatnonzero((self.values < 0) | (self.values >= vocab_size))
         if not len(bad):
             return
@@ -114,9 +115,9 @@ def docstrings() -> list[str]:
 
 
 def docstring_lengths(n: int | None = None, seed: int = 0, max_length: int = 1024) -> np.ndarray:
-    """Lengths of the docstrings as ``ullage train`` has them, in bytes and one for the end, cut to ``max_length``.
+    """Lengths of the docstrings in bytes and one for the end, cut to ``max_length`` as in ``ullage train``, int64 [n].
 
-    int64 [n]: ``n`` of them drawn without replacement, or all in their order.
+    ``n`` of them are drawn without replacement; ``None`` is all, in their order.
     """
     lengths = np.minimum([len(text.encode()) + 1 for text in docstrings()], max_length).astype(np.int64)
     return lengths if n is None else np.random.default_rng(seed).permutation(lengths)[:n]
@@ -129,9 +130,9 @@ def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float = 0.05) -> tuple[list[Sample], list[Sample]]:
-    """``(for training, held out)``: about ``fraction`` of the samples is held out, chosen by a hash of each sample.
+    """Samples split into ``(for training, held out)``; a hash of each decides, for about ``fraction`` of them.
 
-    Order is kept on both sides. Training never gets nothing: if all samples fall on the other side, none is held out.
+    Order is kept on both sides. If all samples fall on the side held out, all are for training instead.
     """
     if not 0.0 <= fraction < 1.0:
         raise InputError("the held-out fraction is out of range", expected="0 <= fraction < 1", found=fraction)
@@ -147,11 +148,10 @@ def split_held_out(samples: Sequence[Sample], fraction: float = 0.05) -> tuple[l
 def load_text(path: str | Path, column: str | None = None) -> list[Sample]:
     """The texts of a .jsonl, .json, .csv, .parquet or .txt file, in its order.
 
-    ``column`` names the column; without it, ``text`` is taken, or else the only column that could be meant. A column
-    of integer lists gives token ids. A .txt file gives one text a line, and blank lines separate without being texts.
-    The whole column is held in memory, and nothing stays behind in any cache. Raises ``InputError`` for a missing
-    file, a file that is not what its ending says, a missing column (the message names those there are), an empty file
-    and an empty text (the message names it).
+    ``column`` holds the texts, or lists of token ids; by default ``text``, else the only column of either kind. A .txt
+    file has one text per line; blank lines are skipped. The whole column is held in memory, and nothing is left in any
+    cache. Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the
+    message lists the columns), an empty file, and an empty text (the message says which).
     """
     path = Path(path)
     if not path.is_file():
@@ -192,7 +192,7 @@ def _empty(path: Path) -> InputError:
 
 
 def _require_content(path: Path, ending: str) -> None:
-    """Compares the first bytes of the file with what its ending says."""
+    """Raise ``InputError`` where the first bytes of the file do not fit its ending."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         file.seek(0)
@@ -220,7 +220,7 @@ def _require_content(path: Path, ending: str) -> None:
 def _promised(ending: str) -> str:
     return {
         ".parquet": "Parquet",
-        ".jsonl": "one JSON object a line",
+        ".jsonl": "one JSON object per line",
         ".json": "a JSON list of objects",
         ".csv": "comma-separated UTF-8 text",
         ".txt": "UTF-8 text",
@@ -233,7 +233,7 @@ def _not_what_it_says(path: Path, ending: str, expected: str, found: str) -> Inp
         where=str(path),
         expected=expected,
         found=found,
-        hint="rename the file, or write it anew",
+        hint="rename the file, or write it again",
     )
 
 
@@ -274,14 +274,12 @@ def _read_table(path: Path, ending: str) -> Any:
         raise _empty(path)
     bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is said in one line below
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below holds what it would log
     try:
         with tempfile.TemporaryDirectory(prefix="ullage-") as cache:
             return reader(str(path), cache_dir=cache, keep_in_memory=True, **options)
     except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = root_cause(error)
         if any(sign in str(cause) for sign in _NO_ROWS):
             raise _empty(path) from error
         found = _bad_line(path) if ending == ".jsonl" else None
@@ -344,9 +342,9 @@ def _kind(feature: Any) -> str:
 
 
 def byte_tokenizer() -> Any:
-    """transformers' byte tokenizer: ids 3 to 258 are bytes, 0 is padding, 1 ends a text, 2 is unknown. No download.
+    """transformers' byte tokenizer, without a download: ids 3 to 258 are bytes, 0 pads, 1 ends a text, 2 is unknown.
 
-    A text that contains ``</s>`` or ``<pad>`` is taken as the bytes it is.
+    ``</s>`` or ``<pad>`` within a text are bytes like any others.
     """
     from transformers import ByT5Tokenizer
 
@@ -354,10 +352,10 @@ def byte_tokenizer() -> Any:
 
 
 def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None = None) -> TokenDataset:
-    """Token ids of ``samples``, each ended by the tokenizer's end token, cut to ``max_length`` tokens where longer.
+    """Data set of the tokens of ``samples``, each ended by the tokenizer's end token and cut to ``max_length`` tokens.
 
-    Samples that are token ids already are taken as they are. Raises ``InputError`` for no samples, and for a sample
-    that has no tokens (names it).
+    Samples of token ids get no end token. Raises ``InputError`` if there are no samples, and for a sample without
+    tokens (the message says which).
     """
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)

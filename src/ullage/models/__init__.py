@@ -1,4 +1,4 @@
-"""Recurrent models for the Hugging Face world, for sequences of unequal length without padding.
+"""Recurrent models for transformers, on sequences of unequal length without padding.
 
 Importing this package registers them with the Auto classes, so that ``AutoModelForCausalLM.from_pretrained`` and
 ``AutoModelForSeq2SeqLM.from_pretrained`` load what was saved.
@@ -22,6 +22,7 @@ from ullage.models.classification import RecurrentForSequenceClassification, Rec
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.encoder_decoder import RecurrentEncoderDecoder
 from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
+from ullage.models.inputs import RaggedInputs
 from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
 from ullage.models.scan import linear_scan
@@ -42,6 +43,7 @@ __all__ = [
     "LSTMCell",
     "MinGRUCell",
     "MinLSTMCell",
+    "RaggedInputs",
     "ReLUCell",
     "RecurrentConfig",
     "RecurrentEncoderDecoder",

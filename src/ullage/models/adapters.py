@@ -2,8 +2,8 @@
 
 PEFT adapts layers by their type, and knows no recurrent one. It also adapts parameters by their name: while such a
 module runs, its weight *W* is *W* + *BA* (a torch parametrisation), whatever the module does with it. That is all a
-recurrent weight needs, so nothing has to be registered, and an adapter is saved, loaded and merged by PEFT alone. What
-is missing is the names; :func:`lora_targets` tells them for any cell, one's own too.
+recurrent weight needs, so nothing has to be registered, and an adapter is saved, loaded and merged by PEFT alone. Only
+the names are missing; :func:`lora_targets` finds them for any cell, your own too.
 
 Source: ``peft.tuners.lora.layer.ParamWrapper``, PEFT 0.17 and later.
 """
@@ -19,12 +19,12 @@ from ullage.models.cells import Cell
 
 
 def lora_targets(model: nn.Module) -> dict[str, list[str]]:
-    """What ``peft.LoraConfig`` has to be told to adapt every weight matrix of a model's cells.
+    """Keywords of ``peft.LoraConfig`` that adapt every weight matrix of a model's cells.
 
-    Give it away whole: ``LoraConfig(r=8, **lora_targets(model))``. ``target_parameters`` are the matrices that lie in
-    a cell itself. ``target_modules`` are the ``nn.Linear`` layers of cells that have no such matrix; of a cell that
-    has both, its layers are left as they are, because PEFT does not merge an adapter inside another. Names are as
-    short as they can be without meaning anything else of the model. Raises ``InputError`` for a model without cells.
+    Use all of them: ``LoraConfig(r=8, **lora_targets(model))``. ``target_parameters`` are the matrices that lie in a
+    cell itself. ``target_modules`` are the ``nn.Linear`` layers of cells without such a matrix; in a cell that has
+    both, the layers stay as they are, because PEFT does not merge an adapter inside another. Names are as short as
+    they can be without matching anything else in the model. Raises ``InputError`` for a model without cells.
     """
     cells = {name: module for name, module in model.named_modules() if isinstance(module, Cell)}
     if not cells:

@@ -1,7 +1,7 @@
-"""A recurrent language model: the backbone, a head over the vocabulary, and the loss of the next token.
+"""Recurrent language model: the backbone, a head over the vocabulary, and the loss of the next token.
 
-Head and loss run on real tokens only. Padded rows are flattened first and their logits put back, so padding costs
-nothing and what it holds never matters.
+Head and loss run on tokens only. Padded rows are flattened first and their logits put back, so padding costs nothing
+and its content never matters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
+from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
-from ullage.models.sequences import Lengths, Rows, Sequences
+from ullage.models.sequences import Rows, Sequences
 from ullage.models.state import RecurrentState
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
-    """Predicts each sequence's next token. Raises ``InputError`` for a bidirectional configuration."""
+    """Causal language model. Raises ``InputError`` for a bidirectional configuration."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own attribute
 
@@ -51,17 +52,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
         self.lm_head = cast(nn.Linear, new_embeddings)
 
     @can_return_tuple
+    @takes_ragged_inputs
     def forward(
         self,
-        input_ids: Rows | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        input_lengths: Lengths | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        inputs_embeds: Rows | None = None,
+        inputs: RaggedInputs,
+        *,
         labels: Rows | None = None,
         shift_labels: Rows | None = None,
         past_key_values: RecurrentState | None = None,
@@ -72,27 +67,29 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [N, L, vocabulary] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
 
-        The ways in are those of :meth:`RecurrentModel.forward`; ``**batch.to_flattened()`` is the cheapest, and a
-        ``PackedSequence`` comes out as it came in. ``labels`` lie as the input does: the state after a token predicts
-        the next label of the same sequence, so a sequence's first label counts nowhere, and neither does -100 or what
-        lies in the padding. ``shift_labels``, where given, are taken as they stand. ``logits_to_keep``: of only the
-        last so many columns, or of those in an index; not with labels. Raises ``InputError`` as the backbone does.
+        inputs: the keywords of :class:`RaggedInputs`; ``**batch.to_flattened()`` costs least. Logits of a
+            ``PackedSequence`` are one too
+        labels: [N, L], where the input has its tokens, *not* shifted: a sequence's first label never counts, nor does
+            -100, nor does padding
+        shift_labels: [N, L], shifted already, all of them count but -100
+        past_key_values: the states to go on from
+        use_cache: return the final states; by default where the model generates
+        logits_to_keep: compute the last so many columns of the rows alone, or those of an index; not with labels
+        output_hidden_states: also return the embeddings and the output of each layer
+
+        Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and labels is None and cu_seq_lens_q is None
+            predicts = not self.training and labels is None and inputs.cu_seq_lens_q is None
+            use_cache = self.config.use_cache and predicts
         sequences, outputs = self.run_backbone(
-            input_ids,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            input_lengths=input_lengths,
-            cu_seq_lens=cu_seq_lens_q,
-            position_ids=position_ids,
+            inputs,
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
         )
         if isinstance(outputs.past_key_values, RecurrentState):
-            outputs.past_key_values.remember(past_key_values, input_ids)
+            outputs.past_key_values.remember(past_key_values, inputs.input_ids)
         hidden = cast(Tensor, outputs.last_hidden_state)
         has_labels = labels is not None or shift_labels is not None
         loss = None
@@ -131,8 +128,16 @@ def next_token_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Transformers' ``ForCausalLMLoss``, except that float64 stays float64: the sum over labels that count, divided
-    by ``num_items_in_batch``, or their mean. Does not wait for the device.
+    """Cross-entropy of the next token, as transformers' ``ForCausalLMLoss``, except that float64 stays float64.
+
+    logits: [..., T, vocab_size]
+    labels: [..., T], to be shifted here; not read where ``shift_labels`` are given
+    vocab_size: logits per token
+    num_items_in_batch: divisor of the sum over labels; their mean if ``None``
+    ignore_index: the label that does not count
+    shift_labels: [..., T], shifted already
+
+    Does not wait for the device. Source: ``transformers.loss.loss_utils``.
     """
     counted = cast(Any, num_items_in_batch)
     if logits.dtype != torch.float64:

@@ -1,6 +1,6 @@
-"""What a recurrent cell is, one's own among them, and the registry through which a configuration names cells.
+"""Base class of recurrent cells, and the registry through which a configuration names them.
 
-A cell is a module of one layer and one direction. One's own is one class with one method, a single time step::
+A cell is a module of one layer and one direction. A cell of your own is one class with one method, a time step::
 
     @register_cell("my_cell")
     class MyCell(Cell):
@@ -11,9 +11,9 @@ A cell is a module of one layer and one direction. One's own is one class with o
         def step(self, values, state):
             ...
 
-:class:`Cell` loops it over time, each step as wide as the sequences that still run. A cell that can do better than a
-loop overrides ``forward`` and, if need be, ``run_order``: torch's kernels do (:mod:`ullage.models.classical`), and the
-cells that are parallel in time (:mod:`ullage.models.minimal`).
+:class:`Cell` loops it over time, each step as wide as the sequences that still run. A cell that is faster without
+that loop overrides ``forward`` and, if need be, ``run_order``, as the cells of torch's kernels do
+(:mod:`ullage.models.classical`) and those that are parallel in time (:mod:`ullage.models.minimal`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CELLS: dict[str, type[Cell]] = {}
 
 
 def register_cell(name: str) -> Callable[[type[Cell]], type[Cell]]:
-    """A class decorator that lets ``RecurrentConfig(cell=name)`` find a :class:`Cell`."""
+    """Decorate a :class:`Cell` so that ``RecurrentConfig(cell=name)`` finds it."""
 
     def register(cell: type[Cell]) -> type[Cell]:
         CELLS[name] = cell
@@ -44,7 +44,7 @@ def register_cell(name: str) -> Callable[[type[Cell]], type[Cell]]:
 
 
 def cell_class(name: str) -> type[Cell]:
-    """The cell registered as ``name``. Raises ``InputError`` that lists those there are."""
+    """The cell registered as ``name``. Raises ``InputError`` that lists the registered names."""
     if name not in CELLS:
         raise InputError("no such recurrent cell", expected=f"one of {', '.join(CELLS)}", found=repr(name))
     return CELLS[name]
@@ -53,13 +53,13 @@ def cell_class(name: str) -> type[Cell]:
 class Cell(nn.Module):
     """One recurrent layer in one direction. Subclasses take ``(input_size, hidden_size)``.
 
-    A subclass gives :meth:`step`, or overrides :meth:`forward`. Under ZeRO-3 a step may call no submodules, because
-    ranks with other lengths would gather their parameters less often: parameters then lie in the cell itself.
+    A subclass defines :meth:`step`, or overrides :meth:`forward`. Under ZeRO-3 a step may call no submodules, because
+    ranks with other lengths would gather their parameters less often: keep parameters in the cell itself.
     """
 
-    #: What the state of a sequence consists of; the first is the output of its last step.
+    #: The parts of a sequence's state; the first is the output of its last step.
     state_names: ClassVar[tuple[str, ...]] = ("hidden",)
-    #: Whether a sequence may go on from the state of another, as beam search lets it.
+    #: Whether a sequence may go on from the state of another, as in beam search.
     reorderable: ClassVar[bool] = True
     input_size: int
     hidden_size: int
@@ -70,17 +70,18 @@ class Cell(nn.Module):
 
     @classmethod
     def run_order(cls, device: torch.device) -> RunOrder:
-        """The order (:mod:`ullage.models.schedule`) in which :meth:`forward` takes values on ``device``."""
+        """The order of the values that :meth:`forward` takes on ``device`` (:mod:`ullage.models.schedule`)."""
         return "packed"
 
     def step(self, values: Tensor, state: State) -> State:
-        """One time step: ``values`` [rows, input], states [rows, hidden] to new states; the first is the output."""
+        """New states [rows, hidden] after one time step, from ``values`` [rows, input]; the first is the output."""
         raise NotImplementedError(f"{type(self).__name__} needs a step() or a forward()")
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
-        """``values`` [size, input] in run order and states [n, hidden] to outputs [size, hidden] and final states.
+        """Outputs [size, hidden] of ``values`` [size, input], both in run order, and final states [n, hidden].
 
-        Final states may be ``None`` where the schedule does not keep them. Does not wait for the device.
+        ``state``: [n, hidden] for each name in ``state_names``, in the order given; zeros if ``None``. Final states may
+        be ``None`` where the schedule does not keep them. Does not wait for the device.
         """
         if state is None:
             state = (values.new_zeros(schedule.num_sequences, self.hidden_size),) * len(self.state_names)
@@ -89,6 +90,7 @@ class Cell(nn.Module):
         outputs: list[Tensor] = []
         ended: list[State] = []
         for block in values.split(schedule.rows):
+            # In packed order the sequences that have ended are the last rows of the state.
             if len(block) < len(state[0]):
                 ended.append(tuple(part[len(block) :] for part in state))
                 state = tuple(part[: len(block)] for part in state)
@@ -98,8 +100,8 @@ class Cell(nn.Module):
         return torch.cat(outputs), schedule.unranked(final)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters that lie in the cell itself, for a model that is not loaded; else they stay as made.
+        """Draw the parameters that lie in the cell itself; by default they stay as the constructor made them.
 
-        To be done by ``transformers.initialization``, whose functions leave loaded parameters alone. Submodules are
-        drawn as everywhere in transformers.
+        Draw by ``transformers.initialization``, whose functions leave loaded parameters alone. Submodules are drawn as
+        everywhere in transformers.
         """

@@ -1,12 +1,12 @@
-"""The classical cells, with the parameters, the names and the numbers of torch's layers.
+"""Classical cells (LSTM, GRU, Elman's network) with the parameter names and the numbers of torch's layers.
 
 On CUDA they run cuDNN's packed kernel, or its dense one where all lengths are equal. On the CPU the LSTM runs torch's
-dense kernel over the rectangles of a staircase, and the others a loop over time of our own
-(:mod:`ullage.models.timeloop`), because torch's kernels for them spend their time on rows of few sequences.
+dense kernel over the rectangles of a staircase, and the others a loop over time (:mod:`ullage.models.timeloop`),
+because torch's kernels for them spend their time on steps of few sequences.
 
-Parameters lie in the cell itself, rather than in a layer that it holds, because sharded training (ZeRO-3, FSDP) gathers
-a module's parameters whenever the module is called: a cell is called once, however many rectangles its schedule has,
-so ranks with other lengths gather equally often. It is no ``torch.nn.RNNBase`` either, which torch.compile refuses.
+Parameters lie in the cell itself, rather than in a layer within it, because sharded training (ZeRO-3, FSDP) gathers a
+module's parameters whenever the module is called: a cell is called once, however many rectangles its schedule has, so
+ranks with other lengths gather equally often. Nor is a cell a ``torch.nn.RNNBase``, which torch.compile refuses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ullage.models.timeloop import gru_loop, rnn_loop
 
 
 class TorchCell(Cell):
-    """A cell that torch has a kernel for, in torch's parametrisation."""
+    """Base of the cells that torch has a kernel for, in torch's parametrisation."""
 
     #: The kernel's name in torch, and how many gates its weights hold.
     kernel: ClassVar[str]
@@ -40,7 +40,7 @@ class TorchCell(Cell):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights as torch's layers do."""
+        """Draw the weights as torch's layers do."""
         bound = self.hidden_size**-0.5
         for parameter in self.parameters(recurse=False):
             init.uniform_(parameter, -bound, bound)
@@ -50,6 +50,7 @@ class TorchCell(Cell):
         return "packed" if device.type == "cuda" else "staircase"
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
+        """Outputs [size, hidden] of ``values`` [size, input] in run order, and final states; see :class:`Cell`."""
         if state is None:
             state = (values.new_zeros(schedule.num_sequences, self.hidden_size),) * len(self.state_names)
         else:
@@ -64,10 +65,12 @@ class TorchCell(Cell):
         return outputs, schedule.unranked(final) if schedule.keeps_state else None
 
     def _staircase(self, values: Tensor, schedule: Schedule, state: State) -> tuple[Tensor, State]:
+        """One dense call per rectangle, from the state in which the rectangle before it ended."""
         outputs: list[Tensor] = []
         ended: list[State] = []
         blocks = values.split([window.steps * window.rows for window in schedule.windows])
         for window, block in zip(schedule.windows, blocks, strict=True):
+            # The shortest sequences are the last rows; those that are not in this rectangle have their final state.
             if len(state[0]) > window.rows:
                 ended.append(tuple(s[window.rows :] for s in state))
                 state = tuple(s[: window.rows] for s in state)
@@ -83,7 +86,7 @@ class TorchCell(Cell):
         return output, tuple(final)
 
     def _packed(self, values: Tensor, schedule: Schedule, state: State) -> tuple[Tensor, State]:
-        running = schedule.rows[0]  # sequences of no tokens keep their state
+        running = schedule.rows[0]  # sequences without tokens are behind these, and keep their state
         started = [part[:running].contiguous() for part in state]
         output, *final = _kernel(self.kernel, values, torch.tensor(schedule.rows), started, self._weights())
         return output, tuple(torch.cat([f, s[running:]]) for f, s in zip(final, state))
@@ -92,7 +95,7 @@ class TorchCell(Cell):
         return [self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """On CUDA the cell's weights become one buffer, which cuDNN would else put together at every call."""
+        """On CUDA, make one buffer of the cell's weights, which cuDNN would else put together at every call."""
         super()._apply(fn, recurse)
         weights, private = self._weights(), cast(Any, torch)
         own = all(isinstance(weight, nn.Parameter) for weight in weights)  # not while a parametrisation stands in
@@ -106,13 +109,14 @@ class TorchCell(Cell):
 
 
 class LoopedCell(TorchCell):
-    """A cell whose kernel on the CPU our own loop outruns; its state is its output."""
+    """Base of the cells whose state is their output, run by a loop of :mod:`ullage.models.timeloop` on the CPU."""
 
     @classmethod
     def run_order(cls, device: torch.device) -> RunOrder:
         return "packed" if device.type in ("cpu", "cuda") else "staircase"
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
+        """Outputs [size, hidden] of ``values`` [size, input] in run order, and final states; see :class:`Cell`."""
         if values.device.type != "cpu" or schedule.run_order != "packed":
             return super().forward(values, schedule, state)
         before = values.new_zeros(schedule.num_sequences, self.hidden_size) if state is None else state[0]
@@ -121,9 +125,9 @@ class LoopedCell(TorchCell):
         return outputs, (schedule.last(outputs, before),)
 
     def loop(self, values: Tensor, state: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """Outputs [size, hidden] of ``values`` in packed order, from the state [rows[0], hidden] before them.
+        """Outputs [size, hidden] of ``values`` [size, input] in packed order, from a ``state`` [rows[0], hidden].
 
-        The input's part sets the dtype, which autocast may have lowered; the loop keeps to it.
+        The loop computes in the dtype of the input's part of the gates, which autocast may have lowered.
         """
         raise NotImplementedError
 
@@ -137,7 +141,7 @@ class LSTMCell(TorchCell):
     state_names = ("hidden", "memory")
 
     def reset_parameters(self) -> None:
-        """Draws the weights as torch does, except that the cell remembers at first."""
+        """Draw the weights as torch does, except for a forget gate that remembers at first."""
         super().reset_parameters()
         bias = self.bias_ih_l0.detach().clone()
         bias[self.hidden_size : 2 * self.hidden_size] = 1.0  # Jozefowicz, Zaremba and Sutskever 2015
@@ -158,6 +162,8 @@ class GRUCell(LoopedCell):
 
 
 class _ElmanCell(LoopedCell):
+    """Base of Elman's network with either activation."""
+
     def loop(self, values: Tensor, state: Tensor, rows: tuple[int, ...]) -> Tensor:
         gates = nn.functional.linear(values, self.weight_ih_l0, self.bias_ih_l0 + self.bias_hh_l0)
         weight, state = self.weight_hh_l0.to(gates.dtype), state.to(gates.dtype)
@@ -181,7 +187,16 @@ class ReLUCell(_ElmanCell):
 def _kernel(
     name: str, values: Tensor, batch_sizes: Tensor | None, state: list[Tensor], weights: list[Tensor]
 ) -> list[Tensor]:
-    """Torch's kernel of one layer and one direction: outputs, and the parts of the final state [rows, hidden]."""
+    """Torch's kernel of one layer and one direction.
+
+    name: of the kernel in torch
+    values: [steps, rows, input], or [size, input] in packed order
+    batch_sizes: int64 [steps], rows of each step in packed order; ``None`` for a rectangle
+    state: the parts of the state before, each [rows, hidden]
+    weights: as torch's layers list them
+
+    Returns outputs shaped like ``values``, and the parts of the final state.
+    """
     given: Any = [part.unsqueeze(0) for part in state]
     given = given if len(given) > 1 else given[0]
     run = getattr(torch, name)
@@ -197,9 +212,9 @@ def _kernel(
 def _opaque_kernel(
     name: str, values: Tensor, batch_sizes: Tensor | None, state: list[Tensor], weights: list[Tensor]
 ) -> list[Tensor]:
-    """:func:`_kernel` as torch.compile takes it: whole, where torch would unroll it step by step.
+    """:func:`_kernel` as one operator, for torch.compile, which would otherwise unroll it step by step.
 
-    Its backward runs forward again, because what a kernel saves for it cannot leave an operator.
+    Its backward runs forward again, because an operator cannot hand out what the kernel saves for its own backward.
     """
     return [part.clone() for part in _kernel(name, values, batch_sizes, state, weights)]
 

@@ -1,6 +1,6 @@
 """Recurrent classifiers: of whole sequences, and of each of their tokens.
 
-Pooling, head and loss run on real tokens only. Losses divide by ``num_items_in_batch`` where a Trainer gives it, for
+Pooling, head and loss run on tokens only. Losses are divided by ``num_items_in_batch`` where a Trainer gives it, for
 every kind of problem, so that a step's loss does not depend on how it was cut into batches.
 """
 
@@ -17,14 +17,15 @@ from transformers.utils.generic import can_return_tuple
 
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.pooling import Pooling
-from ullage.models.sequences import Lengths, Rows
+from ullage.models.sequences import Rows
 from ullage.models.state import RecurrentState
 
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
-    """One label, several, or a number for each sequence: ``config.num_labels``, ``config.problem_type``."""
+    """Classification or regression of sequences, by ``config.num_labels`` and ``config.problem_type``."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -37,36 +38,30 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @takes_ragged_inputs
     def forward(
         self,
-        input_ids: Rows | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        input_lengths: Lengths | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        inputs_embeds: Rows | None = None,
+        inputs: RaggedInputs,
+        *,
         labels: Tensor | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Logits [n, num_labels] in the order of the sequences, whichever way they come in; the loss for ``labels``.
+        """Logits [n, num_labels], one row per sequence in the order given; the loss if there are labels.
 
-        The ways in are those of :meth:`RecurrentModel.forward`. ``labels`` are classes [n] (-100 counts nowhere),
-        numbers [n] or [n, num_labels] for regression, or 0 and 1 [n, num_labels] for several labels at once. Which of
-        these it is ``config.problem_type`` says, or else the first labels that are seen. Raises ``InputError``.
+        inputs: the keywords of :class:`RaggedInputs`
+        labels: classes [n] (-100 does not count), numbers [n] or [n, num_labels] for regression, or 0 and 1
+            [n, num_labels] for several labels at once; ``config.problem_type`` says which, else the first labels seen
+        past_key_values: the states to go on from
+        use_cache: return the final states
+        output_hidden_states: also return the embeddings and the output of each layer
+
+        Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
         sequences, outputs = self.run_backbone(
-            input_ids,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            input_lengths=input_lengths,
-            cu_seq_lens=cu_seq_lens_q,
-            position_ids=position_ids,
+            inputs,
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
             output_hidden_states=output_hidden_states,
@@ -78,7 +73,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             if labels.ndim == 0 or labels.shape[0] != sequences.num_sequences:
                 raise InputError(
                     "labels and sequences disagree",
-                    expected=f"{sequences.num_sequences} labels, one a sequence",
+                    expected=f"{sequences.num_sequences} labels, one per sequence",
                     found=f"shape {list(labels.shape)}",
                 )
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -91,7 +86,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
 
 
 class RecurrentForTokenClassification(RecurrentPreTrainedModel):
-    """A label for each token."""
+    """Classification of tokens, by ``config.num_labels``."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -103,36 +98,29 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @takes_ragged_inputs
     def forward(
         self,
-        input_ids: Rows | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        input_lengths: Lengths | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        inputs_embeds: Rows | None = None,
+        inputs: RaggedInputs,
+        *,
         labels: Rows | None = None,
         past_key_values: RecurrentState | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
-        """Logits [N, L, num_labels] of the tokens in rows [N, L], zeros in the padding; the loss for ``labels``.
+        """Logits [N, L, num_labels] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
 
-        The ways in are those of :meth:`RecurrentModel.forward`; a ``PackedSequence`` comes out as it came in.
-        ``labels`` lie as the input does, each under its own token; -100 counts nowhere, nor does what lies in the
-        padding. ``batch.to_flattened()`` blanks each sequence's first label, for losses that shift: give
-        ``labels=batch["labels"][None]`` beside it (the Trainer does). Raises ``InputError`` as the backbone does.
+        inputs: the keywords of :class:`RaggedInputs`; logits of a ``PackedSequence`` are one too
+        labels: [N, L], each under its own token; -100 does not count, nor does padding
+        past_key_values: the states to go on from
+        output_hidden_states: also return the embeddings and the output of each layer
+
+        ``batch.to_flattened()`` blanks each sequence's first label, for losses that shift: give
+        ``labels=batch["labels"][None]`` beside it (the Trainer does). Waits for the device and raises ``InputError`` as
+        :meth:`RecurrentModel.forward`.
         """
         sequences, outputs = self.run_backbone(
-            input_ids,
-            inputs_embeds,
-            attention_mask=attention_mask,
-            input_lengths=input_lengths,
-            cu_seq_lens=cu_seq_lens_q,
-            position_ids=position_ids,
+            inputs,
             past_key_values=past_key_values,
             use_cache=False,
             output_hidden_states=output_hidden_states,
@@ -155,10 +143,16 @@ def sequence_loss(
     num_items_in_batch: Tensor | int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The loss of logits [n, num_labels]: a mean, or a sum divided by ``num_items_in_batch``.
+    """Loss of sequence classifiers: a mean, or a sum divided by ``num_items_in_batch``.
 
-    Kinds of problem are told as transformers tells them, and by the same words; unlike its own losses, those of
-    regression and of several labels are divided by the count too. float64 stays float64.
+    labels: classes [n], or numbers [n] or [n, num_labels]
+    pooled_logits: [n, num_labels]
+    config: ``problem_type``, set here from the first labels where it is ``None``, and ``num_labels``
+    num_items_in_batch: divisor of the sum over labels
+
+    Kinds of problem are told apart as in transformers, by the same words; unlike its own losses, those of regression
+    and of several labels are divided by the count too. float64 stays float64. Raises ``InputError`` for labels of
+    another shape.
     """
     if config.problem_type is None:
         if config.num_labels == 1:

@@ -1,4 +1,4 @@
-"""What a recurrent model is made of."""
+"""Configuration of the recurrent models."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ from transformers import PretrainedConfig
 from ullage.errors import InputError
 from ullage.models.cells import cell_class
 
-#: What can stand for a sequence in front of a classifier.
+#: Kinds of pooling in front of a classifier.
 POOLINGS = ("last", "mean", "attention")
 
 
 class RecurrentConfig(PretrainedConfig):
-    """The configuration of every recurrent model of this library.
+    """Configuration of every recurrent model but the encoder-decoder.
 
-    ``cell``: the name of a registered cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or one's own).
-    ``hidden_size``: of the embeddings and of each direction. ``dropout``: on the output of every layer. ``residual``:
-    each layer adds its input to its output, where their sizes agree. ``layer_norm``: before every layer and after the
-    last one. ``pooling``: what stands for a sequence in front of a classifier (last, mean, attention);
-    ``classifier_dropout``: between the two. Raises ``InputError`` for a cell that is not registered and for sizes that
-    make no model.
+    cell: name of a registered cell: lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or your own
+    vocab_size: number of token ids
+    hidden_size: of the embeddings, and of each direction of a layer
+    num_hidden_layers: layers of one cell (or two) each
+    bidirectional: run every layer in both directions
+    dropout: probability, on the output of every layer
+    residual: add each layer's input to its output, where their sizes agree
+    layer_norm: normalise before every layer and after the last one
+    pooling: of a sequence for a classifier: last, mean or attention
+    classifier_dropout: probability, between pooling and classifier
+    initializer_range: standard deviation of the initial embeddings and linear layers; cells draw their own
+    use_cache: return final states outside of training
+
+    Raises ``InputError`` for a cell that is not registered and for sizes of no possible model.
     """
 
     model_type = "ullage_recurrent"

@@ -1,9 +1,8 @@
 """Attention of a decoder over the tokens of its own source: additive (Bahdanau) and dot (Luong).
 
 Targets and sources of a batch have unequal lengths, so the pairs of a decoder step and a source token are rectangles
-of unequal sizes. Rectangles of about one size are run as one block, padded to the largest in it: the tokens are laid
-into their places in the blocks by one index, and taken back by another. What fills a block up is masked and is no
-token of anybody, so it never matters.
+of unequal sizes. Rectangles of about one size are run as one block, padded to the largest in it. Tokens are gathered
+into their places in the blocks and back (:mod:`ullage.places`); the padding of a block is masked, so it never matters.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ullage.errors import InputError
 from ullage.layout import Int64, Layout, starts_of
 from ullage.places import Places
 
-#: A block may waste this much of the pairs that it holds, or this many pairs, which is what another block costs.
+#: The share of a block's pairs that may be padding, or this many pairs, which is the cost of another block.
 WASTE = 0.25
 BLOCK_COST = 2**12
-#: How many elements of queries plus keys are held at once, so that they stay in the cache.
+#: Most elements of queries plus keys held at once, so that they stay in the cache.
 MAX_ELEMENTS = 2**20
 
 
@@ -72,7 +71,7 @@ class Blocks:
         return cls(targets, members, shapes, *places)
 
     def place(self, flat: Tensor, *, source: bool) -> list[Tensor]:
-        """Flat values [tokens, ...] of targets or sources as blocks [rows, longest, ...], zeros where no token is."""
+        """Flat values [tokens, ...] of targets or sources as blocks [sequences, longest, ...], zeros in the padding."""
         sides = [(rows, shape[source]) for rows, *shape in self.shapes]
         places = self.sources if source else self.targets
         if places is not None:
@@ -81,12 +80,12 @@ class Blocks:
         return [part.unflatten(0, side) for part, side in zip(parts, sides, strict=True)]
 
     def take(self, blocks: list[Tensor]) -> Tensor:
-        """What :meth:`place` did to the targets, undone: [target tokens, ...]."""
+        """Blocks of targets as flat values [target tokens, ...]; undoes :meth:`place`."""
         flat = torch.cat([block.flatten(0, 1) for block in blocks])
         return flat if self.targets is None else self.targets.take(flat)
 
     def rows(self, blocks: list[Tensor]) -> Tensor:
-        """Weights of the blocks as rows [n, longest target, longest source], zeros where no pair is."""
+        """Weights of the blocks as rows [n, longest target, longest source], zeros in the padding."""
         longest = [max(shape[side] for shape in self.shapes) for side in (1, 2)]
         rows = blocks[0].new_zeros(len(self.lengths), *longest)
         for ids, block in zip(self.members, blocks, strict=True):
@@ -96,7 +95,7 @@ class Blocks:
         return rows
 
     def masks(self) -> list[Tensor | None]:
-        """True where a source token is, [rows, sources] for each block; ``None`` where there is nothing else."""
+        """For each block, True on source tokens, [sequences, source places]; ``None`` where all places hold one."""
         if self.sources is None:
             return [None]
         place_of = self.sources.place_of
@@ -104,9 +103,10 @@ class Blocks:
 
 
 class DecoderAttention(nn.Module):
-    """A context for every decoder step: the mean of its source's hidden states, weighed by a learned score.
+    """Base of attentions: a context per decoder step, the mean of its source's hidden states weighted by a score.
 
-    Queries are the decoder's hidden states [., hidden], memories the encoder's [., memory]. Subclasses score.
+    Queries are the decoder's hidden states [..., hidden], memories the encoder's [..., memory]. Subclasses define
+    :meth:`score`.
     """
 
     def __init__(self, hidden_size: int, memory_size: int) -> None:
@@ -118,9 +118,10 @@ class DecoderAttention(nn.Module):
         raise NotImplementedError
 
     def forward(self, queries: Tensor, memory: Tensor, blocks: Blocks) -> tuple[Tensor, list[Tensor]]:
-        """Contexts [target tokens, memory] of flat queries over flat memories, and the weights of each block.
+        """Contexts [target tokens, memory], and the attention weights of each block.
 
-        Does not wait for the device.
+        ``queries`` [target tokens, hidden] and ``memory`` [source tokens, memory] are flat. Does not wait for the
+        device.
         """
         contexts, weights = [], []
         rectangles = zip(
@@ -137,7 +138,13 @@ class DecoderAttention(nn.Module):
         return blocks.take(contexts), weights
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Contexts [n, targets, memory] and weights [n, targets, sources]; ``mask`` [n, sources] is True on tokens."""
+        """Contexts [n, targets, memory] and weights [n, targets, sources] of one block.
+
+        queries: [n, targets, hidden]
+        keys: [n, sources, hidden]
+        values: [n, sources, memory]
+        mask: [n, sources], True on tokens; all are tokens if ``None``
+        """
         scores = self.score(queries, keys)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None], float("-inf"))
@@ -147,14 +154,14 @@ class DecoderAttention(nn.Module):
 
 
 class DotAttention(DecoderAttention):
-    """query · W memory ("general" in Luong, Pham and Manning 2015), scaled by the square root of the hidden size."""
+    """Dot attention, query · W memory / √hidden ("general" in Luong, Pham and Manning 2015)."""
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         return (queries * queries.shape[-1] ** -0.5) @ keys.transpose(1, 2)
 
 
 class AdditiveAttention(DecoderAttention):
-    """v · tanh(U query + W memory) (Bahdanau, Cho and Bengio 2015)."""
+    """Additive attention, v · tanh(U query + W memory) (Bahdanau, Cho and Bengio 2015)."""
 
     def __init__(self, hidden_size: int, memory_size: int) -> None:
         super().__init__(hidden_size, memory_size)
@@ -170,9 +177,9 @@ ATTENTIONS: dict[str, type[DecoderAttention]] = {"additive": AdditiveAttention, 
 
 
 class _AdditiveScore(torch.autograd.Function):
-    """Σ_h v_h tanh(q + k) without holding on to the sums, which are hidden-size times as many as the scores.
+    """Σ_h v_h tanh(q + k), without keeping the sums, which take the memory of the scores times the hidden size.
 
-    Both directions go through the pairs in pieces that fit the cache; backward computes the tanh again.
+    Forward and backward go through the pairs in parts that fit the cache; backward computes the tanh again.
     """
 
     @staticmethod
@@ -200,7 +207,7 @@ class _AdditiveScore(torch.autograd.Function):
 
 
 def _pieces(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and target steps in pieces whose sums with all keys are at most ``MAX_ELEMENTS``, or one step."""
+    """Slices of rows and target steps whose sums with all keys are at most ``MAX_ELEMENTS``, or one step."""
     rows, targets, hidden = queries.shape
     step = keys.shape[1] * hidden
     height = min(targets, max(1, MAX_ELEMENTS // step))
@@ -211,7 +218,9 @@ def _pieces(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _grouped(targets: Int64, sources: Int64) -> tuple[Int64, ...]:
-    """Sequences of about one shape together: from the longest source down, a new block where it would waste much."""
+    """Sequences of about one shape together, each array the sequences of one block."""
+    # Longest source first, so that a block is as wide as its first sequence; a new block begins where the next
+    # sequence would leave too much padding.
     order = np.lexsort((-targets, -sources))
     cuts: list[int] = []
     rows = pairs = widest = longest = 0

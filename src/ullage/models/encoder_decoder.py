@@ -1,8 +1,9 @@
-"""A recurrent encoder-decoder: a source is read, its final state starts the decoder, each decoder step attends to it.
+"""Recurrent encoder-decoder with attention.
 
-The context enters after the recurrence, as in Luong, Pham and Manning (2015) without input feeding: the decoder's
-layers run over all steps at once, on the same kernels as every other recurrent model here, and the hidden state on
-top asks the question. Sources and targets are flat, real tokens alone, from the way in to the loss.
+The encoder's final state starts the decoder, and each decoder step attends to its source. The context enters after the
+recurrence, as in Luong, Pham and Manning (2015) without input feeding: the decoder's layers run over all steps at once,
+on the same kernels as the other recurrent models, and their hidden states are the queries. Sources and targets are
+tokens alone, end to end, from the embeddings to the loss.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ullage.models.cells import Cell
 from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
 from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
 from ullage.models.generation import RecurrentGenerationMixin, begins_with
+from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, require_tokens
 from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import LayerState, RecurrentState
@@ -32,14 +34,21 @@ from ullage.models.targets import Targets, shift_right
 
 @dataclass
 class RecurrentEncoderOutput(BaseModelOutputWithPast):
-    """What the decoder needs of its sources: hidden states [n, L, D], their keys [n, L, hidden], and final states."""
+    """Encoded sources: hidden states [n, L, D], their attention keys [n, L, hidden], and final states."""
 
     attention_keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """Encoded sources: hidden states [T, D] of real tokens, or in rows [n, L, D] with a mask; and the final states."""
+    """Encoded sources in one of two forms, flat with ``sequences`` or in rows without.
+
+    hidden: [T, D] of tokens alone, or [n, L, D]
+    sequences: of flat hidden states; ``None`` for rows
+    state: final states
+    keys: attention keys [n, L, hidden] of rows, computed before
+    mask: [n, L], True on the tokens of rows; all are tokens if ``None``
+    """
 
     hidden: Tensor
     sequences: Sequences | None
@@ -49,9 +58,10 @@ class _Memory:
 
 
 class StateBridge(nn.Module):
-    """The encoder's final state as the decoder's first, layer by layer from the top; its top layer serves what is left.
+    """Initial state of the decoder, from the final state of the encoder.
 
-    Both directions of a bidirectional encoder are mixed by a linear map; those of a single one are handed on.
+    Layers are paired from the top; where the decoder has more, the encoder's top layer serves the rest. The two
+    directions of a bidirectional encoder are mixed by a linear map; a single one is handed on as it is.
     """
 
     def __init__(self, config: RecurrentEncoderDecoderConfig, num_parts: int) -> None:
@@ -62,7 +72,7 @@ class StateBridge(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(2 * config.hidden_size, config.hidden_size) for _ in range(maps))
 
     def forward(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
-        """Tensors [n, hidden] of each encoder layer to those of each decoder layer."""
+        """States [n, hidden] of each decoder layer, from those of each encoder layer."""
         lowest = max(len(layers) - self.num_layers, 0)
         given = [layers[min(lowest + i, len(layers) - 1)] for i in range(self.num_layers)]
         if len(self.maps) == 0:
@@ -76,7 +86,7 @@ class StateBridge(nn.Module):
 
 
 class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin):
-    """Predicts each target's next token from its source and the target so far."""
+    """Encoder-decoder that predicts each target's next token from its source and the target so far."""
 
     config_class = RecurrentEncoderDecoderConfig
     config: RecurrentEncoderDecoderConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -122,7 +132,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         return resized
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """``labels`` [N, L] shifted right behind the start token, for collators that ask for it."""
+        """``labels`` [N, L] shifted right behind the start token, for collators that call it."""
         return shift_right(labels, self.config.start_token_id(), self._filler)
 
     @property
@@ -130,14 +140,11 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         pad = self.config.pad_token_id
         return self.config.start_token_id() if pad is None else pad
 
+    @takes_ragged_inputs
     def forward(
         self,
-        input_ids: Rows | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        input_lengths: Lengths | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        inputs_embeds: Rows | None = None,
+        inputs: RaggedInputs,
+        *,
         encoder_outputs: Any = None,
         labels: Rows | None = None,
         decoder_input_ids: Rows | None = None,
@@ -151,11 +158,18 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
     ) -> Seq2SeqLMOutput:
         """Logits [n, L, vocabulary] in the rows of the targets, zeros in the padding; the loss if there are labels.
 
-        Sources come in any of the ways of :meth:`RecurrentModel.forward`, or encoded as ``encoder_outputs``. Targets
-        come as ``labels`` [n, L] padded with -100 and *not* shifted, or with ``decoder_input_ids`` over them; or end
-        to end, as a jagged nested tensor, a ``PackedSequence``, or one row [1, T] bounded by
-        ``decoder_cu_seq_lens_q``. ``past_key_values``: decoder states to go on from. ``output_attentions``: return
-        ``cross_attentions``, one tensor [n, 1, longest target, longest source], each pair from its first tokens on.
+        inputs: the sources, as the keywords of :class:`RaggedInputs`
+        encoder_outputs: sources encoded before, in the place of ``inputs``; ``attention_mask`` [n, L] may stand beside
+        labels: targets [n, L] padded with -100 and *not* shifted, a jagged nested tensor, or a ``PackedSequence``
+        decoder_input_ids: what the decoder reads, in the form of ``labels``; by default these, shifted right
+        decoder_attention_mask: [n, L], not zero on the tokens of the targets
+        decoder_input_lengths: n lengths of the targets in tokens
+        decoder_cu_seq_lens_q: [n + 1], where targets begin that lie end to end in one row [1, T]
+        past_key_values: the decoder's states to go on from
+        use_cache: return the decoder's final states; by default where the model generates
+        output_attentions: return ``cross_attentions``, one tensor [n, 1, longest target, longest source], tokens of
+            each pair first
+
         On CUDA waits for the device where lengths lie there. Raises ``InputError`` for what does not fit.
         """
         targets = Targets.read(
@@ -168,12 +182,11 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             cu_seq_lens=decoder_cu_seq_lens_q,
         )
         self._require_labels(targets)
+        # Sources, encoded here or before.
         if encoder_outputs is None:
-            memory = self._encode(
-                input_ids, inputs_embeds, attention_mask, position_ids, input_lengths, cu_seq_lens_q, past_key_values
-            )
+            memory = self._encode(inputs, past_key_values)
         else:
-            memory = _given_memory(encoder_outputs, attention_mask)
+            memory = _given_memory(encoder_outputs, inputs.attention_mask)
         num_sources = memory.hidden.shape[0] if memory.sequences is None else memory.sequences.num_sequences
         if num_sources != targets.sequences.num_sequences:
             raise InputError(
@@ -183,12 +196,14 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
+        # The decoder over all target tokens, from the bridged state or from the one to go on from.
         decoded = self.decoder(
             input_ids=targets.ids[None],
             past_key_values=self._first_state(memory) if past_key_values is None else past_key_values,
             use_cache=use_cache,
             sequences=targets.sequences,
         )
+        # Attention, head and loss, on target tokens alone.
         hidden = decoded.last_hidden_state[0]
         contexts, attentions = self._attend(hidden, targets.sequences, memory, bool(output_attentions))
         combined = self.dropout(torch.tanh(self.combine(torch.cat([contexts, hidden], -1))))
@@ -213,40 +228,16 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         )
 
     def _require_labels(self, targets: Targets) -> None:
-        """Raises ``InputError`` for a label that the head does not have; looks on the CPU only."""
+        """Raise ``InputError`` for a label outside the vocabulary; looks on the CPU only."""
         labels = targets.labels
         if labels is not None and labels.device.type == "cpu":
             known = labels.masked_fill(labels == IGNORED_LABEL, 0)
             require_tokens(known, self.lm_head.out_features, targets.sequences)
 
-    def _encode(
-        self,
-        input_ids: Rows | None,
-        inputs_embeds: Rows | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        input_lengths: Lengths | None,
-        cu_seq_lens: Tensor | None,
-        past: RecurrentState | None,
-    ) -> _Memory:
-        rows = input_ids if inputs_embeds is None else inputs_embeds
-        if rows is None:
-            raise InputError("a model needs input_ids, inputs_embeds or encoder_outputs", found="none")
-        sequences = Sequences.read(
-            rows,
-            attention_mask=attention_mask,
-            input_lengths=input_lengths,
-            cu_seq_lens=cu_seq_lens,
-            position_ids=position_ids,
-        )
-        flat = sequences.flatten(rows)[None]
-        outputs = self.encoder(
-            input_ids=flat if inputs_embeds is None else None,
-            inputs_embeds=None if inputs_embeds is None else flat,
-            use_cache=past is None,
-            sequences=sequences,
-        )
-        return _Memory(outputs.last_hidden_state[0], sequences, outputs.past_key_values)
+    def _encode(self, inputs: RaggedInputs, past: RecurrentState | None) -> _Memory:
+        given = inputs.read_for_backbone()
+        outputs = self.encoder(**given, use_cache=past is None)
+        return _Memory(outputs.last_hidden_state[0], given["sequences"], outputs.past_key_values)
 
     def _first_state(self, memory: _Memory) -> RecurrentState:
         if memory.state is None:
@@ -260,17 +251,20 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
     def _attend(
         self, hidden: Tensor, targets: Sequences, memory: _Memory, wanted: bool
     ) -> tuple[Tensor, tuple[Tensor] | None]:
-        """Contexts of the decoder's flat hidden states [T, hidden], and the weights in rows if they are wanted."""
+        """Contexts of the decoder's flat hidden states [T, hidden], and the weights in rows if ``wanted``."""
         attention = self.attention
         sources = memory.sequences
-        if sources is not None and sources.lengths is None and targets.lengths is None:  # one full block
+        # Equal lengths on both sides are one full block already: its rows need no places.
+        if sources is not None and sources.lengths is None and targets.lengths is None:
             memory = _Memory(memory.hidden.unflatten(0, (sources.num_sequences, sources.length)), None, memory.state)
         if memory.sequences is None:
-            if targets.lengths is None:  # a step of generate(), mostly: the rows as they are
+            # Rows against rows, as in every step of generate(), whose keys were computed once.
+            if targets.lengths is None:
                 keys = attention.key(memory.hidden) if memory.keys is None else memory.keys
                 queries = hidden.unflatten(0, (targets.num_sequences, targets.length))
                 contexts, weights = attention.attend(queries, keys, memory.hidden, memory.mask)
                 return contexts.flatten(0, 1), (weights[:, None],) if wanted else None
+            # Rows against targets of unequal length: sources become flat too.
             rows = memory.hidden
             sources = Sequences.read(rows, attention_mask=memory.mask)
             memory = _Memory(sources.flatten(rows), sources, memory.state)
@@ -280,7 +274,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         return contexts, (blocks.rows(weights)[:, None],) if wanted else None
 
     def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Sources encoded once, with their keys; targets to go on from against the right end of their rows."""
+        """The keywords of ``generate()`` with sources encoded once, keys included, and begun targets padded left."""
         given = kwargs.get("encoder_outputs")
         if given is None:
             rows = {name: kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
@@ -309,7 +303,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         return kwargs
 
     def _started(self, prompts: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Targets begun by the user, each with the start token in front, padded on the left."""
+        """Begun targets, each with the start token in front, padded on the left, and their mask."""
         lengths = kwargs.pop("decoder_input_lengths", None)
         if isinstance(prompts, Tensor):
             mask = kwargs.get("decoder_attention_mask")

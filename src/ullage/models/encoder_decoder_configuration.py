@@ -1,4 +1,4 @@
-"""What a recurrent encoder-decoder is made of."""
+"""Configuration of the recurrent encoder-decoder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _SHARED = ("cell", "vocab_size", "hidden_size", "dropout", "residual", "layer_no
 
 
 class RecurrentEncoderDecoderConfig(PretrainedConfig):
-    """The configuration of :class:`RecurrentEncoderDecoder`.
+    """Configuration of :class:`RecurrentEncoderDecoder`; what is not listed is as in :class:`RecurrentConfig`.
 
-    ``attention``: how the decoder looks at the source, ``additive`` (Bahdanau) or ``dot`` (Luong). ``bidirectional``:
-    of the encoder. ``num_hidden_layers``: of the encoder, and of the decoder too unless ``num_decoder_layers`` says
-    otherwise. ``tie_word_embeddings``: one matrix embeds source and target and is the head. A decoder starts from
-    ``decoder_start_token_id``, or ``bos_token_id`` where that is not given. The others as in
-    :class:`RecurrentConfig`. Raises ``InputError`` for an attention or a cell that there is not, and for sizes that
-    make no model.
+    attention: of the decoder over the source, ``additive`` (Bahdanau) or ``dot`` (Luong)
+    num_hidden_layers: layers of the encoder
+    num_decoder_layers: layers of the decoder; by default as many as the encoder has
+    bidirectional: run the encoder in both directions
+    tie_word_embeddings: use one matrix to embed source and target and as the head
+    decoder_start_token_id: the token that a decoder starts from; by default ``bos_token_id``
+
+    Raises ``InputError`` for an unknown attention or cell, and for sizes of no possible model.
     """
 
     model_type = "ullage_recurrent_encoder_decoder"
@@ -70,7 +72,7 @@ class RecurrentEncoderDecoderConfig(PretrainedConfig):
         return self._part(num_hidden_layers=self.num_decoder_layers)
 
     def start_token_id(self) -> int:
-        """What a target begins with. Raises ``InputError`` where the configuration names none."""
+        """The token that a decoder starts from. Raises ``InputError`` where the configuration names none."""
         start = self.bos_token_id if self.decoder_start_token_id is None else self.decoder_start_token_id
         if start is None:
             raise InputError(

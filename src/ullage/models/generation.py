@@ -1,7 +1,7 @@
-"""What ``generate()`` asks of a recurrent model: prompts of unequal length, and a recurrent state as the cache.
+"""``generate()`` of recurrent models: prompts of unequal length, and a recurrent state as the cache.
 
-transformers' loops append tokens at the right end of rows, so prompts are laid against that end first, whichever way
-they came in. A state is small and complete: once there is one, what lies before the new token is in it.
+transformers' loops append tokens at the right end of rows, so prompts of any form are padded on the left first. A
+state is small and complete: once there is one, a call reads the new token alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     class _Base(PreTrainedModel, GenerationMixin):
-        """What the mixin is mixed into."""
+        """The model that the mixin is part of."""
 else:
     _Base = GenerationMixin
 
-#: How a batch says where its prompts lie; used up where they are laid out.
+#: Keywords that describe where prompts lie; padded rows and their mask take their place.
 _LAYOUT_NAMES = ("input_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
@@ -39,14 +39,16 @@ class RecurrentGenerationMixin(_Base):
 
     @torch.no_grad()
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """transformers' ``generate``, for prompts (an encoder-decoder: sources) given in any of these ways.
+        """transformers' ``generate``, for prompts (of an encoder-decoder: sources) of unequal length.
 
-        Rows [N, L] with an ``attention_mask``, padding on either side; rows with ``input_lengths``; a list of
-        prompts of unequal length; a ``PackedSequence``; a ``RaggedBatch``, or ``**batch.to_flattened()``. A
-        decoder's rows come back with their padding on the left. ``past_key_values``: a state to go on from. The
-        prompts are then what comes after it, unless they begin with what it has seen, as the rows that ``generate``
-        returns do. Raises ``InputError`` for prompts that do not fit, and for beam search with a cell whose state
-        cannot be reordered.
+        inputs: the prompts, or else ``input_ids`` or ``inputs_embeds`` among the keywords: rows [N, L] with an
+            ``attention_mask`` (padding on either side) or with ``input_lengths``, a list of prompts, a
+            ``PackedSequence``, a ``RaggedBatch``, or ``**batch.to_flattened()``
+        past_key_values: a state to go on from, among the keywords. The prompts are then what follows it, unless they
+            begin with what it has seen, as the rows that ``generate`` returns do
+
+        Returns what transformers returns; a decoder's rows have their padding on the left. Raises ``InputError`` for
+        prompts that do not fit, and for beam search with a cell whose state cannot be reordered.
         """
         name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
         given = kwargs.pop(name, None) if inputs is None else inputs
@@ -57,7 +59,8 @@ class RecurrentGenerationMixin(_Base):
         return super().generate(None, *args, **kwargs)  # pyright: ignore
 
     def _laid_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords with prompts and mask in rows, and a state that says whether the rows hold what it has seen."""
+        """The keywords with prompts and mask in padded rows, and a state that knows whether the rows hold its past."""
+        # Every form but rows becomes a ragged batch, in one row.
         if isinstance(given, PackedSequence):
             given = RaggedBatch.from_packed_sequence(given, name)
         if isinstance(given, (list, tuple)) and all(hasattr(prompt, "__len__") for prompt in given):
@@ -73,6 +76,7 @@ class RecurrentGenerationMixin(_Base):
                     expected="[N, L]",
                     found=f"shape {list(kwargs[name].shape)}",
                 )
+        # With a state, rows are either the whole text, which is cut by transformers, or only what follows it.
         side = "right" if self.config.is_encoder_decoder else "left"
         rows, mask = kwargs[name], kwargs.get("attention_mask")
         state = None if self.config.is_encoder_decoder else kwargs.get("past_key_values")
@@ -82,18 +86,20 @@ class RecurrentGenerationMixin(_Base):
             kwargs.setdefault("attention_mask", torch.ones_like(rows))
             return kwargs
         if state is not None:
-            kwargs["past_key_values"] = state.anew()
-        told = {key: kwargs.pop(key, None) for key in _LAYOUT_NAMES}
-        if mask is None and told["input_lengths"] is None and told["cu_seq_lens_q"] is None:
+            kwargs["past_key_values"] = state.without_past()
+        # Rows without a description may still be padded; rows without padding are taken as they are.
+        described = {key: kwargs.pop(key, None) for key in _LAYOUT_NAMES}
+        if mask is None and described["input_lengths"] is None and described["cu_seq_lens_q"] is None:
             if name == "input_ids":
                 mask = self._mask_of_padding(rows, kwargs)
             if mask is None:
                 return kwargs
+        # All others are flattened and padded again: a decoder's prompts on the left, for tokens are added on the right.
         sequences = Sequences.read(
             rows,
             attention_mask=mask,
-            input_lengths=told["input_lengths"],
-            cu_seq_lens=told["cu_seq_lens_q"],
+            input_lengths=described["input_lengths"],
+            cu_seq_lens=described["cu_seq_lens_q"],
         )
         lengths = [sequences.length] * sequences.num_sequences if sequences.lengths is None else sequences.lengths
         batch = RaggedBatch({name: sequences.flatten(rows)}, Layout(lengths))
@@ -108,7 +114,7 @@ class RecurrentGenerationMixin(_Base):
         return kwargs | padded
 
     def _mask_of_padding(self, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """The mask of rows without one: what the padding token fills at either end, unless it means something else."""
+        """The mask of rows without one, by the padding token at either end, unless it also ends sequences."""
         pad, end = self._special_token("pad_token_id", kwargs), self._special_token("eos_token_id", kwargs)
         ends = end if isinstance(end, (list, tuple)) else [end]
         if pad is None or pad in ends:
@@ -127,7 +133,7 @@ class RecurrentGenerationMixin(_Base):
         """The keywords of an encoder-decoder, its sources encoded; nothing to do for a decoder."""
         return kwargs
 
-    # What transformers' loops ask for.
+    # Hooks of transformers' loops.
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -147,7 +153,7 @@ class RecurrentGenerationMixin(_Base):
             raise InputError(
                 "beam search reorders states, and this cell says that its state cannot be",
                 where=f"cell {cell!r}",
-                hint="use num_beams=1, or use_cache=False, which runs every beam anew",
+                hint="use num_beams=1, or use_cache=False, which runs every beam from its start",
             )
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # pyright: ignore
 
@@ -158,7 +164,7 @@ class RecurrentGenerationMixin(_Base):
         input_ids: Tensor | None = None,
         **model_kwargs: Any,
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """As transformers', for states too: each prompt ``expand_size`` times."""
+        """Repeat each prompt ``expand_size`` times, and each state of one; otherwise as transformers."""
         for holder in (model_kwargs, model_kwargs.get("encoder_outputs") or {}):
             state = holder.get("past_key_values")
             if isinstance(state, RecurrentState) and expand_size > 1:
@@ -177,7 +183,7 @@ class RecurrentGenerationMixin(_Base):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The keywords of one call. Once a state is there, what lies before the new token is in it: no mask then."""
+        """The keywords of one call of the model; without a mask once a state holds all before the new token."""
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -194,7 +200,7 @@ class RecurrentGenerationMixin(_Base):
 
 
 def begins_with(rows: Tensor, state: RecurrentState) -> bool:
-    """Whether rows [N, L] hold, from their first column on, what the state has seen, and more."""
+    """True if rows [N, L] begin with all that the state has seen, and go on."""
     tail = state.tail
     if rows.ndim != 2 or tail is None or rows.shape[1] <= state.seen or len(rows) != len(tail):
         return False

@@ -1,9 +1,9 @@
-"""minGRU and minLSTM: gates that see the input alone, so that a layer is parallel in time.
+"""minGRU and minLSTM: cells whose gates see the input alone, so that a layer is parallel in time.
 
-Both are ``h[t] = d[t] * h[t - 1] + (1 - d[t]) * c[t]``. What is remembered, ``d``, and what is proposed, ``c``, are one
-product over all tokens; the recurrence is a scan over the flat batch (:mod:`ullage.models.scan`). The paper works with
-logarithms, because its scan divides by products of ``d``; ours does not divide, so it needs none, and takes any initial
-state. ``1 - d`` is a sigmoid of its own, so that neither gate loses digits near 0 or 1.
+Both are ``h[t] = d[t] * h[t - 1] + (1 - d[t]) * c[t]``. The decay ``d`` and the candidate ``c`` are one product over
+all tokens; the recurrence is a scan over the flat batch (:mod:`ullage.models.scan`). The paper works with logarithms,
+because its scan divides by products of ``d``; this scan does not divide, so it needs none, and takes any initial state.
+``1 - d`` is a sigmoid of its own, so that neither gate loses digits near 0 or 1.
 
 Source: Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, "Were RNNs All We Needed?" (2024), appendix B.
 """
@@ -24,11 +24,11 @@ from ullage.models.schedule import RunOrder, Schedule
 
 
 class MinimalCell(Cell):
-    """What both share: one product for all gates and the candidate, a scan, the last values as final states."""
+    """Base of both: one product for all gates and the candidate, a scan, the last values as final states."""
 
     #: Rows of ``weight`` over ``hidden_size``: the gates, and the candidate last.
     num_parts: ClassVar[int]
-    #: The bias of the first gate at the start: for remembering.
+    #: The initial bias of the first gate, so that the cell remembers at first.
     first_bias: ClassVar[float]
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
@@ -42,7 +42,7 @@ class MinimalCell(Cell):
         return "flat"
 
     def reset_parameters(self) -> None:
-        """Draws the weight as ``torch.nn.Linear`` does, and a bias that remembers at first."""
+        """Draw the weight as ``torch.nn.Linear`` does, and set a bias that remembers at first."""
         bound = self.input_size**-0.5
         init.uniform_(self.weight, -bound, bound)
         bias = torch.zeros_like(self.bias)
@@ -50,10 +50,11 @@ class MinimalCell(Cell):
         init.copy_(self.bias, bias)
 
     def update(self, *gates: Tensor) -> Tensor:
-        """How far each token's state moves to its candidate, before a sigmoid [T, hidden]."""
+        """The share by which each token's state moves to its candidate, before a sigmoid, [T, hidden]."""
         raise NotImplementedError
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State]:
+        """Outputs [T, hidden] of ``values`` [T, input] in flat order, and final states; see :class:`Cell`."""
         parts = linear(values, self.weight, self.bias)
         dtype = parts.dtype
         if dtype in (torch.float16, torch.bfloat16):  # a long product of decays wants more digits
@@ -61,9 +62,9 @@ class MinimalCell(Cell):
         *gates, candidate = parts.chunk(self.num_parts, 1)
         update = self.update(*gates)
         inflow = torch.sigmoid(update) * positive(candidate)
-        starts, before = self._starts(schedule, values.device), None
-        if state is not None:
-            before = state[0].to(inflow.dtype)
+        # The scan knows no sequences without tokens, so it gets no states of them.
+        starts = self._starts(schedule, values.device)
+        before = None if state is None else state[0].to(inflow.dtype)
         given = before
         if before is not None and schedule.lengths is not None and not schedule.lengths.all():
             given = before.index_select(0, torch.from_numpy(np.flatnonzero(schedule.lengths)).to(before.device))
@@ -80,7 +81,7 @@ class MinimalCell(Cell):
 
 @register_cell("mingru")
 class MinGRUCell(MinimalCell):
-    """minGRU: one gate says how far the state moves to a candidate."""
+    """minGRU: one gate, by which the state moves to the candidate."""
 
     num_parts = 2
     first_bias = -1.0
@@ -91,14 +92,14 @@ class MinGRUCell(MinimalCell):
 
 @register_cell("minlstm")
 class MinLSTMCell(MinimalCell):
-    """minLSTM: a forget and an input gate, of which only the ratio counts."""
+    """minLSTM: a forget and an input gate, of which only the ratio matters."""
 
     num_parts = 3
     first_bias = 1.0
 
     def update(self, *gates: Tensor) -> Tensor:
         forget, take = gates
-        return logsigmoid(take) - logsigmoid(forget)  # sigmoid of it: i / (f + i)
+        return logsigmoid(take) - logsigmoid(forget)  # its sigmoid is i / (f + i)
 
 
 def positive(values: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The backbone that all recurrent models share: embeddings and a stack of one-layer cells.
+"""Backbone of all recurrent models: embeddings and a stack of one-layer cells.
 
 Tokens are put into run order (:mod:`ullage.models.schedule`) before they are embedded, the layers work in that order,
-and what comes out is taken back to the order given, so nothing of the size of a hidden state is permuted on the way
-in. A stack of one-layer cells, rather than one kernel of many layers, is what lets checkpointing, dropout,
-normalisation and residuals come between layers.
+and their output is taken back to the order given; so nothing of the size of a hidden state is permuted at the
+beginning. Cells have one layer each, because checkpointing, dropout, normalisation and residuals come between layers.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from transformers.utils.generic import can_return_tuple
 from ullage.errors import InputError
 from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
+from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.schedule import Schedule
-from ullage.models.sequences import Lengths, Rows, Sequences
+from ullage.models.sequences import Sequences
 from ullage.models.state import LayerState, RecurrentState
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
-    """One cell, or one in each direction, between a norm and a dropout."""
+    """A cell, or one per direction, between a norm and a dropout."""
 
     def __init__(self, config: RecurrentConfig, input_size: int) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class RecurrentLayer(GradientCheckpointingLayer):
         self.residual = config.residual and input_size == config.hidden_size * directions
 
     def forward(self, values: Tensor, schedule: Schedule, *state: Tensor) -> tuple[Tensor, ...]:
-        """``values`` [size, input] in run order to [size, directions * hidden], and the final state behind it.
+        """Output [size, directions * hidden] of ``values`` [size, input], both in run order; then the final state.
 
-        ``state``: tensors [n, hidden], those of the forward direction first; none is zeros. The final state is none
-        where the schedule does not keep it. Does not wait for the device.
+        ``state``: tensors [n, hidden] of the states to start from, those of the forward direction first; zeros where
+        none are given. No final state is returned where the schedule does not keep it. Does not wait for the device.
         """
         normed = self.norm(values)
         parts = len(state) // len(self.cells)
@@ -49,6 +49,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
         final: list[Tensor] = []
         for direction, cell in enumerate(self.cells):
             start: State | None = state[direction * parts : (direction + 1) * parts] or None
+            # The backward direction runs forwards over reversed sequences.
             output, end = cast(Cell, cell)(schedule.flip(normed) if direction else normed, schedule, start)
             outputs.append(schedule.flip(output) if direction else output)
             final += end or ()
@@ -57,7 +58,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
-    """What all recurrent models share: configuration, initial weights, and how a head runs the backbone."""
+    """Base of all recurrent models: configuration, initial weights, and a head's call of the backbone."""
 
     config_class = RecurrentConfig
     config: RecurrentConfig
@@ -74,35 +75,17 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def run_backbone(
-        self,
-        input_ids: Rows | None,
-        inputs_embeds: Rows | None,
-        *,
-        attention_mask: Tensor | None,
-        input_lengths: Lengths | None,
-        cu_seq_lens: Tensor | None,
-        position_ids: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Sequences, BaseModelOutputWithPast]:
-        """What the sequences are, and the output of ``self.model`` with hidden states [1, T, D] of tokens alone.
+    def run_backbone(self, inputs: RaggedInputs, **kwargs: Any) -> tuple[Sequences, BaseModelOutputWithPast]:
+        """The sequences in ``inputs``, and the output of ``self.model`` with hidden states [1, T, D] of tokens alone.
 
         Heads run on those, so padding costs nothing and what it holds never matters. Raises ``InputError``.
         """
-        rows = one_of(input_ids, inputs_embeds)
-        sequences = Sequences.read(
-            rows,
-            attention_mask=attention_mask,
-            input_lengths=input_lengths,
-            cu_seq_lens=cu_seq_lens,
-            position_ids=position_ids,
-        )
-        kwargs["input_ids" if inputs_embeds is None else "inputs_embeds"] = sequences.flatten(rows)[None]
-        return sequences, self.model(sequences=sequences, return_dict=True, **kwargs)
+        given = inputs.read_for_backbone()
+        return given["sequences"], self.model(**given, return_dict=True, **kwargs)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
-    """Token ids to hidden states, and to final states where they are asked for."""
+    """Backbone: token ids to hidden states, and to final states where they are asked for."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -121,14 +104,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.embed_tokens = cast(nn.Embedding, value)
 
     @can_return_tuple
+    @takes_ragged_inputs
     def forward(
         self,
-        input_ids: Rows | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        input_lengths: Lengths | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        inputs_embeds: Rows | None = None,
+        inputs: RaggedInputs,
+        *,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
         sequences: Sequences | None = None,
@@ -137,38 +117,33 @@ class RecurrentModel(RecurrentPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states [N, L, directions * hidden] of the tokens in rows [N, L]; zeros in the padding.
 
-        One of ``attention_mask`` [N, L] (padding on either side), ``input_lengths`` (N lengths, padding on the
-        right), ``cu_seq_lens_q`` [n + 1] (one row of sequences end to end) or ``position_ids`` that start anew says
-        what the sequences are; without any, each row is one. Or ``input_ids`` (or ``inputs_embeds``) are a
-        ``PackedSequence``, and so are the hidden states. ``sequences``: the same, read before, for rows that hold
-        nothing but their tokens end to end. ``past_key_values``: states to go on from. ``use_cache``: return the
-        final states. ``output_hidden_states``: also the embeddings and what each layer makes of them. On CUDA waits
-        once for the device where lengths lie there, else not. Raises ``InputError`` for lengths, masks, states and
-        token ids that do not fit.
+        inputs: the keywords of :class:`RaggedInputs`; hidden states of a ``PackedSequence`` are one too
+        past_key_values: the states to go on from
+        use_cache: return the final states; by default outside of training, if the configuration says so
+        sequences: what ``inputs`` describe, read before; then rows [1, T] hold nothing but tokens end to end
+        output_hidden_states: also return the embeddings and the output of each layer
+
+        On CUDA waits once for the device where lengths lie there, else not. Raises ``InputError`` for lengths, masks,
+        states and token ids that do not fit.
         """
-        rows = one_of(input_ids, inputs_embeds)
+        # Tokens alone, end to end, whatever they came in.
         end_to_end = sequences is not None
         if sequences is None:
-            sequences = Sequences.read(
-                rows,
-                attention_mask=attention_mask,
-                input_lengths=input_lengths,
-                cu_seq_lens=cu_seq_lens_q,
-                position_ids=position_ids,
-            )
-            flat = sequences.flatten(rows)
+            sequences, flat = inputs.read()
         else:
-            flat = cast(Tensor, rows).flatten(0, 1)
+            flat = cast(Tensor, inputs.rows()).flatten(0, 1)
         keep_state = self.config.use_cache and not self.training if use_cache is None else use_cache
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        # In the order in which the cells run; ids are permuted before they are embedded, which costs less.
         run_order = cell_class(self.config.cell).run_order(flat.device)
         schedule = sequences.schedule(self.config.hidden_size, flat.device, run_order, keep_state=keep_state)
-        if inputs_embeds is None:
+        if inputs.inputs_embeds is None:
             require_tokens(flat, self.embed_tokens.num_embeddings, sequences)
             values = self.embed_tokens(schedule.place(flat))
         else:
             values = schedule.place(flat)
+        # Layer by layer, each from its own state and to its own final state.
         states = self._given_states(past_key_values, sequences)
         final: list[LayerState] = []
         steps = [values] if output_hidden_states else []
@@ -177,6 +152,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             final.append(tuple(end))
             if output_hidden_states:
                 steps.append(values)
+        # Back to the order and the form that were given.
         hidden = schedule.take(self.norm(values))
 
         def returned(flat: Tensor) -> Any:
@@ -194,7 +170,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if past is None:
             return ((),) * len(self.layers)
         expected = (sequences.num_sequences, self.config.hidden_size)
-        cells = cast(RecurrentLayer, self.layers[0]).cells  # an adapter around a cell does not tell its states
+        cells = cast(RecurrentLayer, self.layers[0]).cells  # an adapter around a cell hides its state_names
         parts = len(cells) * len(cell_class(self.config.cell).state_names)
         if len(past.layers) != len(self.layers) or any(len(layer) != parts for layer in past.layers):
             raise InputError(
@@ -215,20 +191,10 @@ class RecurrentModel(RecurrentPreTrainedModel):
         return past.layers
 
 
-def one_of(input_ids: Rows | None, inputs_embeds: Rows | None) -> Rows:
-    """The one that is given. Raises ``InputError`` if neither is, or both."""
-    if input_ids is not None and inputs_embeds is not None:
-        raise InputError("a model takes input_ids or inputs_embeds", found="both")
-    rows = input_ids if inputs_embeds is None else inputs_embeds
-    if rows is None:
-        raise InputError("a model needs input_ids or inputs_embeds", found="neither")
-    return rows
-
-
 def require_tokens(flat: Tensor, vocab_size: int, sequences: Sequences) -> None:
-    """Raises ``InputError`` for the first token id that the embedding does not have.
+    """Raise ``InputError`` for the first of the token ids ``flat`` [T] outside ``range(vocab_size)``.
 
-    Looks on the CPU only, where reading costs nothing; CUDA asserts by itself, and looking would wait for it.
+    Looks on the CPU only: CUDA asserts by itself, and looking there would wait for it.
     """
     if flat.device.type != "cpu" or torch.compiler.is_compiling():
         return

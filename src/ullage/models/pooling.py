@@ -1,4 +1,4 @@
-"""One vector for each sequence, from the hidden states of its own tokens, which lie end to end."""
+"""Pooling of the hidden states of each sequence's own tokens, which lie end to end, to one vector per sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ullage.models.sequences import Sequences
 
 
 class Pooling(nn.Module):
-    """Hidden states [T, D] of tokens to one [n, D] a sequence, as ``config.pooling`` says.
+    """Hidden states [T, D] of tokens to one row per sequence [n, D], by ``config.pooling``.
 
-    *last*: the state after the last token; of a bidirectional model each direction's own last, which for the backward
-    one is at the first token. *mean*: over the tokens. *attention*: a mean weighted by the softmax, over the sequence,
-    of a learned score (Yang et al., "Hierarchical Attention Networks", 2016).
+    *last*: the state after the last token; in a bidirectional model the last one of each direction, which for the
+    backward one is at the first token. *mean*: over the tokens. *attention*: a mean weighted by the softmax, over the
+    sequence, of a learned score (Yang et al., "Hierarchical Attention Networks", 2016).
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -27,7 +27,10 @@ class Pooling(nn.Module):
             self.score = nn.Linear(width, 1, bias=False)
 
     def forward(self, hidden: Tensor, sequences: Sequences) -> Tensor:
-        """Does not wait for the device. Raises ``InputError`` for a sequence without tokens."""
+        """Hidden states [T, D] to [n, D]. Does not wait for the device.
+
+        Raises ``InputError`` for a sequence without tokens.
+        """
         if self.kind == "last":
             last = hidden.index_select(0, sequences.ends(hidden.device))
             if hidden.shape[1] == self.hidden_size:
@@ -39,6 +42,7 @@ class Pooling(nn.Module):
             return _sums(hidden, items, sequences.num_sequences) / _sums(
                 torch.ones_like(hidden[:, :1]), items, sequences.num_sequences
             )
+        # A softmax over each sequence, less its highest score so that nothing overflows.
         scores = self.score(torch.tanh(self.project(hidden)))
         highest = scores.new_full((sequences.num_sequences, 1), -torch.inf)
         highest = highest.scatter_reduce(0, items[:, None], scores.detach(), "amax")

@@ -1,11 +1,10 @@
-"""The recurrence ``h[t] = decay[t] * h[t - 1] + inflow[t]`` over sequences that lie end to end, parallel in time.
+"""Chunked scan of a linear recurrence, ``h[t] = decay[t] * h[t - 1] + inflow[t]``, over sequences end to end.
 
-The flat batch is cut into chunks of equal length, wherever sequences end: where one starts, nothing of the one before
-it may flow on, so its first decay is taken to be zero, and what flows into it is the state it is given. All chunks
-advance together, first with nothing before them, to learn what each makes of what enters it; then the chunks are
-joined one after another, and run once more from the right state. That is twice the work of a loop over time in about
-three times the square root of the number of tokens steps, it divides by nothing, and with decays of at most 1 it
-amplifies no rounding.
+The flat batch of T tokens is cut into chunks of equal length, wherever sequences end. Sequences stay apart because the
+decay at each sequence's first token is set to zero, and its initial state is added to its inflow. All chunks advance
+together in three passes: from zero, to learn how each maps the state that enters it to the state that leaves it; a
+join of these maps, one chunk after another; and once more from the right state. That is twice the work of a loop over
+time, in about 3·√T steps instead of T. It divides by nothing, and with decays of at most 1 it amplifies no rounding.
 
 Source of the chunked scan: Blelloch, "Prefix sums and their applications" (1990).
 """
@@ -19,10 +18,14 @@ from torch import Tensor
 
 
 def linear_scan(decay: Tensor, inflow: Tensor, starts: Tensor, state: Tensor | None = None) -> Tensor:
-    """Every ``h[t]`` [T, H] from ``decay`` and ``inflow`` [T, H] of sequences end to end.
+    """Every ``h[t]`` [T, H] of the recurrence, for sequences end to end.
 
-    ``starts`` [n]: the position of each sequence's first token, rising from 0, none of them empty. ``state`` [n, H]:
-    what comes before each sequence, zeros if ``None``. Does not wait for the device.
+    decay: [T, H], the share of the state that each token keeps
+    inflow: [T, H], what each token adds
+    starts: int64 [n], the position of each sequence's first token, rising from 0; no sequence is empty
+    state: [n, H], the initial state of each sequence; zeros if ``None``
+
+    Does not wait for the device. Differentiable in all but ``starts``.
     """
     return _scan(decay, inflow, starts, state)[0]
 
@@ -65,6 +68,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...
     inflow = _scan_backward(grad.contiguous(), kept)
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
     first = torch.zeros_like(hidden[: len(starts)]) if state is None else state
+    # The gradient of a decay is that of its inflow times the state before; the first one decays the initial state.
     decayed = inflow * before.index_copy(0, starts, first)
     entering = None
     if state is not None:
@@ -76,21 +80,25 @@ _scan.register_autograd(_backward, setup_context=_setup)
 
 
 def _run(decay: Tensor, inflow: Tensor, backwards: bool = False) -> Tensor:
-    """The recurrence over the whole of [T, H], from zero, from either end."""
+    """The recurrence over all of [T, H] from a zero state, from either end."""
     decay, inflow = decay.contiguous(), inflow.contiguous()
     size, width = inflow.shape
     out = torch.empty_like(inflow)
+    # A step of the first and the last pass serves all chunks, one of the join a single chunk: 2·steps + T/steps steps
+    # in all, which is least at √(T/2).
     steps = max(1, min(size, round((size / 2) ** 0.5)))
     chunks = size // steps
     bulk = chunks * steps
-    # Backwards, the short remainder at the end comes first.
+    # The remainder is a chunk of its own, after the others; backwards it comes first.
     parts = [(0, bulk, chunks), (bulk, size, 1)] if bulk < size else [(0, size, chunks)]
     entering = inflow.new_zeros(width)
+    # Backwards, the decay between two tokens is that of the later one.
     if backwards:
         shifted = torch.empty_like(decay)
         shifted[:-1], shifted[-1] = decay[1:], 0
         decay = shifted
         parts.reverse()
+    # The last pass: every chunk from the state that enters it, written in place.
     for start, stop, count in parts:
         a, b, h = (t[start:stop].view(count, -1, width).unbind(1) for t in (decay, inflow, out))
         if backwards:
@@ -104,11 +112,16 @@ def _run(decay: Tensor, inflow: Tensor, backwards: bool = False) -> Tensor:
 
 
 def _join(decay: Any, inflow: Any, entering: Tensor, backwards: bool) -> Tensor:
-    """What enters each chunk [chunks, H], from what enters the first of them."""
+    """The state that enters each chunk [chunks, H], from the state [H] that enters the first of them.
+
+    ``decay``, ``inflow``: for each step of a chunk, [chunks, H].
+    """
+    # First pass: a chunk maps what enters it to product * entering + ending, where ending comes of a zero state.
     product, ending = decay[0].clone(), inflow[0].clone()
     for decay_now, inflow_now in zip(decay[1:], inflow[1:], strict=True):
         product.mul_(decay_now)
         torch.addcmul(inflow_now, decay_now, ending, out=ending)
+    # The join: through these maps, chunk after chunk.
     entering_each = torch.empty_like(ending)
     order = range(len(ending) - 1, -1, -1) if backwards else range(len(ending))
     for chunk in order:

@@ -1,9 +1,9 @@
-"""The ways into a model, and back out: which elements of the rows a model is given are tokens of which sequence.
+"""Sequences found in the rows that a model is given, and the moves between those rows and tokens end to end.
 
-A model runs on real tokens only, laid end to end. What it is given is rows [N, L]: padded ones with an
-``attention_mask`` or with ``input_lengths``, or a single row in which sequences lie end to end, bounded by
-``cu_seq_lens_q`` or by ``position_ids`` that start anew. Or it is a ``PackedSequence``, and what comes out is one too.
-Each way ends in the same :class:`Sequences`.
+A model runs on tokens only, laid end to end. It is given rows [N, L]: padded ones with an ``attention_mask`` or with
+``input_lengths``, or a single row in which sequences lie end to end, bounded by ``cu_seq_lens_q`` or by
+``position_ids`` that begin again at 0. Or it is given a ``PackedSequence``, and its output is one too. All of these
+forms are read into the same :class:`Sequences`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ Rows = Tensor | PackedSequence
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences in rows of ``shape`` (N, L).
+    """The sequences in a batch of rows.
 
-    ``num_sequences`` of them, with ``lengths`` [n] on the host; where that is ``None``, all are ``length`` tokens long.
-    ``index`` [T]: where in the flattened rows each token lies; ``None`` where every element is a token. ``packed``:
-    the ``PackedSequence`` that they came in, with ``time_major`` [T], the flat position of each of its elements.
+    shape: (N, L) of the rows
+    num_sequences: sequences in all rows, n
+    length: tokens of each sequence where ``lengths`` is ``None``
+    lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
+    index: int64 [T], the place of each token in the flattened rows; ``None`` where every element is a token
+    packed: the ``PackedSequence`` that was given in the place of rows
+    time_major: int64 [T], the flat position of each element of ``packed``
     """
 
     shape: tuple[int, int]
@@ -54,17 +58,22 @@ class Sequences:
         cu_seq_lens: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Sequences:
-        """The sequences in ``rows`` [N, L, ...], told by whichever of the keywords is given; else each row is one.
+        """The sequences in ``rows``, described by one of the keywords; without any, each row is one sequence.
 
-        ``cu_seq_lens`` [n + 1] cumulates the slots of one row of sequences; ``input_lengths`` beside it are the tokens
-        in each slot, and spare a look at the device. Without them ``position_ids`` that end a slot with zeros say that
-        it ends with padding. A ``PackedSequence`` tells its own. Waits for the device at most once (twice where only
-        positions tell of padding), and not at all for rows alone, for ``input_lengths`` that are a list, and on the
-        CPU. Raises ``InputError`` for lengths that do not fit the rows, a mask with holes, and a row of padding alone.
+        rows: [N, L, ...], or a ``PackedSequence``, which has lengths of its own
+        attention_mask: [N, L], not zero on tokens; padding on either side
+        input_lengths: N lengths in tokens, padding on the right; beside ``cu_seq_lens`` the tokens in each slot
+        cu_seq_lens: [n + 1], the slots of one row (N = 1), cumulated
+        position_ids: [N, L], 0 at the start of each sequence; beside ``cu_seq_lens``, zeros at the end of a slot are
+            padding
+
+        Waits for the device at most once (twice where only positions show the padding), and not at all for rows alone,
+        for ``input_lengths`` that are a list, and on the CPU. Raises ``InputError`` for lengths that do not fit the
+        rows, a mask with holes, and a row of padding alone.
         """
         if isinstance(rows, PackedSequence):
-            told = {"attention_mask": attention_mask, "input_lengths": input_lengths, "cu_seq_lens_q": cu_seq_lens}
-            extra = [name for name, value in told.items() if value is not None]
+            others = {"attention_mask": attention_mask, "input_lengths": input_lengths, "cu_seq_lens_q": cu_seq_lens}
+            extra = [name for name, value in others.items() if value is not None]
             if extra:
                 raise InputError("a PackedSequence knows its own lengths", where=f"{extra[0]} beside it")
             return cls._read_packed(rows)
@@ -120,19 +129,23 @@ class Sequences:
             raise InputError("rows without padding take no attention_mask", where="attention_mask beside cu_seq_lens_q")
         if shape[0] != 1:
             raise InputError("sequences that lie end to end come in one row", expected="[1, T]", found=list(shape))
+        # Lengths that fill the row need no second look: slots and lengths are the same.
         real = None if lengths is None else _host(lengths, "input_lengths")
         if real is not None and int(real.sum()) == shape[1] and len(real) == len(cu_seq_lens) - 1 and real.min() >= 0:
             return cls._of(shape, real)
-        told = position_ids if position_ids is not None and position_ids.shape == shape and real is None else None
-        slots, last_positions = _slots(cu_seq_lens, told)
+        # The slots, and in the same copy from the device the last position of each, which shows whether it is padded.
+        usable = position_ids is not None and position_ids.shape == shape and real is None
+        positions = position_ids if usable else None
+        slots, last_positions = _slots(cu_seq_lens, positions)
         if len(slots) == 0 or (slots < 0).any() or int(slots.sum()) != shape[1]:
             raise InputError(
                 "cu_seq_lens_q does not cover the row",
                 expected=f"rising from 0 to {shape[1]}",
                 found=f"{len(slots)} sequences, {int(slots.sum())} tokens",
             )
-        if told is not None and ((slots > 1) & (last_positions == 0)).any():
-            real = _lengths_by_positions(told[0].cpu().numpy(), slots)
+        # A slot of several tokens whose last position is 0 ends with padding; only then all positions are looked at.
+        if positions is not None and ((slots > 1) & (last_positions == 0)).any():
+            real = _lengths_by_positions(positions[0].cpu().numpy(), slots)
         if real is None:
             return cls._of(shape, slots)
         if len(real) != len(slots) or (real < 0).any() or (real > slots).any() or not real.any():
@@ -168,7 +181,7 @@ class Sequences:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens."""
+        """Tokens of all sequences, without padding."""
         return self.num_sequences * self.length if self.lengths is None else int(self.lengths.sum())
 
     def schedule(
@@ -180,7 +193,7 @@ class Sequences:
         return Schedule.ragged(self.lengths, hidden_size, device, run_order, keep_state=keep_state)
 
     def flatten(self, rows: Rows) -> Tensor:
-        """Values [N, L, ...] of the tokens alone, [T, ...]."""
+        """Values [T, ...] of the tokens alone, from rows [N, L, ...] or a ``PackedSequence``."""
         if isinstance(rows, PackedSequence):
             assert self.time_major is not None
             return torch.empty_like(rows.data).index_copy(0, self.time_major, rows.data)
@@ -188,7 +201,7 @@ class Sequences:
         return flat if self.index is None else flat.index_select(0, self.index.to(flat.device))
 
     def unflatten(self, flat: Tensor) -> Rows:
-        """Values [T, ...] as they came: in their rows [N, L, ...], zeros in the padding, or as a ``PackedSequence``."""
+        """Values [T, ...] in the form given: rows [N, L, ...], zeros in the padding, or a ``PackedSequence``."""
         if self.packed is not None:
             assert self.time_major is not None
             return self.packed._replace(data=flat.index_select(0, self.time_major))
@@ -199,11 +212,11 @@ class Sequences:
         return flat.unflatten(0, self.shape)
 
     def unflatten_states(self, states: tuple[Tensor, ...] | None) -> Any:
-        """Hidden states [1, T, D] of every layer as they came; None if there are none."""
+        """Hidden states [1, T, D] of every layer, each in the form given; ``None`` for ``None``."""
         return states and tuple(self.unflatten(state[0]) for state in states)
 
     def flatten_labels(self, labels: Rows, name: str = "labels") -> Tensor:
-        """Labels of the tokens alone [T]. Raises ``InputError`` for labels that do not lie as the input does."""
+        """Labels [T] of the tokens alone. Raises ``InputError`` for labels in another form than the input."""
         if self.packed is not None:
             expected = "a PackedSequence of the same lengths"
             if not isinstance(labels, PackedSequence):
@@ -227,7 +240,7 @@ class Sequences:
         return torch.from_numpy(np.cumsum(self.lengths) - 1).to(device, non_blocking=True)
 
     def items(self, device: torch.device) -> Tensor:
-        """The sequence that each flat token is of, int64 [T]. Raises ``InputError`` for a sequence without tokens."""
+        """The sequence of each flat token, int64 [T]. Raises ``InputError`` for a sequence without tokens."""
         if self.lengths is None:
             return torch.arange(self.num_sequences, device=device).repeat_interleave(self.length)
         self._require_tokens()
@@ -240,21 +253,21 @@ class Sequences:
             raise InputError("a sequence without tokens has nothing to pool", where=f"sequence {int(empty[0])}")
 
     def starts(self, device: torch.device) -> Tensor:
-        """The flat position of each sequence's first token, int64 [at most n]; sequences of no tokens have none."""
+        """The flat position of each sequence's first token, int64 [sequences that have tokens]."""
         if self.lengths is None:
             return torch.arange(0, self.num_tokens, self.length, device=device)
         starts = Layout(self.lengths).starts[self.lengths > 0]
         return torch.from_numpy(starts).to(device, non_blocking=True)
 
     def locate(self, token: int) -> tuple[int, int]:
-        """The sequence that flat token lies in and its position there."""
+        """The sequence of a flat token, and the token's position in it."""
         layout = Layout(self.lengths if self.lengths is not None else [self.length] * self.num_sequences)
         sequence = int(layout.item_ids()[token])
         return sequence, token - int(layout.starts[sequence])
 
 
 def _fitting_mask(mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The mask of these rows: a mask that also covers what a cached state has seen is cut to its end."""
+    """The mask of these rows, which is the end of a mask that also covers what a cached state has seen."""
     if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         raise InputError("attention_mask and rows disagree", expected=list(shape), found=_shape(mask))
     return mask[:, mask.shape[1] - shape[1] :]
@@ -275,7 +288,7 @@ def _host(values: Lengths, name: str) -> Int64:
 
 
 def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int64]:
-    """What ``cu_seq_lens`` cumulates, and the last of the ``position_ids`` [1, T] in each slot, if there are any."""
+    """The slots that ``cu_seq_lens`` cumulates, and the last of the ``position_ids`` [1, T] in each, if given."""
     if position_ids is not None:
         bounds = cu_seq_lens.to(position_ids.device)
         if bounds.ndim == 1 and len(bounds) > 1 and bounds.dtype in (torch.int32, torch.int64):
@@ -286,7 +299,7 @@ def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int
 
 
 def _lengths_by_positions(positions: Int64, slots: Int64) -> Int64:
-    """The tokens in each slot: what comes before the zeros at its end, or one, for there the first position is 0."""
+    """The tokens in each slot: all before the zeros at its end, or one, since the first position is 0 too."""
     ends = np.cumsum(slots)
     counted = np.maximum.accumulate(np.where(positions != 0, np.arange(1, len(positions) + 1), 0))
     last = np.where(slots > 0, counted[np.maximum(ends, 1) - 1], 0)

@@ -1,9 +1,8 @@
-"""The target side of an encoder-decoder: what the decoder reads, what it is to predict, and in which rows.
+"""Targets of an encoder-decoder: the ids that the decoder reads and the labels that it predicts, as flat tokens.
 
-Targets come as ``labels`` alone, shifted right here, or as ``decoder_input_ids`` with or without labels under them.
-Rows are padded (labels with -100, or a ``decoder_attention_mask``), or lie end to end in one row bounded by
-``decoder_cu_seq_lens_q``, or are a jagged nested tensor or a
-``PackedSequence``. What comes out is flat, and real tokens alone.
+Targets are given as ``labels`` alone, which are shifted right here, or as ``decoder_input_ids`` with or without labels
+under them. Their form is padded rows (labels with -100, or a ``decoder_attention_mask``), one row bounded by
+``decoder_cu_seq_lens_q``, a jagged nested tensor, or a ``PackedSequence``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ from ullage.models.sequences import Lengths, Rows, Sequences
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What the decoder reads at each step, ``ids`` [T], and what it is to predict there, ``labels`` [T]."""
+    """Target tokens end to end.
+
+    ids: [T], the token that the decoder reads at each step
+    labels: [T], the token that it predicts there; ``None`` where none were given
+    sequences: which tokens belong to which target, and the rows they came in
+    """
 
     ids: Tensor
     labels: Tensor | None
@@ -40,10 +44,17 @@ class Targets:
         input_lengths: Lengths | None = None,
         cu_seq_lens: Tensor | None = None,
     ) -> Targets:
-        """Targets in rows [n, L] or in one of the other forms; each begins with ``start`` where labels are shifted.
+        """Targets in any of the forms of this module.
 
-        ``filler`` is read in the place of a label that is -100 between others. On CUDA waits once for the lengths.
-        Raises ``InputError`` for rows that disagree.
+        labels: [n, L], not shifted, or one of the other forms
+        decoder_input_ids: the same form; by default the labels, shifted right
+        start: the token in front of shifted labels
+        filler: the token read in the place of a label -100 between others
+        attention_mask: [n, L], not zero on tokens
+        input_lengths: n lengths in tokens
+        cu_seq_lens: [n + 1], where targets begin in one row [1, T]
+
+        On CUDA waits once for the lengths. Raises ``InputError`` for rows that disagree.
         """
         if isinstance(labels, PackedSequence) or (labels is not None and labels.is_nested):
             labels, cu_seq_lens = _end_to_end(labels)
@@ -58,9 +69,10 @@ class Targets:
             raise InputError(
                 "labels and decoder_input_ids disagree", expected=list(rows.shape), found=f"shape {list(labels.shape)}"
             )
-        untold = attention_mask is None and input_lengths is None and cu_seq_lens is None
-        as_they_stand = decoder_input_ids is not None and torch.compiler.is_compiling()  # data must not steer a graph
-        if labels is not None and untold and not as_they_stand:
+        # Without a description, labels themselves show the padding; but data must not steer a compiled graph.
+        described = attention_mask is not None or input_lengths is not None or cu_seq_lens is not None
+        as_they_stand = decoder_input_ids is not None and torch.compiler.is_compiling()
+        if labels is not None and not described and not as_they_stand:
             attention_mask = _labelled(labels, from_the_start=decoder_input_ids is not None)
         sequences = Sequences.read(
             rows, attention_mask=attention_mask, input_lengths=input_lengths, cu_seq_lens=cu_seq_lens
@@ -73,7 +85,7 @@ class Targets:
 
 
 def shift_right(labels: Tensor, start: int, filler: int) -> Tensor:
-    """What a decoder reads where it is to predict ``labels`` [N, L]: ``start``, then all but the last of them."""
+    """``labels`` [N, L] shifted right behind ``start``, with ``filler`` in the place of -100: a decoder's input."""
     ids = labels.roll(1, -1)
     ids[..., 0] = start
     return ids.masked_fill(ids == IGNORED_LABEL, filler)
@@ -85,7 +97,7 @@ def _shifted(labels: Tensor, sequences: Sequences, start: int, filler: int) -> T
 
 
 def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
-    """True from a row's first label that counts, or from its start, to its last; on the first where none does."""
+    """True from a row's first label that counts, or from its start, to its last one; on one token if none counts."""
     real = labels != IGNORED_LABEL
     before_the_end = real.flip(1).cumsum(1).flip(1) > 0
     before_the_end[:, 0] |= ~before_the_end[:, 0]

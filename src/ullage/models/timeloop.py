@@ -1,13 +1,13 @@
-"""The classical recurrences on the CPU, as one loop over time forwards and one backwards.
+"""Loops over time of the GRU and of Elman's network on the CPU, forwards and backwards.
 
-Torch's own CPU kernels for the GRU and the plain RNN record an autograd node for every operation of every step, and
-their gradient of the recurrent weight is one product a step, which costs as much for one row as for sixty. Here each
-step is only as wide as the rows that still run; what does not depend on the step before (the input's part of the
-gates, the gradients of both weights) is one product over all tokens. They are operators of their own, so that
+Torch's own CPU kernels for both record an autograd node for every operation of every step, and take the gradient of
+the recurrent weight by one product per step, which costs as much for one row as for sixty. Here each step is only as
+wide as the sequences that still run; whatever does not depend on the step before (the input's part of the gates, the
+gradients of both weights) is one product over all tokens. The loops are torch operators of their own, so that
 ``torch.compile`` takes them whole.
 
-Values are in packed order: [size, ...] with ``rows[t]`` of them at step *t*, rows never growing. ``state``
-[rows[0], H] is what comes before the first step.
+Values are in packed order: [size, ...], of which ``rows[t]`` belong to step *t*, and ``rows`` never grow. ``state``
+[rows[0], H] is the state before the first step. H is the hidden size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,26 @@ from torch import Tensor
 
 
 def gru_loop(gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, rows: Sequence[int]) -> Tensor:
-    """Outputs [size, H] of a GRU from its input's ``gates`` [size, 3H] (reset, update, new), as ``torch.nn.GRU``."""
+    """Outputs [size, H] of a GRU, as ``torch.nn.GRU``.
+
+    gates: [size, 3H], the input's part of reset, update and new gate, input bias included
+    weight: [3H, H], recurrent
+    bias: [3H], recurrent
+    state: [rows[0], H], before the first step
+    rows: sequences at each step, on the host
+    """
     return _gru(gates, weight, bias, state, list(rows), _needs_gradient(gates, weight, bias, state))[0]
 
 
 def rnn_loop(gates: Tensor, weight: Tensor, state: Tensor, rows: Sequence[int], relu: bool) -> Tensor:
-    """Outputs [size, H] of Elman's network from ``gates`` [size, H], which hold both biases."""
+    """Outputs [size, H] of Elman's network, as ``torch.nn.RNN``.
+
+    gates: [size, H], the input's part, both biases included
+    weight: [H, H], recurrent
+    state: [rows[0], H], before the first step
+    rows: sequences at each step, on the host
+    relu: take ReLU for tanh
+    """
     return _rnn(gates, weight, state, list(rows), relu)
 
 
@@ -37,7 +51,7 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 def _gru(
     gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, rows: list[int], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, and if ``keep`` what backward wants: reset, update and new [size, 3H]; the new gate's recurrent part."""
+    """Outputs; for backward, if ``keep``: reset, update and new [size, 3H], and the new gate's recurrent part."""
     size, width = gates.shape[0], state.shape[1]
     output = gates.new_empty(size, width)
     reset_update_new = gates.new_empty(size if keep else rows[0], 3 * width)
@@ -45,9 +59,11 @@ def _gru(
     weight = weight.t()
     start = 0
     for count, gate, out in zip(rows, gates.split(rows), output.split(rows), strict=True):
+        # Sequences that have ended are the last ones of the state. Without ``keep`` each step writes over the last.
         state = state[:count]
         kept = slice(start, start + count) if keep else slice(count)
         three, from_state = reset_update_new[kept], recurrent[kept]
+        # The recurrent part of all gates is one product; reset scales that of the new gate alone.
         product = torch.addmm(bias, state, weight)
         two = torch.add(gate[:, : 2 * width], product[:, : 2 * width], out=three[:, : 2 * width]).sigmoid_()
         from_state.copy_(product[:, 2 * width :])
@@ -79,15 +95,17 @@ def _gru_backward(
     reset_update_new: Tensor,
     recurrent: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of gates, weight, bias and state. Each gate's slope is laid down first, for all tokens at once."""
+    """Gradients of gates, weight, bias and state."""
     width = state.shape[1]
     reset, update, new = reset_update_new.split(width, 1)
     before = _shifted(output, state, rows)
+    # For all tokens at once: the derivative of each output by each gate before its activation.
     slopes = torch.empty_like(reset_update_new)
     of_new = torch.addcmul(torch.ones_like(new), new, new, value=-1).mul_(1 - update)
     torch.mul(before - new, update * (1 - update), out=slopes[:, width : 2 * width])
     torch.mul(of_new, reset, out=slopes[:, 2 * width :])
     torch.mul(slopes[:, 2 * width :], recurrent * (1 - reset), out=slopes[:, :width])
+    # Backwards in time: the gradient of each step's output, and what of it the state before carries on.
     hidden = torch.empty_like(output)
     parts = (hidden.split(rows), grad.split(rows), slopes.view(-1, 3, width).split(rows), update.split(rows))
     carried: Tensor | None = None
@@ -96,6 +114,7 @@ def _gru_backward(
         slope.mul_(here.unsqueeze(1))
         carried = torch.addmm(here * gate, slope.view(len(here), 3 * width), weight)
     assert carried is not None
+    # ``slopes`` are now the gradients of the recurrent parts: those of weight and bias are one product and one sum.
     of_weight, of_bias = slopes.t() @ before, slopes.sum(0)
     torch.mul(hidden, of_new, out=slopes[:, 2 * width :])  # the input's part of the new gate bypasses the reset
     return slopes, of_weight, of_bias, carried
@@ -181,13 +200,13 @@ _rnn.register_autograd(_rnn_gradients, setup_context=_rnn_setup)
 
 
 def _shifted(output: Tensor, state: Tensor, rows: list[int]) -> Tensor:
-    """What each step started from: the output of the step before, of the rows that still run."""
+    """The state before each step [size, H]: the output of the step before, of the sequences that still run."""
     before = [out[:count] for out, count in zip(output.split(rows)[:-1], rows[1:], strict=True)]
     return torch.cat([state[: rows[0]], *before])
 
 
 def _add_carried(given: Tensor, carried: Tensor | None, out: Tensor) -> Tensor:
-    """``given`` [rows, H] and, on the rows that ran on, what comes back from the later step."""
+    """``given`` [rows, H] plus, for the sequences that ran on, the gradient ``carried`` back from the later step."""
     if carried is None:
         return out.copy_(given)
     if len(carried) == len(given):
