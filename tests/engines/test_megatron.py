@@ -114,7 +114,7 @@ def test_lists_arrays_and_a_collate_dimension_are_samples_too():
         ({"original_seq_len": 0}, "expected 1 to 8, found 0"),
         ({"original_seq_len": 9}, "expected 1 to 8, found 9"),
         ({"labels": torch.arange(7)}, "disagree in length"),
-        ({"reward": torch.ones(3)}, "neither a token nor a sequence"),
+        ({"reward": torch.ones(3)}, "neither one entry per token nor one per sequence"),
         ({"note": "text"}, "'note'"),
     ],
 )
