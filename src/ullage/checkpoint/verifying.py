@@ -35,8 +35,8 @@ def verify(
         progress: called as ``progress(done, total)``, in bytes, from any thread.
 
     Compares every byte of every tensor, and the content of every file that a loader of the target's format reads:
-    steps, hyperparameters, model states, indexes. Memory: two chunks of 2 MiB per thread. Raises ``CheckpointError`` for
-    a folder that is not a checkpoint.
+    steps, hyperparameters, model states, indexes. Memory: two chunks of 2 MiB per thread. Raises ``CheckpointError``
+    for a folder that is not a checkpoint.
     """
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
