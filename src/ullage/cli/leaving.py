@@ -19,6 +19,9 @@ _TO_FLUSH = 1.0
 
 def can_leave(status: int) -> bool:
     """End the process groups; whether the interpreter can end as well and the status will be ``status``."""
+    solver = sys.modules.get("ullage.planning.solver.compiled")
+    if solver is not None and solver.is_busy():  # Ctrl-C in a plan: the interpreter would wait for its end
+        return False
     ending = sys.modules.get("ullage.ranks.ending")
     if ending is None:  # nothing of this process talked to another one
         return True

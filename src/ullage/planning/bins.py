@@ -42,10 +42,10 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     given, capacity = as_lengths(lengths), as_positive(capacity, "capacity")
     refuse_oversize(given, capacity, 1)
     n = len(given)
-    order = run(falling_order, given, work=n)
+    order = run(falling_order, given, work=3 * n)
     packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
     room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
-    used = run(pack_items, given[order], ones, room, target, packed, work=20 * n)
+    used = run(pack_items, given[order], ones, room, target, packed, work=50 * n)
     bins = np.empty(n, np.int64)
     bins[order] = packed
     return PackedBins(*run(rows, bins, used, work=n))

@@ -72,12 +72,12 @@ def path_bound(plan: Schedule) -> PathBound:
     degree = int(plan.degrees.max(initial=1))
     if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
-    order = run(falling_order, costs, work=len(costs))
+    order = run(falling_order, costs, work=3 * len(costs))
     slots = slots_of(plan.lengths[plan.order][order], plan.pad_to_multiple_of, degree)
     num_blocks = plan.ranks // degree
     fixed = plan.per_microbatch * plan.num_microbatches
     ideal = int(costs.sum()) / plan.ranks + fixed
-    leaders = run(least_path, slots, costs[order], plan.capacity * degree, num_blocks, work=len(costs))
+    leaders = run(least_path, slots, costs[order], plan.capacity * degree, num_blocks, work=3 * len(costs))
     path = leaders / degree + fixed
     most_expensive = int(costs.max()) / degree + fixed
     return PathBound(max(1.0, path / ideal), max(1.0, most_expensive / ideal))
@@ -94,6 +94,6 @@ def mixed_path(plan: Schedule) -> float:
     slots = np.array([slots_of(lengths, plan.pad_to_multiple_of, degree) for degree in degrees])
     work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
     items = SharedItems(slots, work, np.ones(n, np.int64))
-    path = run(list_schedule, items, plan.capacity, plan.ranks, plan.num_microbatches, work=n * bins)
+    path = run(list_schedule, items, plan.capacity, plan.ranks, plan.num_microbatches, work=20 * n * bins)
     fixed = plan.per_microbatch * plan.num_microbatches
     return (path + fixed) / (int(costs.sum()) / plan.ranks + fixed) if path >= 0 and costs.any() else float("inf")

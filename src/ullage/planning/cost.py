@@ -29,7 +29,7 @@ Cost = Callable[[Int64], Any]
 _TOTAL_LIMIT = 2.0**60
 #: Cost of a token, in units of a squared token, of a 7B transformer: 6 · hidden size 4096. The default of the planner.
 LINEAR_7B = 24576
-#: Costs that are not integers are scaled up until the dearest has about this many bits.
+#: Costs that are not integers are scaled up until the most expensive has about this many bits.
 _RESOLUTION_BITS = 40
 
 
@@ -189,12 +189,12 @@ def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
 
 def _scale(costs: npt.NDArray[np.float64]) -> float:
     """A power of two: 1 for integers that fit."""
-    total, dearest = float(costs.sum()), float(costs.max(initial=0.0))
-    if dearest == 0:
+    total, highest = float(costs.sum()), float(costs.max(initial=0.0))
+    if highest == 0:
         return 1.0
     if total >= _TOTAL_LIMIT:
         return 2.0 ** -int(np.ceil(np.log2(total / _TOTAL_LIMIT)) + 1)
     if np.array_equal(costs, np.rint(costs)):
         return 1.0
     room = int(np.floor(np.log2(_TOTAL_LIMIT / total)))
-    return 2.0 ** min(max(0, _RESOLUTION_BITS - int(np.ceil(np.log2(dearest)))), room)
+    return 2.0 ** min(max(0, _RESOLUTION_BITS - int(np.ceil(np.log2(highest)))), room)

@@ -158,7 +158,7 @@ def _statistics(plan: Schedule) -> Statistics:
     total = int(plan.costs[plan.order].sum())
     ideal = total / plan.ranks + plan.per_microbatch * plan.num_microbatches
     loads = plan.loads
-    path, dearest = float(loads.max(axis=1, initial=0).sum()), float(loads.sum(axis=0).max(initial=0))
+    path, highest = float(loads.max(axis=1, initial=0).sum()), float(loads.sum(axis=0).max(initial=0))
     reached = path / ideal if ideal else 1.0
     shared = degree > 1
     bounds = path_bound(plan)
@@ -177,7 +177,7 @@ def _statistics(plan: Schedule) -> Statistics:
         padding_tokens=capacity_tokens - num_tokens,
         sum_squared_lengths=sum_of_squares(placed),
         ullage=1 - num_tokens / capacity_tokens if capacity_tokens else 0.0,
-        rank_imbalance=dearest / ideal if ideal else 1.0,
+        rank_imbalance=highest / ideal if ideal else 1.0,
         critical_path=reached,
         lower_bound=microbatch_bound(plan),
         rank_imbalance_bound=bounds.rank_imbalance,

@@ -35,14 +35,14 @@ ALIASES = {
 }
 #: Operations of improvement: for any plan, for each item, and for plans of more than so many items.
 _BUDGET, _BUDGET_EACH, _BUDGET_MANY, _MANY = 60_000, 85, 400_000, 32768
-#: Operations of one item, on one rank each or on as many as it needs: about its microseconds as plain Python.
-_PASSES, _PASSES_SHARED = 200, 1000
+#: Microseconds per item as plain Python: on one rank each, on as many as it needs, and in arrival order.
+_EACH, _EACH_SHARED, _EACH_IN_ORDER = 250, 700, 1
 
 
 def next_fit(task: Task) -> Assignment:
     """Arrival order: a bin is closed when the next item does not fit."""
     bins = np.empty(task.num_items, np.int64)
-    used = run(fill_in_order, task.slots, task.counts, _room(task), bins, work=task.num_items)
+    used = run(fill_in_order, task.slots, task.counts, _room(task), bins, work=_EACH_IN_ORDER * task.num_items)
     return Assignment(bins, microbatches_for(used, task.ranks, task.microbatch_multiple))
 
 
@@ -54,9 +54,9 @@ def balanced(task: Task) -> Assignment:
     if task.shared_slots is None or task.shared_costs is None or not least:
         place = balance_totals if task.sync == "step" else balance
         items = Items(task.slots, task.costs, task.counts)
-        return Assignment(*run(place, items, *rest, work=_PASSES * task.num_items))
+        return Assignment(*run(place, items, *rest, work=_EACH * task.num_items))
     shared = SharedItems(task.shared_slots, task.shared_costs, task.counts)
-    places, exponents, microbatches = run(share_out, shared, *rest, work=_PASSES_SHARED * task.num_items)
+    places, exponents, microbatches = run(share_out, shared, *rest, work=_EACH_SHARED * task.num_items)
     degrees = np.ones(len(exponents), np.int64)
     for k in np.flatnonzero(exponents > 0).tolist():
         degrees[k : k + (1 << exponents[k])] = 1 << exponents[k]

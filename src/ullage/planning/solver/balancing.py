@@ -22,7 +22,7 @@ from ullage.planning.solver.placing import fill_steps, heaviest_first, no_bins, 
 #: Rounds of improvement.
 _ROUNDS = 60
 #: Above this many items packing is all that is tried, where there are so many microbatches that it suffices: over few
-#: microbatches of many ranks the dearest of them is far above the mean of packed bins.
+#: microbatches of many ranks the most expensive of them is far above the mean of packed bins.
 _MANY = 32768
 _MANY_MICROBATCHES = 16
 #: Above this many it is done in one pass.

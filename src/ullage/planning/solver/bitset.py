@@ -4,6 +4,8 @@ Bits of a flat uint64 array in four levels: a bit of a level says whether the wo
 search climbs until it meets a word that is not empty and then descends. 16 million values take four levels.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np

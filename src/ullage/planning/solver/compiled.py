@@ -28,12 +28,12 @@ import numpy as np
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Operations of a problem that runs as Python, about a microsecond each.
-_SMALL = 20_000
-#: Seconds that a process spends on uncompiled kernels before it compiles them.
+#: Work, in microseconds of plain Python, of the largest problem that runs as Python.
+_SMALL = 500_000
+#: Seconds that a process spends on uncompiled kernels before it compiles or loads them.
 _PATIENCE = 1.0
-#: Operations above which a compiled kernel runs on a thread of its own, so that Ctrl-C is noticed: some 50 ms.
-_LONG = 200_000
+#: Work above which a compiled kernel, some hundred times as fast, runs on a thread of its own.
+_LONG = 5_000_000
 
 _KERNELS: set[Callable[..., Any]] = set()
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -55,19 +55,20 @@ def kernel(function: _Function) -> _Function:
 
 
 def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
-    """Call a kernel. ``work``: about how many operations it does; decides how it runs, never what it returns.
+    """Call a kernel. ``work``: about how many microseconds it takes as plain Python; decides how it runs, never what it
+    returns.
 
-    Ctrl-C raises ``KeyboardInterrupt`` within a fraction of a second, also while a kernel is compiled or runs for long;
-    the kernel then ends on its own, its result unused.
+    Ctrl-C raises ``KeyboardInterrupt`` within a fraction of a second, also while kernels are compiled or one runs for
+    long. That one then ends on its own: the interpreter waits for it before it exits (seconds for millions of items).
     """
     ready = _COMPILED.get(function)
     if ready is None:
         if work <= _SMALL and _Spent.seconds < _PATIENCE:
             return _interpret(function, arguments)
-        return interruptible(lambda: compiled(function)(*arguments))
+        return _interruptible(lambda: compiled(function)(*arguments))
     if work < _LONG:
         return ready(*arguments)
-    return interruptible(lambda: ready(*arguments))
+    return _interruptible(lambda: ready(*arguments))
 
 
 def _interpret(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -75,7 +76,12 @@ def _interpret(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     with np.errstate(over="ignore"):  # int64 wraps around in compiled code too
         result = function(*arguments)
     _Spent.seconds += time.perf_counter() - begin
-    return result
+    return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as compiled code returns it: numbers are Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,6 +103,9 @@ def compile_all() -> None:
 def _compile(function: Any) -> Callable[..., Any]:
     import numba
 
+    worker = threading.current_thread()
+    if isinstance(worker, _Worker) and worker.abandoned:
+        raise KeyboardInterrupt
     names = dict(function.__globals__)
     for name in function.__code__.co_names:
         value = names.get(name)
@@ -150,26 +159,49 @@ def _type_of(hint: Any) -> Any:
     return types.BaseTuple.from_types([_type_of(part) for part in fields.values()], hint)
 
 
-def interruptible(work: Callable[[], Any]) -> Any:
-    """``work()``, on a thread of its own if this is the main thread, which alone hears of Ctrl-C.
+class _Worker(threading.Thread):
+    """A thread that does ``work`` while the main thread waits for it."""
 
-    A signal's Python handler cannot run while compiled code runs in the main thread, and an exception that it raises
-    inside one of LLVM's callbacks is not handled there. On another thread neither happens.
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(name="ullage-solver")
+        self._work = work
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        #: Set when nobody waits any more: nothing more is compiled then.
+        self.abandoned = False
+
+    def run(self) -> None:
+        try:
+            self._outcome = self._work()
+        except BaseException as error:  # raised again by whoever waits
+            self._error = error
+
+    def result(self) -> Any:
+        """What ``work`` returned, once it has. Raises what it raised."""
+        try:
+            self.join()
+        except BaseException:
+            self.abandoned = True
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
+def _interruptible(work: Callable[[], Any]) -> Any:
+    """``work()``, on a thread of its own if this is the main thread.
+
+    Signal handlers run in the main thread, as soon as it runs Python. numba runs Python when it converts what compiled
+    code returns, and LLVM when it asks for symbols, and neither expects an exception there: a ``KeyboardInterrupt``
+    became a ``SystemError`` or a segmentation fault. On another thread no handler ever runs.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    outcome: list[tuple[bool, Any]] = []
+    worker = _Worker(work)
+    worker.start()
+    return worker.result()
 
-    def target() -> None:
-        try:
-            outcome.append((True, work()))
-        except BaseException as error:
-            outcome.append((False, error))
 
-    thread = threading.Thread(target=target, name="ullage-planner", daemon=True)
-    thread.start()
-    thread.join()
-    done, value = outcome[0]
-    if not done:
-        raise value
-    return value
+def is_busy() -> bool:
+    """Whether a kernel that nobody waits for is still at work."""
+    return any(isinstance(thread, _Worker) for thread in threading.enumerate())

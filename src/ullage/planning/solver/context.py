@@ -15,6 +15,8 @@ Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (
 and FlexSP (arXiv:2412.01523).
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -58,8 +60,8 @@ def _allowed_share(mean: int, tolerance: int) -> int:
 
 @kernel
 def _needed(items: SharedItems, capacity: int, share: int) -> Int64:
-    """The exponent of the least degree at which each item fits and costs a rank at most ``share``. If there is none,
-    the one at which it fits and costs a rank the least; −1 if it fits at none."""
+    """The exponent of the least degree at which each item fits and costs each rank at most ``share``. If there is none,
+    the one at which it fits and costs each rank the least; −1 if it fits at none."""
     slots, costs = items.slots, items.costs
     levels, n = slots.shape
     needed = np.full(n, -1, np.int64)

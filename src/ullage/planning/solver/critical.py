@@ -1,9 +1,11 @@
-"""The critical path: the sum over microbatches of the dearest bin. Its lower bound, its value, and the deal to ranks.
+"""The critical path (the sum over microbatches of the most expensive bin), its lower bound, and the deal to ranks.
 
 Given the bins, the critical path is least when they are sorted by cost and cut into groups of ``ranks``: the optimum
 for a sum of maxima over groups of equal size.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np
@@ -19,9 +21,9 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
 
     No two items above half the capacity share a bin, so the ``k`` microbatches that hold the first, the ``ranks +
     1``-st, ... of them cost at least as much as these *leaders*. The other ``k·(ranks − 1)`` bins hold no more work
-    than that cost each, and no more than the dearest of the other items that fit into their slots; what is left over
-    is work for other microbatches. Dearer items must be denser, as for every cost that grows faster than length:
-    where they are not, the leaders may lie in those bins too, and the densest items come first.
+    than that cost each, and no more than the most expensive of the other items that fit into their slots; what is left
+    over is work for other microbatches. More expensive items must be denser, as for every cost that grows faster than
+    length: where they are not, the leaders may lie in those bins too, and the densest items come first.
     """
     n = len(slots)
     order, denser = np.arange(n), True
@@ -75,7 +77,7 @@ def path_of(load: Int64, order: Int64, ranks: int) -> float:
 @kernel
 def deal_bins(load: Int64, ranks: int) -> Int64:
     """Where each bin goes, ``microbatch·ranks + rank``: sorted into microbatches, the heaviest bin of each to the rank
-    that has the least so far, then exchanged within microbatches while that lowers the dearest rank."""
+    that has the least so far, then exchanged within microbatches while that lowers the most expensive rank."""
     order = falling_order(load)
     total = np.zeros(ranks, np.int64)
     places = np.empty(len(load), np.int64)

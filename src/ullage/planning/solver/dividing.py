@@ -1,9 +1,11 @@
-"""Dividing the items of two bins anew, so that the first ends as close to a target cost as its room allows.
+"""Dividing the items of two bins again, so that the first ends as close to a target cost as its room allows.
 
 Few items: every division, in Gray code, so that each step moves one item. More: the best exchange of one item for
 another, or for none, found in one pass over both sorted bins, again and again.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 from ullage.layout import Int64

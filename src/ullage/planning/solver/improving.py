@@ -1,15 +1,18 @@
-"""Improvement: pairs of bins divide their items anew until each microbatch is level.
+"""Improvement: pairs of bins divide their items again until each microbatch is level.
 
 Each round sorts the bins by cost and cuts them into microbatches, gives every microbatch a *goal* (what its bins should
 cost), and pairs the bin that is farthest above its goal with the one farthest below, the second with the second, and so
-on; a pair divides its items so that both end as close to their goals as the capacity allows. In the first rounds all
-microbatches have one goal, the level at which the least critical path lies, except those that hold an item dearer than
-that: their goal is the item's cost. Later rounds aim at each microbatch's own mean, and shift the pairing.
+on; a pair divides its items so that both end as close to their goals as the capacity allows.In the first rounds all
+microbatches have one goal, the level at which the least critical path lies, except those that hold an item more
+expensive than that: their goal is the item's cost. Later rounds aim at each microbatch's own mean, and shift the
+pairing.
 
 Source: pairwise differencing, Karmarkar and Karp, "The differencing method of set partitioning", Berkeley 1982, with
 the capacity as a constraint.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np
@@ -33,17 +36,17 @@ def _set_goals(
 ) -> None:
     """The cost that each bin should have, so that the critical path becomes ``path``.
 
-    Groups that hold an item dearer than the others' level get its cost as their goal. The others get that level, or
-    their own mean shifted so that the means add up to what ``path`` leaves for them.
+    Microbatches that hold an item more expensive than the others' level get its cost as their goal. The others get that
+    level, or their own mean shifted so that the means add up to what ``path`` leaves for them.
     """
     microbatches = len(order) // ranks
     locked, left = 0, path
-    dearest = np.zeros(microbatches, np.int64)
+    highest = np.zeros(microbatches, np.int64)
     for at in range(len(order)):
         if head[order[at]] >= 0:
-            dearest[at // ranks] = max(dearest[at // ranks], items.costs[head[order[at]]])
-    while locked < microbatches - 1 and dearest[locked] * (microbatches - locked) > left:
-        left -= dearest[locked]
+            highest[at // ranks] = max(highest[at // ranks], items.costs[head[order[at]]])
+    while locked < microbatches - 1 and highest[locked] * (microbatches - locked) > left:
+        left -= highest[locked]
         locked += 1
     share = left / (microbatches - locked)
     total = 0.0
@@ -53,7 +56,7 @@ def _set_goals(
     for microbatch in range(microbatches):
         goal = share
         if microbatch < locked:
-            goal = float(dearest[microbatch])
+            goal = float(highest[microbatch])
         elif not level:
             mean = 0.0
             for at in range(microbatch * ranks, (microbatch + 1) * ranks):

@@ -10,6 +10,8 @@ Sources: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithm
 R. Korf, "A new algorithm for optimal bin packing", AAAI 2002.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np

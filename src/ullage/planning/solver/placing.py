@@ -110,9 +110,9 @@ def _first_within(falling: Int64, most: int) -> int:
 def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, margin: int) -> int:
     """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
 
-    The goal is the cost of the dearest item left, or what a bin of the rest carries on average and ``margin``
-    thousandths more if that is dearer; a negative margin stops where it is. Each bin in turn takes the dearest items
-    left that fit both the goal and the capacity. Returns how many microbatches it filled.
+    The goal is the cost of the most expensive item left, or what a bin of the rest carries on average and ``margin``
+    thousandths more if that is more; a negative margin stops where it is. Each bin in turn takes the most expensive
+    items left that fit both the goal and the capacity. Returns how many microbatches it filled.
     """
     slots, costs = items.slots, items.costs
     n, microbatches = len(slots), len(bins.load) // ranks

@@ -3,10 +3,12 @@
 First each rank is one bin with the slots of all its microbatches; these are balanced, and then every rank's items are
 packed into its microbatches. A rank that is too full for that is tried again with less room. Where giants take cost but
 no slots, the other ranks may lack the slots for their share of the cost: then one or two microbatches more make the
-ranks level. If nothing does, the bins of a first placement are dealt to the ranks, and the dearest rank and the
-cheapest divide the items of two of their bins anew, so that half the difference moves over, again and again.
+ranks level. If nothing does, the bins of a first placement are dealt to the ranks, and the most expensive rank and the
+cheapest divide the items of two of their bins again, so that half the difference moves over, again and again.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np
@@ -24,9 +26,9 @@ from ullage.planning.solver.placing import heaviest_first, no_bins
 
 #: Ranks are level when none is farther than this above the mean, in parts of the mean.
 _LEVEL = 10_000
-#: Pairs of bins tried for one pair of ranks, and cheapest ranks tried for the dearest.
+#: Pairs of bins tried for one pair of ranks, and cheapest ranks tried for the most expensive.
 _PAIRS, _PARTNERS = 200, 6
-#: Rooms tried for a rank, in thousandths of its microbatches' capacity, and rounds of balancing each.
+#: Sizes of a rank that are tried, in thousandths of its microbatches' capacity, and rounds of balancing each.
 _ROOMS = (1000, 997, 993, 988, 982, 976, 970, 960, 950, 930, 900)
 _ROUNDS = 30
 #: Microbatches tried beyond the least, in multiples.
@@ -112,9 +114,9 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
             for j in range(len(mine)):
                 load[at[j]] += items.costs[mine[j]]
             place = np.empty(microbatches, np.int64)
-            dearest = falling_order(load)  # so that the dearest microbatches of all ranks run together
+            falling = falling_order(load)  # so that the most expensive microbatches of all ranks run together
             for m in range(microbatches):
-                place[dearest[m]] = m
+                place[falling[m]] = m
             for j in range(len(mine)):
                 homes[mine[j]] = place[at[j]] * ranks + rank
         if fits:

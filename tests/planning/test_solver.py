@@ -1,0 +1,173 @@
+"""The solver's kernels: as Python and compiled they return the same, they are compiled late, and Ctrl-C stops them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ullage
+from tests.planning.test_planning_properties import instance
+from ullage.planning.solver import compiled
+
+#: A plan of three sequences, and the processor seconds of the process so far.
+THREE = (
+    "import ullage, sys, time; p = ullage.plan([5, 3, 4], ranks=2, capacity=8); p.statistics();"
+    "print(time.process_time(), 'numba' in sys.modules, p.members(0, 0).tolist(), p.members(0, 1).tolist())"
+)
+
+
+@pytest.fixture
+def as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_COMPILED", {})
+    monkeypatch.setattr(compiled, "_SMALL", 1 << 62)
+    monkeypatch.setattr(compiled, "_PATIENCE", float("inf"))
+
+
+def _both(seed: int) -> tuple[ullage.Plan, ullage.Plan]:
+    lengths, options = instance(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_SMALL", -1)
+        fast = ullage.plan(lengths, **options)
+        statistics = fast.statistics()
+        patch.setattr(compiled, "_COMPILED", {})
+        patch.setattr(compiled, "_SMALL", 1 << 62)
+        patch.setattr(compiled, "_PATIENCE", float("inf"))
+        slow = ullage.plan(lengths, **options)
+        assert slow.statistics() == statistics
+    return fast, slow
+
+
+@pytest.mark.property
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_compiled_and_as_python_the_plans_are_the_same(seed: int) -> None:
+    fast, slow = _both(seed)
+    assert fast == slow
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": "step"}, {"context_parallel": "auto"}, {"max_sequences": 9}])
+def test_a_step_of_many_sequences_is_the_same_too(options: dict, as_python: None) -> None:
+    lengths = np.random.default_rng(3).lognormal(6, 1.2, 400).astype(int).clip(1, 8192)
+    slow = ullage.plan(lengths, ranks=8, capacity=8192, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_SMALL", -1)
+        assert ullage.plan(lengths, ranks=8, capacity=8192, **options) == slow
+    assert compiled._COMPILED, "the second plan was compiled"
+
+
+def test_packing_is_the_same_too(as_python: None) -> None:
+    lengths = np.random.default_rng(4).integers(0, 3000, 900)
+    slow = ullage.pack_lengths(lengths, 4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_SMALL", -1)
+        fast = ullage.pack_lengths(lengths, 4096)
+    assert np.array_equal(slow.ids, fast.ids)
+    assert np.array_equal(slow.cu_ids, fast.cu_ids)
+
+
+def _run(code: str, cache: Path, **extra: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([*(path for path in sys.path if path), "."])
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": paths, **extra}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_the_first_small_plan_compiles_nothing(tmp_path: Path) -> None:
+    process = _run(THREE, tmp_path)
+    out, err = process.communicate(timeout=120)
+    seconds, loaded, rest = out.split(maxsplit=2)
+    assert (loaded, rest.strip(), err) == ("False", "[0] [1, 2]", "")
+    assert float(seconds) < 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_compilation_is_announced_once(tmp_path: Path) -> None:
+    code = (
+        "from ullage.planning.solver import compiled, ordering, bitset; import numpy as np; compiled._SMALL = -1;"
+        "print(compiled.run(ordering.falling_order, np.array([1, 3, 2]), work=3).tolist());"
+        "compiled.run(bitset.empty_set, 9, work=3); print(len(compiled._COMPILED))"
+    )
+    for announced in (True, False):
+        process = _run(code, tmp_path)
+        out, err = process.communicate(timeout=300)
+        assert out.split("\n")[:2] == ["[1, 2, 0]", "2"], "only what is called is compiled"
+        assert err.count("compiling the planner, once after an installation") == announced, err
+
+
+def _until_busy() -> str:
+    """Code that prints ``busy`` from another thread as soon as the solver's own thread works."""
+    return (
+        "import threading, time\n"
+        "from ullage.planning.solver import compiled\n"
+        "def watch():\n"
+        "    while not compiled.is_busy(): time.sleep(0.001)\n"
+        "    time.sleep(DELAY)\n"
+        "    print('busy', flush=True)\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+    )
+
+
+_CLI = "import sys; sys.argv = ['ullage', 'plan', 'uniform', '-n', '3000000', '--ranks', '64']\n"
+
+
+def _interrupted(code: str, cache: Path) -> tuple[int, str, float]:
+    process = _run(code, cache)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    return process.returncode, err, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4])
+def test_ctrl_c_while_a_kernel_runs_ends_the_command_with_130(tmp_path: Path, delay: float) -> None:
+    # Kernels are those of this process's cache: none is compiled before the long run.
+    ready = "from ullage.planning.solver import compiled, balancing; compiled.compiled(balancing.balance)\n"
+    code = ready + _until_busy().replace("DELAY", str(delay)) + _CLI + "from ullage.cli import main; main()"
+    cache = Path(os.environ.get("NUMBA_CACHE_DIR", "")) if os.environ.get("NUMBA_CACHE_DIR") else tmp_path
+    status, err, _ = _interrupted(code, cache)
+    assert (status, "Traceback" in err) == (130, False), err
+
+
+def test_ctrl_c_while_kernels_are_compiled_ends_the_command_with_130(tmp_path: Path) -> None:
+    code = _until_busy().replace("DELAY", "1.5") + _CLI + "from ullage.cli import main; main()"
+    status, err, _ = _interrupted(code, tmp_path)
+    assert (status, "Traceback" in err) == (130, False), err
+
+
+def test_a_program_gets_the_interrupt_and_can_plan_again(tmp_path: Path) -> None:
+    code = _until_busy().replace("DELAY", "0.2") + (
+        "import sys, ullage\n"
+        "compiled._SMALL = -1\n"
+        "try:\n"
+        "    ullage.plan([3, 4] * 200, ranks=2, capacity=8)\n"
+        "except KeyboardInterrupt:\n"
+        "    compiled._SMALL = 1 << 62\n"
+        "    print(ullage.plan([3, 4] * 20, ranks=2, capacity=8).num_microbatches)\n"
+        "    sys.exit(7)\n"
+    )
+    status, err, _ = _interrupted(code, tmp_path)
+    assert (status, "Traceback" in err) == (7, False), err
+
+
+def test_a_kernel_on_another_thread_stays_there() -> None:
+    found: list[threading.Thread] = []
+    thread = threading.Thread(target=lambda: found.append(compiled._interruptible(threading.current_thread)))
+    thread.start()
+    thread.join()
+    assert found == [thread]
+    assert compiled._interruptible(threading.current_thread) is not threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        compiled._interruptible(lambda: 1 // 0)
