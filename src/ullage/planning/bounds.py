@@ -77,7 +77,8 @@ def path_bound(plan: Schedule) -> PathBound:
     num_blocks = plan.ranks // degree
     fixed = plan.per_microbatch * plan.num_microbatches
     ideal = int(costs.sum()) / plan.ranks + fixed
-    leaders = run(least_path, slots, costs[order], plan.capacity * degree, num_blocks, work=3 * len(costs))
+    capacity = min(plan.capacity * degree, 4 * int(slots.sum()) + 1)  # its multiples stay within 64 bits
+    leaders = run(least_path, slots, costs[order], capacity, num_blocks, work=3 * len(costs))
     path = leaders / degree + fixed
     most_expensive = int(costs.max()) / degree + fixed
     return PathBound(max(1.0, path / ideal), max(1.0, most_expensive / ideal))

@@ -64,7 +64,8 @@ def balanced(task: Task) -> Assignment:
 
 
 def _room(task: Task) -> Room:
-    return Room(task.capacity, task.max_sequences)
+    # A capacity that is never reached is cut, so that its multiples stay within 64 bits.
+    return Room(min(task.capacity, 4 * int(task.slots.sum()) + 1), task.max_sequences)
 
 
 _REGISTERED: dict[str, Strategy] = {"balanced": balanced, "next_fit": next_fit}
