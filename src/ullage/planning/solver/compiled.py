@@ -11,6 +11,8 @@ problems run as Python as long as that is cheaper. Both give the same plan: whic
 
 from __future__ import annotations
 
+# The functions of ``signal`` without its enums, which take longer than a short kernel.
+import _signal
 import hashlib
 import importlib
 import logging
@@ -67,7 +69,7 @@ def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
             return _interpret(function, arguments)
         return _interruptible(lambda: compiled(function)(*arguments))
     if work < _LONG:
-        return ready(*arguments)
+        return _uninterrupted(ready, arguments)
     return _interruptible(lambda: ready(*arguments))
 
 
@@ -200,6 +202,22 @@ def _interruptible(work: Callable[[], Any]) -> Any:
     worker = _Worker(work)
     worker.start()
     return worker.result()
+
+
+def _uninterrupted(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """``ready(*arguments)``, a few milliseconds; Ctrl-C is heard when they are over, for the same reason."""
+    handler = _signal.getsignal(_signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return ready(*arguments)
+    arrived: list[tuple[Any, ...]] = []
+    _signal.signal(_signal.SIGINT, lambda *received: arrived.append(received))
+    try:
+        result = ready(*arguments)
+    finally:
+        _signal.signal(_signal.SIGINT, handler)
+    if arrived:
+        handler(*arrived[0])
+    return result
 
 
 def is_busy() -> bool:
