@@ -48,7 +48,7 @@ def _both(seed: int) -> tuple[ullage.Plan, ullage.Plan]:
 
 
 @pytest.mark.property
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_compiled_and_as_python_the_plans_are_the_same(seed: int) -> None:
     fast, slow = _both(seed)
