@@ -215,4 +215,4 @@ def test_training_moves_the_adapter_alone_and_continues_exactly(tmp_path, packin
 
 def test_the_trainer_gives_a_model_under_adapters_what_it_gives_the_model(tmp_path):
     mine = train(tmp_path)
-    assert (mine._form_of_model(), mine._shifts, mine.label_names) == ("flattened", True, ["labels"])
+    assert (mine._reader.form, mine._reader.shifts, mine.label_names) == ("flattened", True, ["labels"])

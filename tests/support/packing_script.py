@@ -100,16 +100,16 @@ class Unmeasured(torch.utils.data.Dataset):
 
 
 class Watch(TrainerCallback):
-    """Wishes to stop on rank 1, after the first step; notes what was agreed before each step."""
+    """Asks to stop on rank 1, after the first step; notes what was agreed before each step."""
 
     def __init__(self):
         self.agreed = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.agreed.append(self.trainer._stop_agreed)
+        self.agreed.append(self.trainer.stop.agreed)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer._stop_wish = 15 * (args.process_index == 1 or args.world_size == 1)
+        self.trainer.stop.requested = 15 * (args.process_index == 1 or args.world_size == 1)
 
 
 def zero(stage):
@@ -149,7 +149,7 @@ def run(name, folder, stage=0, resume=None, **options):
     watch = Watch()
     watch.trainer = trainer
     trainer.add_callback(watch)
-    real, planned, lengths, pack = [], [], [], trainer._pack
+    real, planned, lengths, pack = [], [], [], trainer._packer.pack
 
     def counting(batches):
         packed = pack(batches)
@@ -158,7 +158,7 @@ def run(name, folder, stage=0, resume=None, **options):
         lengths.append(packed.plan.original_lengths.tolist())
         return packed
 
-    trainer._pack = counting
+    trainer._packer.pack = counting
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())

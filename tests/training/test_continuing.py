@@ -10,7 +10,7 @@ import torch
 
 from tests.support import real_zero
 from ullage.errors import CheckpointError
-from ullage.training.continuing import Layout, conversion_for, load_optimizer, load_weights
+from ullage.training.continuing import ZeroConfig, conversion_for, load_optimizer, load_weights
 
 
 @pytest.fixture(scope="module")
@@ -30,29 +30,33 @@ def model(width: int = 5) -> torch.nn.Module:
 
 def test_only_another_layout_is_converted(written):
     folder, _ = written
-    assert conversion_for(folder, Layout(2, 3)) is None
-    for here, format in ((Layout(2, 2), "universal"), (Layout(3, 3), "universal"), (Layout(0, 1), "safetensors")):
+    assert conversion_for(folder, ZeroConfig(2, 3)) is None
+    for here, format in (
+        (ZeroConfig(2, 2), "universal"),
+        (ZeroConfig(3, 3), "universal"),
+        (ZeroConfig(0, 1), "safetensors"),
+    ):
         conversion = conversion_for(folder, here)
         assert conversion is not None
-        assert (conversion.written, conversion.here, conversion.is_there) == (Layout(2, 3), here, False)
+        assert (conversion.written, conversion.here, conversion.is_there) == (ZeroConfig(2, 3), here, False)
         assert conversion.target == folder / f"global_step7_{format}"
-    assert str(conversion_for(folder, Layout(0, 1))) == (
+    assert str(conversion_for(folder, ZeroConfig(0, 1))) == (
         f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 1 process, without DeepSpeed it is converted to "
         "global_step7_safetensors"
     )
-    assert conversion_for(folder.parent, Layout(2, 1)) is None  # no checkpoint of DeepSpeed's
+    assert conversion_for(folder.parent, ZeroConfig(2, 1)) is None  # no checkpoint of DeepSpeed's
 
 
 def test_what_was_trained_without_deepspeed_is_refused_under_zero(tmp_path):
     (tmp_path / "optimizer.pt").write_bytes(b"")
-    assert conversion_for(tmp_path, Layout(0, 2)) is None
+    assert conversion_for(tmp_path, ZeroConfig(0, 2)) is None
     with pytest.raises(CheckpointError, match=r"without DeepSpeed cannot be continued under ZeRO .*optimizer.pt"):
-        conversion_for(tmp_path, Layout(2, 2))
+        conversion_for(tmp_path, ZeroConfig(2, 2))
 
 
 def test_weights_and_state_arrive_by_name_bit_for_bit(written):
     folder, truth = written
-    conversion = conversion_for(folder, Layout(0, 1))
+    conversion = conversion_for(folder, ZeroConfig(0, 1))
     assert conversion is not None
     conversion.run()
     ours = model()
@@ -66,14 +70,14 @@ def test_weights_and_state_arrive_by_name_bit_for_bit(written):
             assert torch.equal(optimizer.state[parameter][key], torch.from_numpy(truth.tensor(name, key).copy()))
         assert float(optimizer.state[parameter]["step"]) == real_zero.STEP
     assert optimizer.param_groups[0]["lr"] == 0.5
-    again = conversion_for(folder, Layout(0, 2))
+    again = conversion_for(folder, ZeroConfig(0, 2))
     assert again is not None
     assert again.is_there
 
 
 def test_what_does_not_fit_is_named_before_anything_is_copied(written):
     folder, _ = written
-    conversion = conversion_for(folder, Layout(0, 1))
+    conversion = conversion_for(folder, ZeroConfig(0, 1))
     assert conversion is not None
     conversion.run()
     wider = model(6)
@@ -98,6 +102,6 @@ def test_what_we_cannot_read_is_left_to_deepspeed_and_refused_without_it(written
     torn = tmp_path / "checkpoint-7"
     shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*optim_states.pt", "*_safetensors"))
     (torn / "global_step7" / "layer_0_expert_0_mp_rank_00_model_states.pt").write_bytes(b"")
-    assert conversion_for(torn, Layout(1, 1)) is None
+    assert conversion_for(torn, ZeroConfig(1, 1)) is None
     with pytest.raises(CheckpointError):
-        conversion_for(torn, Layout(0, 1))
+        conversion_for(torn, ZeroConfig(0, 1))

@@ -358,8 +358,8 @@ def test_the_models_own_loss_without_labels_is_refused_too(tmp_path):
 
 def captured(mine):
     """Trains a step without learning; the plan's microbatches of this rank."""
-    kept, pack = [], mine._pack
-    mine._pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    kept, pack = [], mine._packer.pack
+    mine._packer.pack = lambda batch: kept.append(pack(batch)) or kept[-1]
     mine.train()
     return kept[0].microbatches
 

@@ -64,8 +64,8 @@ def test_a_padded_batch(clock):
 
 
 def test_a_packed_step(clock):
-    meter = TokenMeter(num_devices=2)
-    meter.begin_run("drop", peak_flops=1000.0)
+    meter = TokenMeter()
+    meter.begin_run(num_devices=2, peak_flops=1000.0, oversize="drop")
     rows, made = step([9, 3, 2, 30], capacity=16, pad_to_multiple_of=4, oversize="drop")
     meter.add_packed(rows, made, flops=800.0)
     clock[0] += 2.0

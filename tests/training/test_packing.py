@@ -282,8 +282,8 @@ def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
     trainer = packing_script.make_trainer("mixtral", str(tmp_path), max_steps=1)
     model = packing_script.make_model("mixtral")
     model.set_attn_implementation("ullage")
-    kept, pack = [], trainer._pack
-    trainer._pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    kept, pack = [], trainer._packer.pack
+    trainer._packer.pack = lambda batch: kept.append(pack(batch)) or kept[-1]
     trainer.train()
     (packed,) = kept
     assert len(packed.microbatches) > 1

@@ -22,11 +22,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from transformers import TrainerState
 
@@ -44,15 +43,10 @@ _PLAIN = "optimizer.pt"
 _NO_STEPS = 0.001
 _LOG = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    _Base = transformers.Trainer
-else:
-    _Base = object
-
 
 @dataclass(frozen=True)
-class Layout:
-    """On how many data-parallel ranks, and at which ZeRO stage; stage 0 is no DeepSpeed."""
+class ZeroConfig:
+    """Number of data-parallel ranks, and ZeRO stage; stage 0 is no DeepSpeed."""
 
     stage: int
     ranks: int
@@ -72,8 +66,8 @@ class Conversion:
     source: Path
     target: Path
     format: str
-    written: Layout
-    here: Layout
+    written: ZeroConfig
+    here: ZeroConfig
     is_there: bool
 
     def __str__(self) -> str:
@@ -88,7 +82,7 @@ class Conversion:
         return self.target
 
 
-def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
+def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
     """What ``checkpoint``, a Trainer's folder, must be converted to for ``here``; None if it loads as it is.
 
     Reads no tensor data, changes nothing. What we cannot read, such as experts, is left to DeepSpeed's own loader,
@@ -114,7 +108,7 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
         if here.stage:
             return None
         raise
-    written = Layout(inventory.written_by.stage or 0, inventory.written_by.dp)
+    written = ZeroConfig(inventory.written_by.stage or 0, inventory.written_by.dp)
     if here.stage and written == here:
         return None
     format = "universal" if here.stage else "safetensors"
@@ -123,7 +117,7 @@ def conversion_for(checkpoint: str | Path, here: Layout) -> Conversion | None:
     return Conversion(source, target, format, written, here, target.is_dir())
 
 
-def _agreed(checkpoint: str | Path, here: Layout) -> Conversion | None:
+def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
     """As :func:`conversion_for`, read by the first rank and told to the others. Collective."""
     if here.ranks == 1:
         return conversion_for(checkpoint, here)
@@ -139,26 +133,28 @@ def _agreed(checkpoint: str | Path, here: Layout) -> Conversion | None:
     return said[0]
 
 
-class ContinuingMixin(_Base):
-    """The part of :class:`RaggedTrainerMixin` that continues: from what is whole, of any layout, to the last step."""
+class Continuation:
+    """The checkpoint that ``trainer`` continues from: whole, of any layout, to the last step."""
 
-    _conversion: Conversion | None = None
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._conversion: Conversion | None = None
 
-    def _whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
+    def whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
         """What to resume from, once it is known to be whole; ``asked`` is as for ``train``. Collective.
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
-        several = self.args.world_size > 1
+        args = self._trainer.args
+        several = args.world_size > 1
         with agreement(several, "looking for a checkpoint"):
-            if self.args.local_process_index == 0:
-                put_back(Path(self.args.output_dir or ".") if asked is True else Path(asked).parent)
+            if args.local_process_index == 0:
+                put_back(Path(args.output_dir or ".") if asked is True else Path(asked).parent)
         if asked is True:  # the last one, which transformers would look for by itself
-            checkpoint, notes = newest_whole(
-                Path(self.args.output_dir or "."), several, allow_changed=allow_changed, optimizer=False
-            )
+            folder = Path(args.output_dir or ".")
+            checkpoint, notes = newest_whole(folder, several, allow_changed=allow_changed, optimizer=False)
         else:
             checkpoint = Path(asked)
             if not any(gather(checkpoint.is_dir(), several)):
@@ -167,38 +163,22 @@ class ContinuingMixin(_Base):
         if checkpoint is None:
             return asked
         notes += state_notes(checkpoint, several)
-        if self.args.process_index == 0:
+        if args.process_index == 0:
             for note in notes:
                 _LOG.warning(note)
         return str(checkpoint)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, which asks for the last step only after it has trained one."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; where no step was left, the loss is the mean that the state tells of the steps before."""
-        if self.state.global_step == self._initial_global_step > 0:
-            self._total_loss_scalar = _NO_STEPS * mean_loss(self.state)
-        return super()._finalize_training(*args, **kwargs)
-
-    def _layout(self) -> Layout:
-        plugin = self.accelerator.state.deepspeed_plugin
-        return Layout(0 if plugin is None else int(plugin.zero_stage), self.args.world_size)
-
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
-        """What ``train(resume_from_checkpoint=checkpoint)`` will convert it to first; None if it loads as it is.
+        """What ``checkpoint`` has to be converted to first; None if it loads as it is.
 
         Collective; reads no tensor data, changes nothing.
         """
-        here = self._layout()
-        if self.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
+        plugin = self._trainer.accelerator.state.deepspeed_plugin
+        here = ZeroConfig(0 if plugin is None else int(plugin.zero_stage), self._trainer.args.world_size)
+        if self._trainer.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
             return None
         conversion = _agreed(checkpoint, here)
-        if conversion is not None and not conversion.here.stage and self.is_fsdp_enabled:
+        if conversion is not None and not conversion.here.stage and self._trainer.is_fsdp_enabled:
             raise CheckpointError(
                 "a checkpoint of DeepSpeed's cannot be continued under accelerate's FSDP",
                 where=str(checkpoint),
@@ -207,13 +187,13 @@ class ContinuingMixin(_Base):
         return conversion
 
     @contextlib.contextmanager
-    def _continuing(self, checkpoint: str | None) -> Iterator[None]:
-        """Within it the Trainer's own loaders find what was converted."""
+    def converted(self, checkpoint: str | None) -> Iterator[None]:
+        """Convert ``checkpoint`` where it has to be; within the block the Trainer's own loaders find the result."""
         self._conversion = None if checkpoint is None else self.conversion_for(checkpoint)
         if self._conversion is not None:
             self._conversion.run()
         try:
-            if not self.is_deepspeed_enabled:
+            if not self._trainer.is_deepspeed_enabled:
                 yield
                 return
             from ullage.training.deepspeed import resume_from_universal
@@ -223,20 +203,19 @@ class ContinuingMixin(_Base):
         finally:
             self._conversion = None
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._conversion is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_weights(model if model is not None else self.model, self._conversion)  # pyright: ignore
+    def loads_weights(self, model: torch.nn.Module | None) -> bool:
+        """Load converted weights into ``model``, the trainer's without one, if there are any; whether there are."""
+        if self._conversion is not None:
+            load_weights(self._trainer.model if model is None else model, self._conversion)
+        return self._conversion is not None
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._conversion is None or self.is_deepspeed_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
+    def loads_optimizer(self, checkpoint: str | None) -> bool:
+        """Load the converted state of the optimizer, and the schedule, if there are any; whether there are."""
+        if self._conversion is None or self._trainer.is_deepspeed_enabled:
+            return False
         assert checkpoint is not None
-        optimizer: Any = self.optimizer
-        scheduler: Any = self.lr_scheduler
-        load_optimizer(optimizer, self.model, self._conversion)  # pyright: ignore[reportArgumentType]
+        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
+        load_optimizer(optimizer, self._trainer.model, self._conversion)
         schedule = Path(checkpoint) / "scheduler.pt"
         if not schedule.is_file():
             raise CheckpointError(
@@ -248,6 +227,13 @@ class ContinuingMixin(_Base):
         # A schedule sets the rate when it steps; until then the optimizer has the one it began with.
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+        return True
+
+    def settle_loss(self) -> None:
+        """Where no step was left to train, the loss becomes the mean of the steps that the state tells of."""
+        trainer = self._trainer
+        if trainer.state.global_step == trainer._initial_global_step > 0:
+            trainer._total_loss_scalar = _NO_STEPS * mean_loss(trainer.state)
 
 
 def mean_loss(state: TrainerState) -> float:

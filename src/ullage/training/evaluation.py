@@ -1,4 +1,4 @@
-"""Evaluation and prediction of a Trainer on sequences of unequal length, as a mixin.
+"""Evaluation and prediction of a Trainer on sequences of unequal length.
 
 Each sample counts exactly once (``shares``), losses are weighed by the labels that count and reduced once, after the
 loop (``records``), and outputs come back sample by sample in the order of the dataset (``forms``). A problem on one
@@ -22,7 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError
 from ullage.training import counting, forms
-from ullage.training.packing import PackingMixin
+from ullage.training.packing import Packer
+from ullage.training.reading import BatchReader
 from ullage.training.records import Record, as_tensors, combined, missing_labels
 from ullage.training.shares import EvaluationLoader
 
@@ -33,43 +34,50 @@ _ROW_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoC
 _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
-class EvaluationMixin(PackingMixin):
-    """The part of :class:`RaggedTrainerMixin` that evaluates."""
+class Evaluator:
+    """Evaluation of a trainer's model. ``is_running``: whether it goes through batches at the moment.
 
-    def evaluation_loop(
+    trainer: whose arguments, model, state and callbacks count.
+    reader: of its batches.
+    packer: cuts a large batch into microbatches.
+    """
+
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
+        self.is_running = False
+
+    def run(
         self,
+        prepare: Callable[..., Any],
         dataloader: Any,
         description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        prediction_loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        metric_key_prefix: str,
     ) -> EvalLoopOutput:
         """Each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
         Predictions and labels are lists with one array a sample in the order of the dataset (an array [N, ...] where
         they are one a sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
         the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
-        the device. Raises ``InputError`` for a dataset that turns out to be empty. A trainer with an evaluation of its
-        own runs that.
+        the device. Raises ``InputError`` for a dataset that turns out to be empty.
+
+        ``prepare``: transformers' own loop, which prepares the model. The others are its parameters.
         """
-        if self._evaluates_itself:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        if prediction_loss_only is None:
-            prediction_loss_only = self.args.prediction_loss_only
-        model = self._prepare_for_evaluation(description)
+        trainer = self._trainer
+        loss_only: bool = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        model = self._prepared(prepare, description)
         share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
-        batchwise = self.args.batch_eval_metrics and self.compute_metrics is not None and not prediction_loss_only
-        self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
+        batchwise = trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
+        trainer.callback_handler.eval_dataloader = dataloader
 
         def evaluate(inputs: Any) -> None:
-            for microbatch in self._within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
-                self._evaluate_batch(model, microbatch, record, description, prediction_loss_only, ignore_keys)
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            for microbatch in self._packer.within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
+                self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
+            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
 
         record, metrics, problem = Record(), None, None
-        self._evaluating = True
+        self.is_running = True
         try:
             if batchwise:
                 metrics, problem = self._batch_by_batch(dataloader, evaluate, record, keep=description == "Prediction")
@@ -80,7 +88,7 @@ class EvaluationMixin(PackingMixin):
         except Exception as error:
             problem = error
         finally:
-            self._evaluating = False
+            self.is_running = False
         if problem is None and share is not None:
             record.cut(share.num_real)
         totals = self._reduce_or_raise(record, problem)
@@ -119,14 +127,15 @@ class EvaluationMixin(PackingMixin):
                 record.forget_batch()
         return metrics, problem
 
-    def _prepare_for_evaluation(self, description: str) -> nn.Module:
+    def _prepared(self, prepare: Callable[..., Any], description: str) -> nn.Module:
         """The model as transformers prepares it for evaluation: its own loop, over nothing."""
-        first = len(self.accelerator._models) == 0
+        trainer = self._trainer
+        first = len(trainer.accelerator._models) == 0
         start = time.time()
-        super().evaluation_loop(_Nothing(), description, True)  # pyright: ignore[reportArgumentType]
-        model = self.model_wrapped if first else self._wrap_model(self.model, training=False)  # pyright: ignore
-        self.model_preparation_time = round(time.time() - start, 4) if first else 0.0
-        return model  # pyright: ignore[reportReturnType]
+        prepare(_Nothing(), description, True)
+        model = trainer.model_wrapped if first else trainer._wrap_model(trainer.model, training=False)
+        trainer.model_preparation_time = round(time.time() - start, 4) if first else 0.0
+        return model
 
     def _evaluate_batch(
         self,
@@ -137,20 +146,22 @@ class EvaluationMixin(PackingMixin):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None,
     ) -> None:
-        self._require_ids(inputs)
-        loss, outputs, labels = self.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if loss is None and description == "Evaluation" and not self._theirs("prediction_step"):
-            fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [self._main_input]
-            raise missing_labels(self.label_names, self._forward_parameters, fields, self._main_input)
+        reader, args = self._reader, self._trainer.args
+        reader.require_ids(inputs)
+        predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        loss, outputs, labels = predicted
+        if loss is None and description == "Evaluation" and not reader.overridden("prediction_step"):
+            fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [reader.main_input]
+            raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
         rows = self._rows_of(inputs)
-        elements = self._label_elements(inputs)
+        elements = reader.label_elements(inputs)
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:
             return
-        if "loss" in self.args.include_for_metrics and loss is not None:
+        if "loss" in args.include_for_metrics and loss is not None:
             record.keep("losses", [loss] * rows.num, False)
-        if "inputs" in self.args.include_for_metrics and self._main_input in inputs:
-            record.keep("inputs", *forms.by_sample(inputs, self._main_input, rows))
+        if "inputs" in args.include_for_metrics and self._reader.main_input in inputs:
+            record.keep("inputs", *forms.by_sample(inputs, self._reader.main_input, rows))
         per_row = self._gives_rows
         names = self._labels_in(inputs)
         if names:
@@ -163,41 +174,42 @@ class EvaluationMixin(PackingMixin):
             if per_row is None:
                 per_row = not any(ragged)
         if outputs is not None:
-            if self.preprocess_logits_for_metrics is not None:
-                outputs = self.preprocess_logits_for_metrics(outputs, labels)  # pyright: ignore[reportArgumentType]
+            if self._trainer.preprocess_logits_for_metrics is not None:
+                outputs = self._trainer.preprocess_logits_for_metrics(outputs, labels)
             record.keep("predictions", *rows.split(outputs, per_row=bool(per_row)))
 
     def _labels_in(self, inputs: Any) -> list[str]:
         """The fields that ``compute_metrics`` gets as labels: all that the model names if they are there."""
-        if len(self.label_names) > 1 and all(name in inputs for name in self.label_names):
-            return list(self.label_names)
-        return [self._label_name] if self._label_name is not None and self._label_name in inputs else []
+        names, first = self._trainer.label_names, self._reader.label_name
+        if len(names) > 1 and all(name in inputs for name in names):
+            return list(names)
+        return [first] if first is not None and first in inputs else []
 
     @property
     def _gives_rows(self) -> bool | None:
         """Whether the model gives one output a sequence, as transformers reads it from its class; None: not told."""
-        kind = str(getattr(self._bare_model, "loss_type", None))
+        kind = str(getattr(self._reader.model, "loss_type", None))
         return True if kind in _ROW_LOSSES else (False if kind in _TOKEN_LOSSES else None)
 
     def _meet(self, record: Record, real: bool, problem: Exception | None) -> list[dict[str, Any]] | None:
         """What all ranks hold of this step, those that repeat a batch left out; None if one of them has a problem."""
         mine = {name: record.of_batch(name) for name in _KINDS} if problem is None and real else {}
         ranks = [(problem is not None, mine)]
-        if self.args.world_size > 1:
+        if self._trainer.args.world_size > 1:
             ranks = gather_object(ranks)
         return None if any(failed for failed, _ in ranks) else [held for _, held in ranks if held]
 
     def _metrics_of_step(self, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
-        assert self.compute_metrics is not None
+        assert self._trainer.compute_metrics is not None
         found = {name: combined([held[name] for held in ranks]) for name in _KINDS}
         if found["predictions"] is None or found["labels"] is None:
             return None
-        compute: Any = self.compute_metrics
+        compute: Any = self._trainer.compute_metrics
         tensors = {name: as_tensors(entries) for name, entries in found.items()}
         return compute(self._prediction(**tensors), compute_result=last)
 
     def _prediction(self, predictions: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
-        wanted = self.args.include_for_metrics
+        wanted = self._trainer.args.include_for_metrics
         return EvalPrediction(
             predictions=predictions,
             label_ids=labels,
@@ -206,39 +218,29 @@ class EvaluationMixin(PackingMixin):
         )
 
     def _rows_of(self, inputs: Any) -> forms.Rows:
-        labels = counting.value_of(inputs, self._label_name) if self._label_name is not None else None
-        config = getattr(self._bare_model, "config", None)
+        labels = counting.value_of(inputs, self._reader.label_name) if self._reader.label_name is not None else None
+        config = getattr(self._reader.model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and isinstance(labels, Tensor):
             return forms.target_rows(labels)
-        form = self._form_of_model() if isinstance(inputs, RaggedBatch) else None
-        return forms.rows_of(inputs, form, self._main_input)
+        form = self._reader.form if isinstance(inputs, RaggedBatch) else None
+        return forms.rows_of(inputs, form, self._reader.main_input)
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **kwargs: Any,
+    def predict_batch(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[Any, Any, Any]:
-        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them.
-
-        A trainer under the mixin that has a step of its own runs that.
-        """
-        if self._theirs("prediction_step"):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
-        has_labels = bool(self.label_names) and all(
-            counting.value_of(inputs, name) is not None for name in self.label_names
-        )
-        keywords = self._prepare_inputs(inputs)
+        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them."""
+        trainer, label_name = self._trainer, self._reader.label_name
+        names = trainer.label_names
+        has_labels = bool(names) and all(counting.value_of(inputs, name) is not None for name in names)
+        keywords = trainer._prepare_inputs(inputs)
         if ignore_keys is None:
             config = getattr(forms.bare(model), "config", None)
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
-        labels = keywords.get(self._label_name) if self._label_name is not None else None
+        labels = keywords.get(label_name) if label_name is not None else None
         loss = None
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if has_labels or (not self.label_names and self.can_return_loss):
-                loss, outputs = self.compute_loss(
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            if has_labels or (not names and trainer.can_return_loss):
+                loss, outputs = trainer.compute_loss(
                     model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
                 )
                 loss = loss.detach().mean()
@@ -253,10 +255,10 @@ class EvaluationMixin(PackingMixin):
 
         transformers multiplies what it gives by the processes, where labels are counted over all of them.
         """
-        elements = self._label_elements(inputs) if self.compute_loss_func is not None else None
+        elements = self._reader.label_elements(inputs) if self._trainer.compute_loss_func is not None else None
         if elements is None:
             return None
-        shared = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        shared = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
         return counting.count_labels(elements).clamp(min=1) * shared
 
     def _reduce_or_raise(self, record: Record, problem: Exception | None) -> Tensor:
@@ -265,7 +267,9 @@ class EvaluationMixin(PackingMixin):
         if problem is None:
             totals[:3] = record.totals()
         totals[3] = float(problem is not None)
-        reduced = self.accelerator.reduce(totals.to(self.args.device), "sum") if self.args.world_size > 1 else totals
+        args, reduced = self._trainer.args, totals
+        if args.world_size > 1:
+            reduced = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
         assert isinstance(reduced, Tensor)
         if problem is not None:
             raise problem
@@ -276,16 +280,17 @@ class EvaluationMixin(PackingMixin):
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
         loss, count, num_samples, _ = totals.tolist()
-        world, concatenate = self.args.world_size, self.args.eval_do_concat_batches
+        world, concatenate = self._trainer.args.world_size, self._trainer.args.eval_do_concat_batches
         found = {name: record.gathered(name, gather_object, world, concatenate=concatenate) for name in _KINDS}
         predictions, labels = found["predictions"], found["labels"]
-        if metrics is None and self.compute_metrics is not None and predictions is not None and labels is not None:
-            metrics = self.compute_metrics(self._prediction(**found))
+        compute = self._trainer.compute_metrics
+        if metrics is None and compute is not None and predictions is not None and labels is not None:
+            metrics = compute(self._prediction(**found))
         numbers: Any = denumpify_detensorize(dict(metrics or {}))
         if record.has_loss:
             numbers["loss"] = loss / count if count else float("nan")
-        if self.model_preparation_time:
-            numbers["model_preparation_time"] = self.model_preparation_time
+        if self._trainer.model_preparation_time:
+            numbers["model_preparation_time"] = self._trainer.model_preparation_time
         numbers = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in numbers.items()}
         return EvalLoopOutput(predictions, labels, numbers, int(num_samples))  # pyright: ignore[reportArgumentType]
 

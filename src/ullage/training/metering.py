@@ -60,31 +60,33 @@ class TokenMeter:
 
     Each rank counts its own batches; :meth:`rates` and :meth:`closing` add them up.
 
-    device: where the ranks add up their counts.
-    group: the ranks whose batches differ (those of dp); None for one process.
-    num_devices: devices of the whole run, for ``mfu``.
-
     ``num_tokens`` and ``num_padded_tokens`` are those of all ranks in the whole run, up to the last log: real tokens,
     and the elements of the same batches if padded to their longest sequences. ``left_out``: see :class:`LeftOut`.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self.begin_run()
+
+    def begin_run(
         self,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        *,
         num_devices: int = 1,
+        peak_flops: float | None = None,
+        oversize: str = "error",
     ) -> None:
-        self._device, self._group, self._num_devices = device, group, num_devices
-        self.begin_run()
-
-    def begin_run(self, oversize: str = "error", peak_flops: float | None = None) -> None:
         """Start again from zero.
 
-        ``oversize``: what becomes of sequences over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
-        ``peak_flops``: FLOP/s that one device could do; None leaves ``mfu`` out.
+        device: where the ranks add up their counts.
+        group: the ranks whose batches differ (those of dp); None for one process.
+        num_devices: devices of the whole run, for ``mfu``.
+        peak_flops: FLOP/s that one device could do; None leaves ``mfu`` out.
+        oversize: what becomes of sequences over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
         """
+        self._device, self._group = device, group
         self.left_out = LeftOut(oversize)
-        self._peak = None if peak_flops is None else peak_flops * self._num_devices
+        self._peak = None if peak_flops is None else peak_flops * num_devices
         self.num_tokens = self.num_padded_tokens = self._num_computed = 0
         self._begin_interval()
 

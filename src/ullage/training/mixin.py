@@ -1,25 +1,37 @@
-"""What a Trainer needs to train on sequences of unequal length, as a mixin over transformers' own.
+"""Training on sequences of unequal length, as a mixin over transformers' Trainer.
 
 The Trainer takes batches apart in a dozen places, each by a rule of its own. The mixin replaces the rules, not the
-loop: how a batch is moved (``to_device``, once), in which form it reaches the model (``forms``), what is counted
-(``counting``: real tokens, labels that a loss counts), how the ranks agree on a step (``steps``), and how evaluation
-puts samples back together (``evaluation``).
+loop. It is the list of the methods that it replaces; each hands on to the object that knows the rule:
+
+==================  =================================================================================================
+``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``reading``)
+``Packer``          plans a step, exchanges it, and trains on its microbatches (``packing``)
+``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``steps``)
+``Evaluator``       evaluates, and puts samples back together (``evaluation``)
+``RunCheck``        looks at data and arguments before a run (``beginning``)
+``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
+``LossRule``        weighs the model's loss by the labels of the step (``weighing``)
+``TokenMeter``      counts tokens, padding and FLOPs (``metering``)
+==================  =================================================================================================
 
 Source: transformers 5.23 ``trainer.py``, whose method names these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import has_length, unwrap_peft_model
+from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
@@ -28,28 +40,53 @@ from ullage.errors import InputError, TrainingError
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group, require_sharding
-from ullage.training.continuing import ContinuingMixin
-from ullage.training.evaluation import EvaluationMixin
+from ullage.training.beginning import RunCheck
+from ullage.training.collators import RaggedCollator
+from ullage.training.continuing import Continuation, Conversion
+from ullage.training.evaluation import Evaluator
 from ullage.training.losses import RaggedLabelSmoother
 from ullage.training.metering import TokenMeter
 from ullage.training.noise import NoiseHooks
-from ullage.training.packing import PackedBatch
+from ullage.training.packing import PackedBatch, Packer, pack_attention
+from ullage.training.reading import BatchReader
 from ullage.training.saving import require_same_model
 from ullage.training.shares import EvaluationLoader
-from ullage.training.steps import StepMixin
+from ullage.training.steps import StepSource
+from ullage.training.stopping import StopFlag
+from ullage.training.weighing import LossRule
 
 logger = logging.get_logger(__name__)
 
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
 
-class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
+
+class RaggedTrainerMixin(_Base):
     """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
 
-    Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors. A class
-    with a ``compute_loss`` of its own sets ``packing_loss`` to be packed. What the trainer under the mixin does by
-    itself is left to it.
+    Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors. What the
+    trainer under the mixin does by itself is left to it.
+
+    ``packing_loss``, on the class of a Trainer that computes a loss of its own, says how that loss is divided: "sum",
+    "token_mean" or "sequence_mean" (:mod:`ullage.training.losses`); without it such a trainer is not packed.
+    ``meter``: the metrics of the run. ``stop``: the request to stop after a step.
     """
 
+    packing_loss: str | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The parts read nothing of the trainer before it is asked for, so they may stand before its own constructor,
+        # which already calls some of the methods below.
+        self.meter, self.stop = TokenMeter(), StopFlag()
+        self._reader = BatchReader(self, RaggedTrainerMixin)
+        self._packer = Packer(self, self._reader)
+        self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop)
+        self._evaluator = Evaluator(self, self._reader, self._packer)
+        self._check = RunCheck(self, self._reader, self._packer)
+        self._continuation = Continuation(self)
+        self._loss_rule = LossRule(self, self._reader, self._packer)
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is not None:
             form_process_group(arguments)
@@ -58,14 +95,10 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         require_sharding(self.args)
         found = find_labels(type(unwrap_peft_model(self.model)))
         if self.args.label_names is None and self.label_names == found:  # not chosen by the trainer
-            model = forms.bare(self.model)  # pyright: ignore[reportArgumentType]
             # A compiled model's own forward has no names; shifted labels are extra.
-            self.label_names = [name for name in find_labels(type(model)) if name != "shift_labels"]
+            self.label_names = [name for name in find_labels(type(self._reader.model)) if name != "shift_labels"]
         if type(self.label_smoother) is LabelSmoother:
-            self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._shifts)
-        self._evaluating = False
-        world = self.args.world_size
-        self.meter = TokenMeter(self.args.device, dist.group.WORLD if world > 1 else None, num_devices=world)
+            self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
         if self.accelerator.dispatch_batches:
             raise InputError(
                 "dispatch_batches would cut packed batches apart",
@@ -74,9 +107,11 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
                 found=True,
                 hint="leave it out: each process reads its own batches",
             )
-        self._prepare_packing(collator_given=kwargs.get("data_collator") is not None or len(args) > 2)
+        self._packer.require_packable()
+        if self._packer.options is not None and kwargs.get("data_collator") is None and len(args) <= 2:
+            self.data_collator = RaggedCollator(labels_from="input_ids")
 
-    # Batches on their way to the model.
+    # The run.
 
     def train(
         self, resume_from_checkpoint: Any = None, *args: Any, allow_changed_checkpoint: bool = False, **kwargs: Any
@@ -88,20 +123,88 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
         newest whole one before it, and for one of another model.
         """
-        resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
+        resume_from_checkpoint = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         if checkpoint is not None:
-            require_same_model(getattr(self._bare_model, "config", None), checkpoint)
-        with self._continuing(checkpoint):
+            require_same_model(getattr(self._reader.model, "config", None), checkpoint)
+        with self._continuation.converted(checkpoint):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
+        """What ``train(resume_from_checkpoint=checkpoint)`` will convert it to first; None if it loads as it is.
+
+        Collective; reads no tensor data, changes nothing.
+        """
+        return self._continuation.conversion_for(checkpoint)
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, with NEFTune's noise scaled by sequence, not by row."""
+        """As transformers' own, once the ranks have agreed. Here a trial of a search has set its arguments.
+
+        NEFTune's noise is scaled by sequence, not by row.
+        """
         if self.neftune_noise_alpha is not None:
             self.neftune_hook_handle.remove()
             model: Any = self.accelerator.unwrap_model(self.model)
             self.neftune_hook_handle = NoiseHooks(model, forms.bare(model).get_input_embeddings())  # pyright: ignore
+        options, world = self._packer.options, self.args.world_size
+        self.meter.begin_run(
+            self.args.device,
+            dist.group.WORLD if world > 1 else None,
+            num_devices=world,
+            oversize="error" if options is None else options.oversize,
+            peak_flops=None if options is None else options.peak_flops,
+        )
+        self._steps.begin_run()
+        self._check.require_agreement()
         return super()._inner_training_loop(*args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, which asks for the last step only after it has trained one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        with self._steps.epoch(**kwargs):
+            super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._continuation.settle_loss()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._continuation.loads_weights(model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._continuation.loads_optimizer(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model that packs as the first one did; what was known of the one before it is forgotten."""
+        model = super().call_model_init(trial)
+        self._reader.forget_model()
+        self._packer.forget_model()
+        if self._packer.options is not None:
+            pack_attention(forms.bare(model))
+        return model
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self._packer.forget_options()  # a trial may set any argument
+
+    # Batches on their way to the model.
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Columns as the trainer chooses them; the model's own where transformers would read a wrapper's forward."""
+        known = self._signature_columns is not None
+        super()._set_signature_columns_if_needed()
+        if not known and self._signature_columns is not None:
+            self._signature_columns = self._reader.columns(self._signature_columns)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return self._reader.move(data)
+
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        return self._reader.prepare(inputs, super()._prepare_inputs)
 
     def _get_dataloader(
         self,
@@ -116,14 +219,12 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
 
         A trainer with an evaluation of its own gets its own evaluation batches.
         """
+        options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            placement, self.accelerator.device_placement = self.accelerator.device_placement, False
-            try:
-                return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
-            finally:
-                self.accelerator.device_placement = placement
-        if self._evaluates_itself:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, False, dataloader_key)
+            with self._batches_stay_on_host():
+                return self._steps.read_from(super()._get_dataloader(*options))
+        if self._reader.evaluates_itself:
+            return super()._get_dataloader(*options)
         size = len(dataset) if has_length(dataset) else None  # pyright: ignore[reportArgumentType]
         if size == 0:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
@@ -148,18 +249,74 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 
+    @contextlib.contextmanager
+    def _batches_stay_on_host(self) -> Iterator[None]:
+        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
+        try:
+            yield
+        finally:
+            self.accelerator.device_placement = placement
+
+    # One step.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """This rank's batches of a step, one packed batch under packing, and the labels that count over all ranks.
+
+        Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
+        """
+        return self._steps.draw_step(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        return None if self._evaluator.is_running else self._steps.num_items(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As transformers'. A packed batch runs as all its microbatches; the loss of a step without labels is zero."""
+        run = super().training_step
+        if isinstance(inputs, PackedBatch):
+            loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
+        else:
+            loss = run(model, inputs, num_items_in_batch)
+        return self._steps.without_nan(model, loss)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The model's loss; a mean of its own is weighed by its share of the step's labels."""
+        return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient norm, which is the same on every rank: where it is no number, all of them stop here."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
+        if norm is not None and not scaled and not torch.isfinite(torch.as_tensor(norm)):
+            raise TrainingError(
+                "the loss or its gradient is not a number",
+                where=f"step {self.state.global_step + 1}",
+                expected="a finite gradient norm",
+                found=float(norm),
+                hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
+                "the weights are those before this step",
+            )
+        return norm
+
     # Counting.
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
-            return self._model_flops(inputs)
-        if self._theirs("floating_point_ops"):
+            return self._packer.flops(inputs)
+        if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
             return 0
         parameters = self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
-        return 6 * self._num_tokens(inputs) * parameters
+        return 6 * self._reader.num_tokens(inputs) * parameters
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         kind = self.args.include_num_input_tokens_seen
@@ -168,18 +325,18 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
         if isinstance(inputs, PackedBatch):
             number = inputs.numel()
         elif kind == "all" and not _is_ragged(inputs):
-            number = counting.num_elements(inputs, self._main_input)
+            number = counting.num_elements(inputs, self._reader.main_input)
         else:
             if getattr(self.processing_class, "pad_token_id", None) is None:
                 self._warn_of_unknown_padding(inputs)
-            number = self._num_tokens(inputs)
+            number = self._reader.num_tokens(inputs)
         tokens = torch.tensor(number, device=self.args.device)
         gathered = self.accelerator.gather(tokens)
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())
 
     def _warn_of_unknown_padding(self, inputs: Any) -> None:
-        if not counting.knows_padding(inputs, self._main_input) and self.is_world_process_zero():
+        if not counting.knows_padding(inputs, self._reader.main_input) and self.is_world_process_zero():
             logger.warning_once(
                 "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
                 "Trainer no processing_class with a pad_token_id"
@@ -196,80 +353,40 @@ class RaggedTrainerMixin(ContinuingMixin, StepMixin, EvaluationMixin):
             logs.update(self.meter.closing())
         super().log(logs, start_time)
 
-    # The loss.
+    # Evaluation.
 
-    def compute_loss(
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Each sample once (:meth:`ullage.training.evaluation.Evaluator.run`).
+
+        A trainer with an evaluation of its own runs that.
+        """
+        options = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._reader.evaluates_itself:
+            return super().evaluation_loop(*options)
+        return self._evaluator.run(super().evaluation_loop, *options)
+
+    def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The model's loss; a mean of its own is weighed by its share of the step's labels.
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them.
 
-        Outputs are asked for only where they are needed, because some trainers have none to give.
+        A trainer under the mixin that has a step of its own runs that.
         """
-        inputs = self._with_decoder_inputs(inputs)
-        if num_items_in_batch is not None and not self._divides_by_count:
-            if self.loss_is_scaled_for_ga is not False:
-                return self._mean_by_share(model, inputs, return_outputs, num_items_in_batch)
-            num_items_in_batch = None  # declared a mean per batch: transformers divides it by the number of batches
-        auxiliary = num_items_in_batch is not None and self._adds_auxiliary
-        result = super().compute_loss(model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch)
-        if not auxiliary:
-            return result
-        loss, outputs = result
-        loss = self._weigh_auxiliary(loss, outputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def _mean_by_share(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
-        """The mean that a model gives, times its share of the step's labels, such that the step's losses add up."""
-        elements = self._label_elements(inputs)
-        assert elements is not None
-        count = counting.count_labels(elements)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=None)
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        weight = count / num_items_in_batch * ranks
-        self.loss_is_scaled_for_ga = True
-        loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
-        return (loss, outputs) if return_outputs else loss
-
-    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What a decoder reads, made of the labels where those are taken away before the model sees them.
-
-        transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
-        to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
-        """
-        labels = counting.value_of(inputs, "labels")
-        shift = getattr(self._bare_model, "prepare_decoder_input_ids_from_labels", None)
-        taken = self.compute_loss_func is not None or self.label_smoother is not None
-        if not taken or shift is None or not isinstance(labels, Tensor) or "decoder_input_ids" in inputs:
-            return inputs
-        bounds = inputs.get("decoder_cu_seq_lens_q")
-        if labels.is_nested:
-            rows = [shift(labels=row[None])[0] for row in labels.unbind()]
-            read = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        elif bounds is not None:
-            rows = labels[0].split(bounds.diff().tolist())
-            read = torch.cat([shift(labels=row[None]) for row in rows], 1)
-        else:
-            read = shift(labels=labels)
-        return {**inputs, "decoder_input_ids": read}
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm, which is the same on every rank: where it is no number, all of them stop here."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
-        if norm is not None and not scaled and not torch.isfinite(torch.as_tensor(norm)):
-            raise TrainingError(
-                "the loss or its gradient is not a number",
-                where=f"step {self.state.global_step + 1}",
-                expected="a finite gradient norm",
-                found=float(norm),
-                hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
-                "the weights are those before this step",
-            )
-        return norm
+        if self._reader.overridden("prediction_step"):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
+        return self._evaluator.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _is_ragged(inputs: Any) -> bool:

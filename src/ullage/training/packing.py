@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,9 @@ from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.training import forms
 from ullage.training.arguments import PackingOptions
-from ullage.training.collators import RaggedCollator
 from ullage.training.costing import cost_of, model_flops, num_parameters
-from ullage.training.counting import count_labels
 from ullage.training.losses import Division, division_of
-from ullage.training.reading import ReadingMixin
+from ullage.training.reading import BatchReader
 
 logger = logging.get_logger(__name__)
 
@@ -60,123 +58,106 @@ class PackedBatch:
         return sum(microbatch.numel() for microbatch in self.microbatches)
 
 
-class PackingMixin(ReadingMixin):
-    """The part of :class:`RaggedTrainerMixin` that packs. Off unless the arguments say ``packing_capacity=...``.
+class Packer:
+    """Packing of a trainer's steps. Off unless the arguments say ``packing_capacity=...``: ``options`` is then None.
 
-    ``packing_loss``, on the class of a Trainer that computes a loss of its own, says how that loss is divided: "sum",
-    "token_mean" or "sequence_mean" (:mod:`ullage.training.losses`).
+    ``trainer``: whose arguments, model and accelerator count. ``reader``: of its batches.
     """
 
-    packing_loss: str | None = None
-    _declared: Division | None = None
-    _share_of_step: float = 1.0
+    def __init__(self, trainer: Any, reader: BatchReader) -> None:
+        self._trainer, self._reader = trainer, reader
+        self._options: PackingOptions | None = None
+        self._are_options_read = False
+        # What is known of the model, until the trainer has another.
+        self._cost: Cost | None = None
+        self._num_parameters: int | None = None
+        self._divided: Division | None = None
+        #: The part of the step over all ranks that the running microbatch is.
+        self._share_of_step = 1.0
 
-    @functools.cached_property
-    def _packing(self) -> PackingOptions | None:
-        return PackingOptions.of(self.args)
+    @property
+    def options(self) -> PackingOptions | None:
+        """The arguments of packing, None without it."""
+        if not self._are_options_read:
+            self._options, self._are_options_read = PackingOptions.of(self._trainer.args), True
+        return self._options
 
-    def _prepare_packing(self, collator_given: bool) -> None:
-        """Refuses what cannot be packed, before anything is trained; puts the packed attention in place."""
-        options = self._packing
+    def forget_options(self) -> None:
+        """Read the arguments again: they were set anew."""
+        self._are_options_read = False
+
+    def forget_model(self) -> None:
+        """Forget what was known of the model: the trainer has another."""
+        self._cost = self._num_parameters = self._divided = None
+
+    def require_packable(self) -> None:
+        """Raise ``InputError`` for what cannot be packed, and put the packed attention in place."""
+        options, args = self.options, self._trainer.args
         if options is None:
             return
-        if self._evaluates_itself:
-            trainer = next(each for each in (self._theirs("compute_loss"), type(self)) if each is not None)
+        if self._reader.evaluates_itself:
+            kinds = (self._reader.overridden("compute_loss"), type(self._trainer))
+            trainer = next(each for each in kinds if each is not None)
             raise InputError(
                 "this trainer cannot be packed yet: its batches are not sequences with labels",
                 where=trainer.__name__,
-                expected=f"a field {self._label_name!r} to train on",
-                found=f"columns {self._signature_columns}",
+                expected=f"a field {self._reader.label_name!r} to train on",
+                found=f"columns {self._trainer._signature_columns}",
                 hint="leave packing_capacity out: it trains and evaluates as without the mixin",
             )
-        if forms.has_learned_prompt(self._bare_model):
+        if forms.has_learned_prompt(self._reader.model):
             raise InputError(
                 "a learned prompt cannot be packed: it would have to stand before each sequence of a row",
-                where=type(self._bare_model).__name__,
+                where=type(self._reader.model).__name__,
                 expected="an adapter in the layers of the model, such as LoRA",
                 found="prompt learning",
                 hint="leave packing_capacity out, or take another kind of adapter",
             )
-        if self.args.gradient_accumulation_steps > 1:
+        if args.gradient_accumulation_steps > 1:
             raise InputError(
                 "packing takes no gradient_accumulation_steps: each optimizer step is one global batch, "
                 "and its plan says how many microbatches it has",
                 expected=1,
-                found=self.args.gradient_accumulation_steps,
+                found=args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        self._pack_attention(self._bare_model)
-        if not collator_given:
-            self.data_collator = RaggedCollator(labels_from="input_ids")
-        if self.args.average_tokens_across_devices is False:
+        pack_attention(self._reader.model)
+        if args.average_tokens_across_devices is False:
             raise InputError(
                 "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
             )
-
-    @staticmethod
-    def _pack_attention(model: nn.Module) -> None:
-        """Puts an attention that keeps packed sequences apart into a model that needs one, or raises."""
-        if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
-            if not packed_attention.supports_packing(model):
-                with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
-                    model.set_attn_implementation("ullage")
-            packed_attention.require_packing(model)
-        elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise InputError(
-                "packing takes models whose sequences have one length",
-                where=type(model).__name__,
-                found="sources and targets",
-                hint="leave packing out: a Seq2SeqCollator pads neither",
-            )
-        if forms.form_of(model) != "flattened":
-            packed_attention.require_packing(model)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model that packs as the first one did; what was known of the one before it is forgotten."""
-        model = super().call_model_init(trial)
-        for name in ("_form", "_cost", "_num_parameters", "_declared"):
-            self.__dict__.pop(name, None)
-        if self._packing is not None:
-            self._pack_attention(forms.bare(model))
-        return model
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        super()._hp_search_setup(trial)
-        self.__dict__.pop("_packing", None)  # a trial may set any argument
 
     # Planning and exchange.
 
     @functools.cached_property
     def _topology(self) -> Topology:
         """All ranks along dp, on a gloo group where the main group takes device tensors only."""
-        if self.args.world_size == 1:
+        if self._trainer.args.world_size == 1:
             return Topology.single()
         topology = Topology.from_groups(dp=dist.group.WORLD)
-        return topology if self.args.device.type == "cpu" else topology.on_gloo()
+        return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
 
-    @functools.cached_property
-    def _cost(self) -> Cost:
-        return cost_of(self._bare_model)
-
-    @functools.cached_property
-    def _num_parameters(self) -> int:
-        return num_parameters(self._bare_model)
+    @property
+    def _cost_of_model(self) -> Cost:
+        if self._cost is None:
+            self._cost = cost_of(self._reader.model)
+        return self._cost
 
     @property
     def _zero_stage(self) -> int:
-        plugin = self.accelerator.state.deepspeed_plugin
+        plugin = self._trainer.accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
 
     def _plan(self, lengths: Any) -> Plan:
         """The step's plan. One from which everything is dropped has a microbatch too, an empty one, on every rank."""
-        options = self._packing
+        options = self.options
         assert options is not None
-        ranks = self.args.world_size
+        ranks = self._trainer.args.world_size
         limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
-        meets_every_microbatch = self._zero_stage == 3 or self.is_fsdp_enabled
+        meets_every_microbatch = self._zero_stage == 3 or self._trainer.is_fsdp_enabled
         made = plan(
             lengths,
-            cost=self._cost,
+            cost=self._cost_of_model,
             strategy=options.strategy,
             sync="microbatch" if meets_every_microbatch else "step",
             **limits,
@@ -185,10 +166,13 @@ class PackingMixin(ReadingMixin):
             return made
         return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
-    def _model_flops(self, batch: PackedBatch) -> int:
-        return model_flops(self._cost, self._num_parameters, batch.microbatches)
+    def flops(self, batch: PackedBatch) -> int:
+        """Model FLOPs of this rank's part of a step, forward and backward."""
+        if self._num_parameters is None:
+            self._num_parameters = num_parameters(self._reader.model)
+        return model_flops(self._cost_of_model, self._num_parameters, batch.microbatches)
 
-    def _pack(self, batches: list[RaggedBatch]) -> PackedBatch:
+    def pack(self, batches: list[RaggedBatch]) -> PackedBatch:
         """This rank's share of the global batch that the batches of all ranks make together. Collective.
 
         A rank whose data have ended brings none.
@@ -201,68 +185,68 @@ class PackingMixin(ReadingMixin):
 
     # One step.
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """All microbatches of a step; gradients meet once. Returns the step's loss as transformers expects it."""
-        if not isinstance(inputs, PackedBatch):
-            return super().training_step(model, inputs, num_items_in_batch)
-        division = self._division(inputs, num_items_in_batch)
-        shares = self._shares(inputs, division, num_items_in_batch)
-        last, ranks = len(inputs.microbatches) - 1, self.accelerator.num_processes
+    def train_step(
+        self, run: Callable[[nn.Module, Any, Any], Tensor], model: nn.Module, inputs: PackedBatch, count: Any
+    ) -> Tensor:
+        """Train on all microbatches of a step; gradients meet once. Returns the loss of the step.
+
+        ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
+        """
+        division = self._division(inputs, count)
+        shares = self._shares(inputs, division, count)
+        accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
         with self._weighed(division), self._gradients_meet_once(model) as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
-                self.accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
+                accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # How many such microbatches a step has: divided by that, and averaged over ranks, its share is left.
                 self._share_of_step = share
-                self.current_gradient_accumulation_steps = 1 / (share * ranks) if share else math.inf
+                number = 1 / (share * accelerator.num_processes) if share else math.inf
+                self._trainer.current_gradient_accumulation_steps = number
                 batch = self._runnable(inputs, microbatch, division)
-                count = num_items_in_batch if division == "sum" else None
                 with self._deferred(model, k < last):
-                    losses.append(super().training_step(model, batch, count))  # pyright: ignore
-        self.accelerator.gradient_state._set_sync_gradients(True)
+                    losses.append(run(model, batch, count if division == "sum" else None))
+        accelerator.gradient_state._set_sync_gradients(True)
         return torch.stack(losses).sum()
 
     def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
         """How the loss of a microbatch is divided; warns once where nobody declared it. The same on every rank."""
-        if self._declared is None:
-            first, name = batch.microbatches[0], self._label_name
+        if self._divided is None:
+            first, name = batch.microbatches[0], self._reader.label_name
             by_token = name is not None and name in first and name not in first.per_sequence
-            self._declared, warning = division_of(
-                self,
-                divides_by_count=self._divides_by_count,
+            self._divided, warning = division_of(
+                self._trainer,
+                divides_by_count=self._reader.divides_by_count,
                 labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
-            if warning is not None and self.is_world_process_zero():
+            if warning is not None and self._trainer.is_world_process_zero():
                 logger.warning(warning)
-        return self._declared
+        return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
         """What part of the step over all ranks each microbatch is: of its real tokens, its labels, or its sequences."""
         if division == "sum":
             parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
         elif division == "token_mean":
-            parts, whole = [self._num_labels(microbatch) for microbatch in batch.microbatches], int(num_items_in_batch)
+            parts, whole = [*map(self._reader.num_labels, batch.microbatches)], int(num_items_in_batch)
         else:
             parts, whole = [len(microbatch) for microbatch in batch.microbatches], len(batch.plan.order)
         return [part / whole if whole else 0.0 for part in parts]
 
-    def _num_labels(self, batch: RaggedBatch) -> int:
-        elements = self._label_elements(batch)
-        return 0 if elements is None else int(count_labels(elements))
-
     @contextlib.contextmanager
     def _weighed(self, division: Division) -> Iterator[None]:
         """Makes transformers multiply a mean by its microbatch's share, and leave a sum as it is."""
-        before = vars(self).get("loss_is_scaled_for_ga")
-        self.loss_is_scaled_for_ga = division == "sum"
+        trainer = self._trainer
+        before = vars(trainer).get("loss_is_scaled_for_ga")
+        trainer.loss_is_scaled_for_ga = division == "sum"
         try:
             yield
         finally:
-            self.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
-            del self.loss_is_scaled_for_ga
+            trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            del trainer.loss_is_scaled_for_ga
             if before is not None:
-                self.loss_is_scaled_for_ga = before
+                trainer.loss_is_scaled_for_ga = before
 
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or what stands in for one that counts for nothing, because every rank runs equally many.
@@ -277,7 +261,7 @@ class PackingMixin(ReadingMixin):
         by_label = division == "token_mean"
         samples = [sample for other in batch.microbatches if len(other) for sample in other.samples()]
         batches = [RaggedBatch.from_samples([s], per_sequence=microbatch.per_sequence) for s in samples]
-        counting = [each for each in batches if not by_label or self._num_labels(each) > 0]
+        counting = [each for each in batches if not by_label or self._reader.num_labels(each) > 0]
         if counting:
             return min(counting, key=lambda each: each.numel())
         values = {name: microbatch[name] for name in microbatch.names}
@@ -288,7 +272,7 @@ class PackingMixin(ReadingMixin):
     def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
         """No reduction of gradients before the last microbatch, where DDP would make one."""
         if more_to_come and isinstance(model, nn.parallel.DistributedDataParallel):
-            return self.accelerator.no_sync(model)
+            return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -297,10 +281,10 @@ class PackingMixin(ReadingMixin):
 
         Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
         """
-        wrapper = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        wrapper = getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None)
         engine = getattr(wrapper, "engine", None)
         optimizer = getattr(engine, "optimizer", None)
-        options = self._packing
+        options = self.options
         able = hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")
         if (
             engine is None
@@ -315,36 +299,56 @@ class PackingMixin(ReadingMixin):
         engine.step()
 
     @property
-    def _adds_auxiliary(self) -> bool:
+    def adds_auxiliary(self) -> bool:
         """Whether the loss of a packed microbatch is the model's own, and holds a mean over tokens beside the labels'.
 
         Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
         mixin with a loss of its own weighs it by itself.
         """
-        own = self.label_smoother is None and self.compute_loss_func is None and not self._theirs("compute_loss")
-        return self._packing is not None and own and self._auxiliary_factor is not None
+        trainer = self._trainer
+        own = trainer.label_smoother is None and trainer.compute_loss_func is None
+        own = own and not self._reader.overridden("compute_loss")
+        return self.options is not None and own and self._auxiliary_factor is not None
 
     @property
     def _auxiliary_factor(self) -> float | None:
-        return getattr(getattr(self._bare_model, "config", None), "router_aux_loss_coef", None)
+        return getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
 
-    def _weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
+    def weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
         """A mean over the microbatch that a model adds to its loss (experts' balance) counts by its real tokens."""
         auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         factor = self._auxiliary_factor
         if auxiliary is None or factor is None:
             return loss
-        ranks = self.accelerator.num_processes
+        ranks = self._trainer.accelerator.num_processes
         return loss - (1 - self._share_of_step) * factor * ranks * auxiliary.to(loss.device)
 
     # Evaluation.
 
-    def _within_capacity(self, batch: RaggedBatch) -> list[RaggedBatch]:
+    def within_capacity(self, batch: RaggedBatch) -> list[RaggedBatch]:
         """An evaluation batch as microbatches that fit the capacity, in order."""
-        options = self._packing
-        alike = self._zero_stage == 3 or self.is_fsdp_enabled  # sharded models run equally often on every rank
+        options = self.options
+        alike = self._zero_stage == 3 or self._trainer.is_fsdp_enabled  # sharded models run equally often on every rank
         if options is None or alike or batch.layout.size <= options.capacity:
             return [batch]
         capacity = max(options.capacity, batch.max_seqlen)
         schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
         return materialize(schedule, batch, 0)
+
+
+def pack_attention(model: nn.Module) -> None:
+    """Put an attention that keeps packed sequences apart into a model that needs one, or raise."""
+    if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
+        if not packed_attention.supports_packing(model):
+            with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
+                model.set_attn_implementation("ullage")
+        packed_attention.require_packing(model)
+    elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise InputError(
+            "packing takes models whose sequences have one length",
+            where=type(model).__name__,
+            found="sources and targets",
+            hint="leave packing out: a Seq2SeqCollator pads neither",
+        )
+    if forms.form_of(model) != "flattened":
+        packed_attention.require_packing(model)

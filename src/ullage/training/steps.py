@@ -1,4 +1,4 @@
-"""The batches of one optimizer step: drawn on every rank, counted together, and packed where packing is on.
+"""Batches of one optimizer step: drawn on every rank, counted together, and packed where packing is on.
 
 The ranks meet once before each step, in one small reduction: how many labels count, whether a rank has a problem, how
 many batches each has drawn, and whether one is asked to stop. A problem on one rank is raised on all of them. Ranks
@@ -29,8 +29,12 @@ from ullage.errors import DistributedError, InputError, TrainingError
 from ullage.exchange.source import deal
 from ullage.layout import Int64
 from ullage.training import counting
-from ullage.training.beginning import BeginningMixin
+from ullage.training.beginning import empty_step_of
 from ullage.training.indices import SampleIndices
+from ullage.training.metering import TokenMeter
+from ullage.training.packing import Packer
+from ullage.training.reading import BatchReader
+from ullage.training.stopping import StopFlag
 
 _logger = logging.getLogger(__name__)
 
@@ -61,8 +65,8 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What the ranks told each other. ``labels`` [ranks], on the device: label elements that count.
+class StepCounts:
+    """Counts of a step from every rank. ``labels`` [ranks], on the device: label elements that count.
 
     ``batches`` [ranks]: drawn by each; ``complete``: whether every batch has labels.
     """
@@ -72,40 +76,41 @@ class Meeting:
     complete: bool
 
 
-class StepMixin(BeginningMixin):
-    """The part of :class:`RaggedTrainerMixin` that draws the batches of a step, and knows what ranks draw together."""
+class StepSource:
+    """The batches of a trainer's steps, and what the ranks know together of each.
 
-    #: The number of a signal that asks this rank to stop after the step, 0 for none. A handler may set it at any time.
-    _stop_wish = 0
-    #: The greatest of all ranks' wishes, known to each before every step.
-    _stop_agreed = 0
-    _evaluating = False
-    _epoch: Epoch | None = None
-    _indices: SampleIndices | None = None
-    _step_is_empty = False
+    trainer: whose arguments, state and accelerator count.
+    reader: of its batches.
+    packer: of its steps.
+    meter: counts what goes through the model.
+    stop: the request to stop, which the ranks agree on before every step.
+    """
 
-    # Drawing.
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer, meter: TokenMeter, stop: StopFlag) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
+        self._meter, self._stop = meter, stop
+        self._epoch: Epoch | None = None
+        self._indices: SampleIndices | None = None
+        self._is_empty = False
+        self._has_warned_of_unused = False
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> Any:
-        loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        if is_training:
-            self._indices = SampleIndices(loader)
+    def begin_run(self) -> None:
+        """Forget what an earlier run has warned of."""
+        self._has_warned_of_unused = False
+
+    def read_from(self, loader: Any) -> Any:
+        """The training dataloader, whose indices are recorded from now on."""
+        self._indices = SampleIndices(loader)
         return loader
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self._epoch = self._begin_epoch(**kwargs)
+    @contextlib.contextmanager
+    def epoch(self, **progress: Any) -> Iterator[None]:
+        """An epoch of the trainer. ``progress``: the keywords of transformers' ``_run_epoch``."""
+        self._epoch = self._begin_epoch(**progress)
         try:
-            super()._run_epoch(*args, **kwargs)
+            yield
         finally:
-            self._epoch, self._step_is_empty = None, False
+            self._epoch, self._is_empty = None, False
 
     def _begin_epoch(
         self,
@@ -116,10 +121,12 @@ class StepMixin(BeginningMixin):
         **others: Any,
     ) -> Epoch:
         """Where the epoch begins: at its first batch, or behind those that were trained on before a checkpoint."""
-        begun = Epoch.of(self.args.world_size)
-        kept: Any = self.state.stateful_callbacks
+        begun = Epoch.of(self._trainer.args.world_size)
+        kept: Any = self._trainer.state.stateful_callbacks
         drawn = kept.pop(_DRAWN, None)
-        resumes = resume_from_checkpoint is not None and epoch == epochs_trained and not self.args.ignore_data_skip
+        resumes = (
+            resume_from_checkpoint is not None and epoch == epochs_trained and not self._trainer.args.ignore_data_skip
+        )
         if not resumes or not steps_trained_in_current_epoch:
             return begun
         begun.recorded = begun.steps = steps_trained_in_current_epoch
@@ -127,21 +134,21 @@ class StepMixin(BeginningMixin):
         if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
             begun.given = np.array(drawn["given"], np.int64)
             begun.live = begun.given >= begun.steps
-            begun.ahead = max(0, int(begun.given[self.args.process_index]) - begun.steps)
+            begun.ahead = max(0, int(begun.given[self._trainer.args.process_index]) - begun.steps)
         return begun
 
-    def get_batch_samples(
+    def draw_step(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """This rank's batches of a step, one packed batch under packing, and the labels that count over all ranks.
 
         Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
         """
-        epoch = self._epoch or Epoch.of(self.args.world_size)
-        self._step_is_empty = False
+        epoch = self._epoch or Epoch.of(self._trainer.args.world_size)
+        self._is_empty = False
         if epoch.ended:
             return [], None
-        if self._packing is not None:
+        if self._packer.options is not None:
             return self._packed_step(epoch, epoch_iterator, device)
         batches, problem = self._draw(epoch, epoch_iterator, num_batches)
         met = self._count_together(batches, device, problem)
@@ -177,7 +184,7 @@ class StepMixin(BeginningMixin):
 
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raises ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
-        options = self._packing
+        options = self._packer.options
         if options is not None and not isinstance(batch, RaggedBatch):
             raise InputError(
                 "packing needs batches that know their sequences",
@@ -186,16 +193,16 @@ class StepMixin(BeginningMixin):
                 hint="use RaggedCollator()",
             )
         try:
-            self._require_ids(batch)
+            self._reader.require_ids(batch)
             if options is not None and options.oversize == "error":
                 counting.require_capacity(batch, options.capacity)
         except counting.SampleError as error:
             index = None
             if self._indices is not None:
-                index = self._indices.index_of(indices, batch, error.sample, self._main_input)
+                index = self._indices.index_of(indices, batch, error.sample, self._reader.main_input)
             place = f"train_dataset[{index}]"
             if index is None:
-                rank = f"rank {self.args.process_index}, " if self.args.world_size > 1 else ""
+                rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
                 place = f"{rank}sample {error.sample} of the batch"
             raise error.at(place) from None
 
@@ -204,14 +211,14 @@ class StepMixin(BeginningMixin):
 
         ``number``: batches that this rank has drawn for nothing; what it would have drawn further is read to count it.
         """
-        if self._told_of_unused:
+        if self._has_warned_of_unused:
             return
-        self._told_of_unused = True
+        self._has_warned_of_unused = True
         if number:
             with contextlib.suppress(Exception):  # what is not trained on cannot be in the way
                 number += sum(1 for _ in itertools.islice(iterator, _MOST_COUNTED))
         unused = self._gathered([number], device)[:, 0].tolist()
-        if self.is_world_process_zero():
+        if self._trainer.is_world_process_zero():
             counts = [
                 f"{'at least ' if count > _MOST_COUNTED else ''}{count} of rank {rank}"
                 for rank, count in enumerate(unused)
@@ -228,9 +235,9 @@ class StepMixin(BeginningMixin):
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The step's one packed batch. It is made of as many batches as there are ranks, as long as there are any."""
-        rank, wanted = self.args.process_index, self.args.world_size
+        rank, wanted = self._trainer.args.process_index, self._trainer.args.world_size
         drawn: list[RaggedBatch] = []
-        meetings: list[Meeting] = []
+        meetings: list[StepCounts] = []
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
             batches, problem = self._draw(epoch, iterator, int(quota[rank]))
@@ -240,17 +247,17 @@ class StepMixin(BeginningMixin):
             wanted -= int(met.batches.sum())
             drawn += batches
             meetings.append(met)
-        if wanted == self.args.world_size:
+        if wanted == self._trainer.args.world_size:
             epoch.ended = True
             return [], None
         epoch.steps += 1
         if len(set(epoch.given.tolist())) > 1:
             # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-            kept: Any = self.state.stateful_callbacks
+            kept: Any = self._trainer.state.stateful_callbacks
             kept[_DRAWN] = {"steps": epoch.steps, "given": epoch.given.tolist()}
-        packed = self._pack(drawn)
+        packed = self._packer.pack(drawn)
         statistics = packed.plan.statistics()
-        self.meter.add_packed(packed.microbatches, packed.plan, self._model_flops(packed), statistics)
+        self._meter.add_packed(packed.microbatches, packed.plan, self._packer.flops(packed), statistics)
         labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
         if complete and (statistics.num_dropped or statistics.num_truncated):
             labels = self._count_together([batch for batch in packed.microbatches if len(batch)], device).labels
@@ -259,16 +266,15 @@ class StepMixin(BeginningMixin):
     # Counting together.
 
     def _count_batch(self, batch: Any) -> None:
-        form = self._form_of_model() if isinstance(batch, RaggedBatch) else None
-        self.meter.add(
-            self._num_tokens(batch),
-            counting.num_elements(batch, self._main_input, form),
-            counting.num_padded_tokens(batch, self._main_input),
+        form = self._reader.form if isinstance(batch, RaggedBatch) else None
+        self._meter.add(
+            self._reader.num_tokens(batch),
+            counting.num_elements(batch, self._reader.main_input, form),
+            counting.num_padded_tokens(batch, self._reader.main_input),
         )
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if self._evaluating:
-            return None
+    def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """What the loss of these batches is divided by (:meth:`draw_step`). Collective."""
         problem = None
         try:
             for batch in batch_samples:
@@ -278,33 +284,33 @@ class StepMixin(BeginningMixin):
         met = self._count_together(batch_samples, device, problem)
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
-    def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> Meeting:
+    def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> StepCounts:
         """One reduction of five integers; waits for the device. Raises on every rank if one has a problem."""
         counts: list[int] = []
         if problem is None:
             try:
-                found = [self._label_elements(batch) for batch in batches]
+                found = [self._reader.label_elements(batch) for batch in batches]
                 counts = [int(counting.count_labels(elements)) for elements in found if elements is not None]
             except Exception as error:
                 problem = error
         complete = len(counts) == len(batches)
-        mine = [sum(counts), int(complete), int(problem is not None), len(batches), int(self._stop_wish)]
+        mine = [sum(counts), int(complete), int(problem is not None), len(batches), int(self._stop.requested)]
         ranks = self._gathered(mine, device)
-        _, all_complete, failed, drawn, wishes = ranks.cpu().numpy().T
-        self._stop_agreed = int(wishes.max())
+        _, all_complete, failed, drawn, stops = ranks.cpu().numpy().T
+        self._stop.agreed = int(stops.max())
         if problem is not None:
             raise problem
         if failed.any():
             where = f"rank {np.flatnonzero(failed).tolist()}"
             raise DistributedError("another rank could not use its batch", where=where, hint="see its error")
-        return Meeting(ranks[:, 0], drawn, bool(all_complete.all()))
+        return StepCounts(ranks[:, 0], drawn, bool(all_complete.all()))
 
     def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
         """Integers of every rank, [ranks, n], on the device."""
         mine = torch.tensor([numbers], device=device)
-        if self.args.world_size == 1:
+        if self._trainer.args.world_size == 1:
             return mine
-        ranks = self.accelerator.gather(mine)
+        ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
         return ranks
 
@@ -319,37 +325,39 @@ class StepMixin(BeginningMixin):
         total = labels.sum()
         if int(total) == 0:
             self._meet_an_empty_step()
-        if not self.args.average_tokens_across_devices:
-            total = labels[self.args.process_index if self.args.world_size > 1 else 0]
-        if self.args.world_size == 1:
-            total = total // max(self.args.n_gpu, 1)
+        if not self._trainer.args.average_tokens_across_devices:
+            total = labels[self._trainer.args.process_index if self._trainer.args.world_size > 1 else 0]
+        if self._trainer.args.world_size == 1:
+            total = total // max(self._trainer.args.n_gpu, 1)
         return total.clamp(min=1)
 
     # Steps in which no label counts.
 
     def _meet_an_empty_step(self) -> None:
         """Counts the step, and warns once, or raises ``TrainingError`` if the arguments say so. Alike on every rank."""
-        where = f"step {self.state.global_step + 1}, field {self._label_name!r}"
-        if self._empty_step == "error":
+        where = f"step {self._trainer.state.global_step + 1}, field {self._reader.label_name!r}"
+        if empty_step_of(self._trainer.args) == "error":
             raise TrainingError(
                 "no label counts in this step",
                 where=where,
                 expected="at least one label that is not -100",
                 hint="leave out samples without labels, take a larger batch, or set empty_step='warn'",
             )
-        self._step_is_empty = True
-        self.meter.left_out.empty_steps += 1
-        if self.meter.left_out.empty_steps == 1 and self.is_world_process_zero():
+        self._is_empty = True
+        self._meter.left_out.empty_steps += 1
+        if self._meter.left_out.empty_steps == 1 and self._trainer.is_world_process_zero():
             _logger.warning(
                 "no label counts in this step (%s): its loss is 0.0 and its gradients are zero. It is said once; "
                 "the closing summary counts such steps, empty_step='error' ends the run at the first.",
                 where,
             )
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers'. Where no label counts, what a loss makes of 0/0 is zero; what it has else counts."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if not self._step_is_empty:
+    def without_nan(self, model: nn.Module, loss: Tensor) -> Tensor:
+        """The loss of a step, after backward. Where no label counts, what a loss makes of 0/0 is zero.
+
+        What the loss has beside the labels counts.
+        """
+        if not self._is_empty:
             return loss
         for parameter in model.parameters():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):

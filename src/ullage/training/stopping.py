@@ -1,9 +1,9 @@
 """Ending a run early, on all ranks after the same step, with a checkpoint to go on from.
 
-A signal reaches one rank or all of them, each at another moment. So the rank that gets one only notes the wish; the
-reduction of the label counts, which every rank enters before a step, carries it to the others, and all of them stop
-after that step. Who sends a second signal does not want to wait for a step: a thread reads the signals too, because
-the main thread may be inside a collective, where Python's own handlers do not run.
+A signal reaches one rank or all of them, each at another moment. So the rank that gets one only notes it in a
+:class:`StopFlag`; the reduction of the label counts, which every rank enters before a step, carries it to the others,
+and all of them stop after that step. Who sends a second signal does not want to wait for a step: a thread reads the
+signals too, because the main thread may be inside a collective, where Python's own handlers do not run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,22 @@ _ONE_SIGNAL = 1.0
 def takes_sigterm(arguments: Any) -> bool:
     """Whether transformers saves a checkpoint at SIGTERM by itself."""
     return bool(getattr(arguments, "enable_jit_checkpoint", False))
+
+
+@dataclass
+class StopFlag:
+    """The request to stop after a step, by the number of a signal, 0 for none.
+
+    ``requested``: on this rank; a handler may set it at any time. ``agreed``: the greatest of all ranks' requests,
+    known to each before every step.
+    """
+
+    requested: int = 0
+    agreed: int = 0
+
+    def clear(self) -> None:
+        """Take back what was requested and agreed."""
+        self.requested = self.agreed = 0
 
 
 class EarlyEnd(TrainerCallback):
@@ -89,7 +106,7 @@ class StopOnSignal(EarlyEnd):
         return 128 + self.number if self.number else 0
 
     def __enter__(self) -> StopOnSignal:
-        self._trainer._stop_wish = self._trainer._stop_agreed = 0
+        self._trainer.stop.clear()
         self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
         self._watch = _Watch.started(self._received)
         self._trainer.add_callback(self)
@@ -105,7 +122,7 @@ class StopOnSignal(EarlyEnd):
             self._watch.end()
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self.number = self._trainer._stop_agreed or self._trainer._stop_wish
+        self.number = self._trainer.stop.agreed or self._trainer.stop.requested
         if kind is None and self._trainer.args.world_size > 1:
             # One that came after the last step is known to its own rank only.
             number = torch.tensor(self.number, device=self._trainer.args.device)
@@ -113,11 +130,13 @@ class StopOnSignal(EarlyEnd):
             self.number = int(number)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer._stop_agreed or (args.world_size == 1 and self._trainer._stop_wish):
+        stop = self._trainer.stop
+        if stop.agreed or (args.world_size == 1 and stop.requested):
             self.end(control)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._trainer._stop_wish = self._trainer._stop_wish or number
+        stop = self._trainer.stop
+        stop.requested = stop.requested or number
         if self._watch is None:
             self._received(number)
 

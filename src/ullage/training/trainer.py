@@ -41,7 +41,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         loss = None
         if has_labels:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
-        labels = inputs.get(self._label_name) if self._label_name is not None else None
+        labels = inputs.get(self._reader.label_name) if self._reader.label_name is not None else None
         prompts = self._prompts(inputs)
         _, generated, _ = transformers.Seq2SeqTrainer.prediction_step(
             self, model, prompts, prediction_loss_only, ignore_keys, **gen_kwargs
@@ -52,7 +52,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
 
     def _prompts(self, inputs: Any) -> dict[str, Any]:
         """What ``generate`` goes on from: the batch without what is to be generated."""
-        config = getattr(self._bare_model, "config", None)
+        config = getattr(self._reader.model, "config", None)
         is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         if isinstance(inputs, RaggedBatch):  # generate() continues at the right end of decoder-only prompts
             inputs = inputs.to_padded(side="right" if is_encoder_decoder else "left")
@@ -66,9 +66,9 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         settings: Any = self.model.generation_config  # pyright: ignore[reportOptionalMemberAccess]
         end, pad = settings.eos_token_id, settings.pad_token_id
         ends = [] if end is None else list(end) if isinstance(end, (list, tuple)) else [end]
-        main, mask = prompts.get(self._main_input), prompts.get("attention_mask")
+        main, mask = prompts.get(self._reader.main_input), prompts.get("attention_mask")
         width, starts = 1, [0] * len(rows)
-        if not getattr(getattr(self._bare_model, "config", None), "is_encoder_decoder", False):
+        if not getattr(getattr(self._reader.model, "config", None), "is_encoder_decoder", False):
             width = main.shape[1] if isinstance(main, Tensor) else 0
             if isinstance(mask, Tensor) and mask.shape == (len(rows), width):
                 starts = (mask != 0).int().argmax(1).tolist()

@@ -35,6 +35,7 @@ from ullage.training.arguments import form_process_group, peak_flops_of
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.metering import TokenMeter
 from ullage.training.saving import save_checkpoint
+from ullage.training.stopping import StopFlag
 
 #: The folder of a checkpoint that holds what ``ullage.engines.fsdp.save`` wrote.
 WEIGHTS = "model_and_optimizer"
@@ -83,9 +84,6 @@ class Trainer:
     dataset, and whatever ``parallelize`` refuses.
     """
 
-    #: As in ``RaggedTrainerMixin``.
-    _stop_wish = _stop_agreed = 0
-
     def __init__(
         self,
         model: Any,
@@ -133,8 +131,14 @@ class Trainer:
             self.scheduler,
         )
         self._since_log: list[StepResult] = []
-        self.meter = TokenMeter(args.device, self.topology.dp.group, args.world_size)
-        self.meter.begin_run(self._oversize, peak_flops_of(args))
+        self.meter, self.stop = TokenMeter(), StopFlag()
+        self.meter.begin_run(
+            args.device,
+            self.topology.dp.group,
+            num_devices=args.world_size,
+            peak_flops=peak_flops_of(args),
+            oversize=self._oversize,
+        )
         self._host_group = None
         world = dist.group.WORLD if args.world_size > 1 else None
         if world is not None and device_of(world).type != "cpu":
@@ -224,26 +228,26 @@ class Trainer:
         """Forward, backward and the optimizer's step of one packed step. Collective; does not wait for the device."""
         flops = model_flops(self._cost, self._num_parameters, step.microbatches)
         self.meter.add_packed(step.microbatches, step.plan, flops)
-        wish = self._tell_wish()
+        stop = self._reduce_stop()
         limit = self.args.max_grad_norm or None
         result = train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
-        self._stop_agreed = wish()
+        self.stop.agreed = stop()
         return result
 
-    def _tell_wish(self) -> Callable[[], int]:
+    def _reduce_stop(self) -> Callable[[], int]:
         """The signal that asks any rank to stop, 0 for none; the step hides the reduction. Does not wait for a device.
 
         The reductions of the step itself lie on the device, and none is over all ranks.
         """
         if self.args.world_size == 1:
-            return lambda: self._stop_wish
-        wish = torch.tensor(self._stop_wish)
-        work = dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+            return lambda: self.stop.requested
+        stop = torch.tensor(self.stop.requested)
+        work = dist.all_reduce(stop, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
 
         def agreed() -> int:
             assert work is not None
             work.wait()
-            return int(wish)
+            return int(stop)
 
         return agreed
 

@@ -1,0 +1,85 @@
+"""Loss of a batch in a step: weighed by the labels that count in the whole step, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ullage.training import counting
+from ullage.training.packing import Packer
+from ullage.training.reading import BatchReader
+
+
+class LossRule:
+    """The weight of a model's loss in a trainer's step.
+
+    ``trainer``: whose arguments and accelerator count. ``reader``: of its batches. ``packer``: of its steps.
+    """
+
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
+
+    def compute(
+        self,
+        compute: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        num_items_in_batch: Any,
+    ) -> Any:
+        """The model's loss; a mean of its own is weighed by its share of the step's labels.
+
+        Outputs are asked for only where they are needed, because some trainers have none to give. ``compute``:
+        transformers' ``compute_loss``; the others are its parameters.
+        """
+        inputs = self._with_decoder_inputs(inputs)
+        if num_items_in_batch is not None and not self._reader.divides_by_count:
+            if self._trainer.loss_is_scaled_for_ga is not False:
+                return self._mean_by_share(compute, model, inputs, return_outputs, num_items_in_batch)
+            num_items_in_batch = None  # declared a mean per batch: transformers divides it by the number of batches
+        auxiliary = num_items_in_batch is not None and self._packer.adds_auxiliary
+        result = compute(model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch)
+        if not auxiliary:
+            return result
+        loss, outputs = result
+        loss = self._packer.weigh_auxiliary(loss, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _mean_by_share(
+        self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> Any:
+        """The mean that a model gives, times its share of the step's labels, such that the step's losses add up."""
+        elements = self._reader.label_elements(inputs)
+        assert elements is not None
+        count = counting.count_labels(elements)
+        loss, outputs = compute(model, inputs, True, num_items_in_batch=None)
+        ranks = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
+        weight = count / num_items_in_batch * ranks
+        self._trainer.loss_is_scaled_for_ga = True
+        loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+        return (loss, outputs) if return_outputs else loss
+
+    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What a decoder reads, made of the labels where those are taken away before the model sees them.
+
+        transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
+        to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
+        """
+        labels = counting.value_of(inputs, "labels")
+        shift = getattr(self._reader.model, "prepare_decoder_input_ids_from_labels", None)
+        taken = self._trainer.compute_loss_func is not None or self._trainer.label_smoother is not None
+        if not taken or shift is None or not isinstance(labels, Tensor) or "decoder_input_ids" in inputs:
+            return inputs
+        bounds = inputs.get("decoder_cu_seq_lens_q")
+        if labels.is_nested:
+            rows = [shift(labels=row[None])[0] for row in labels.unbind()]
+            read = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        elif bounds is not None:
+            rows = labels[0].split(bounds.diff().tolist())
+            read = torch.cat([shift(labels=row[None]) for row in rows], 1)
+        else:
+            read = shift(labels=labels)
+        return {**inputs, "decoder_input_ids": read}
