@@ -176,6 +176,6 @@ def test_an_axis_of_one_process_and_what_is_no_axis():
     assert Axis("tp", 2, 1, (4, 5)).global_rank == 5
     assert Axis("tp", 2, 1).global_rank == 1
     with pytest.raises(InputError, match="group must be a process group: found str"):
-        Axis.from_group("world")  # pyright: ignore[reportArgumentType]
+        Axis.from_group("world")
     with pytest.raises(InputError, match=r"an axis of a topology: found Topology\. Pass an axis such as topology\.cp"):
         require_axis(Topology.single())
