@@ -20,7 +20,7 @@ from ullage.cli.train.arguments import parse
 from ullage.cli.train.verb import _command, _run
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.training.saving import checkpoints_in, require_checkpoint
-from ullage.training.staging import partial_of
+from ullage.training.staging import staging_of
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
 
@@ -695,7 +695,7 @@ def test_sigkill_while_saving_leaves_a_run_that_the_same_call_continues(data, tm
     killed = ullage_train(*arguments, start=[sys.executable, "-c", KILLED])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2"]
-    left = partial_of(tmp_path / "out" / "checkpoint-4")
+    left = staging_of(tmp_path / "out" / "checkpoint-4")
     assert (left / "checkpoint-4" / "model.safetensors").exists()
     here(*arguments)
     here(*arguments, "--output_dir", tmp_path / "whole")

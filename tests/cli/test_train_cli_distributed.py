@@ -13,7 +13,7 @@ import pytest
 from tests.support import save_script
 from tests.support.launch import environment, torchrun
 from ullage.training.saving import checkpoints_in
-from ullage.training.staging import partial_of
+from ullage.training.staging import staging_of
 
 pytestmark = pytest.mark.distributed
 
@@ -108,7 +108,7 @@ def test_a_save_that_fails_on_one_rank_raises_on_both_and_renames_nothing(saved)
         own,
     ]
     assert [path.name for path in checkpoints_in(folder / "out")] == ["checkpoint-2"]
-    assert (partial_of(folder / "out" / "checkpoint-4") / "checkpoint-4").is_dir()
+    assert (staging_of(folder / "out" / "checkpoint-4") / "checkpoint-4").is_dir()
 
 
 def test_a_damaged_checkpoint_raises_the_same_line_on_every_rank(saved):

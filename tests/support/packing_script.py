@@ -20,7 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from tests.support import own_losses
+from tests.support import own_losses, story
 from ullage.errors import UllageError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, TrainingArguments
@@ -84,19 +84,8 @@ DATA = {
     "other content": lambda rank: [{"input_ids": [rank + i] * 9} for i in range(20)],
     "a step without labels": lambda rank: masked(make_samples(), 4, 8),
     "a rank without labels": lambda rank: masked(make_samples(), 4, 6),
-    "one over the capacity": lambda rank: Unmeasured(make_samples([*LENGTHS[:9], 129, *LENGTHS[10:]])),
+    "one over the capacity": lambda rank: story.Samples(make_samples([*LENGTHS[:9], 129, *LENGTHS[10:]])),
 }
-
-
-class Unmeasured(torch.utils.data.Dataset):
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, i):
-        return self.samples[i]
 
 
 class Watch(TrainerCallback):

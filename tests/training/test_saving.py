@@ -23,7 +23,7 @@ from ullage.errors import CheckpointError, TrainingError
 from ullage.training import Trainer as OurTrainer
 from ullage.training.damage import examine
 from ullage.training.saving import WholeCheckpointMixin, checkpoints_in, require_checkpoint
-from ullage.training.staging import partial_of
+from ullage.training.staging import staging_of
 
 
 class Line(torch.nn.Module):
@@ -106,7 +106,7 @@ def test_a_failed_save_raises_and_leaves_the_older_checkpoint(tmp_path):
         "a folder that can be written to; what was there before is as it was"
     )
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert (partial_of(tmp_path / "checkpoint-4") / "checkpoint-4" / "model.safetensors").exists()
+    assert (staging_of(tmp_path / "checkpoint-4") / "checkpoint-4" / "model.safetensors").exists()
     make(tmp_path).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
@@ -294,7 +294,7 @@ def test_a_checkpoint_without_weights_does_not_replace_a_good_one(tmp_path):
     make(tmp_path, max_steps=2).train()
     with pytest.raises(CheckpointError) as error:
         make(tmp_path, Emptied, max_steps=2).train()
-    place = partial_of(tmp_path / "checkpoint-2") / "checkpoint-2"
+    place = staging_of(tmp_path / "checkpoint-2") / "checkpoint-2"
     assert str(error.value) == (
         f"the checkpoint that was written is not whole ({place}): expected weights, found optimizer.pt, rng_state.pth, "
         "scheduler.pt, trainer_state.json, training_args.bin. It is not put in place; what was there before is as it was"
@@ -408,7 +408,7 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path):
         CheckpointError, match=r"expected optimizer.pt, found manifest.json, model.safetensors, rng_state.pth"
     ):
         require_checkpoint(whole)
-    unfinished = partial_of(tmp_path / "checkpoint-4") / "checkpoint-4"
+    unfinished = staging_of(tmp_path / "checkpoint-4") / "checkpoint-4"
     unfinished.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="never finished"):
         require_checkpoint(unfinished)

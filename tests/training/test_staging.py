@@ -13,7 +13,7 @@ import pytest
 from ullage.checkpoint.manifest import damage_in, read_manifests
 from ullage.errors import CheckpointError, TrainingError
 from ullage.training import staging
-from ullage.training.staging import old_of, partial_of, recover, write_into, write_whole
+from ullage.training.staging import old_of, recover, staging_of, write_into, write_whole
 
 
 def writer(text: str):
@@ -181,7 +181,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(tmp_path, swaps):
 def test_the_next_save_keeps_the_only_copy_of_the_one_before(tmp_path):
     write_whole(tmp_path / "saved", writer("old"))
     (tmp_path / "saved").rename(old_of(tmp_path / "saved"))  # killed between two renames
-    partial_of(tmp_path / "saved").mkdir()
+    staging_of(tmp_path / "saved").mkdir()
 
     def fail(place: Path) -> None:
         raise OSError("no space left on device")

@@ -41,15 +41,15 @@ from ullage.errors import CheckpointError, InputError
 from ullage.training.universal import (
     groups_name,
     is_stage3,
-    locate,
     model_files,
     model_states,
+    model_value,
     prefers_universal,
     problems_of,
     read_file,
     saved_groups,
+    universal_at,
     untrained,
-    value_of,
 )
 
 #: What DeepSpeed compiles when its communication starts on a CPU.
@@ -110,7 +110,7 @@ def load_universal(
         raise InputError("the engine has no ZeRO optimizer", expected="stage 1, 2 or 3", found=type(zero).__name__)
     parent, name, problems = Path(folder), "", []
     try:
-        parent, name = locate(folder, tag)
+        parent, name = universal_at(folder, tag)
         problems = problems_of(engine, parent / name, strict)
     except Exception as error:  # told to every rank, so that none waits for this one
         problems = [str(error)]
@@ -298,7 +298,7 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
 
     states = model_states(engine, checkpoint, read_file)
     for name, target in untrained(engine):
-        value = value_of(states, name, target, checkpoint, read_file)
+        value = model_value(states, name, target, checkpoint, read_file)
         if value is None:
             continue
         if not hasattr(target, "ds_id"):

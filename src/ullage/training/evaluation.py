@@ -217,13 +217,13 @@ class Evaluator:
             losses=losses if "loss" in wanted else None,
         )
 
-    def _rows_of(self, inputs: Any) -> forms.Rows:
+    def _rows_of(self, inputs: Any) -> forms.SampleRows:
         labels = counting.value_of(inputs, self._reader.label_name) if self._reader.label_name is not None else None
         config = getattr(self._reader.model, "config", None)
         if getattr(config, "is_encoder_decoder", False) and isinstance(labels, Tensor):
             return forms.target_rows(labels)
         form = self._reader.form if isinstance(inputs, RaggedBatch) else None
-        return forms.rows_of(inputs, form, self._reader.main_input)
+        return forms.sample_rows(inputs, form, self._reader.main_input)
 
     def predict_batch(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None

@@ -3,8 +3,8 @@
 A model takes sequences of unequal length in one of three forms: *flattened* (one row and ``cu_seq_lens_q``),
 *lengths* (padded rows and ``input_lengths``, longest first), or *mask* (padded rows and ``attention_mask``). A
 :class:`RaggedBatch` is put into the form that the model's ``forward`` names. Batches of a user's own collator are left
-as they are. For both, :class:`Rows` remembers where each sample lies, so that outputs and labels can be told apart by
-sample.
+as they are. For both, :class:`SampleRows` remembers where each sample lies, so that outputs and labels can be told
+apart by sample.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _longest_first(layout: Layout) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Where each sample of a batch lies in the model's inputs, hence in its outputs.
 
     ``num``: samples. ``layout``: of a flat row, if the inputs are flat. ``packed``: a PackedSequence among the inputs.
@@ -192,15 +192,15 @@ def _like(packed: PackedSequence, data: Tensor) -> PackedSequence:
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
 
 
-def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
+def sample_rows(inputs: Any, form: str | None, main_input: str) -> SampleRows:
     """Where the samples of a batch lie once it has reached the model. Reads lengths on the host."""
     if isinstance(inputs, RaggedBatch):
         layout = inputs.layout
         if form == "flattened":
-            return Rows(layout.num_items, layout=layout)
+            return SampleRows(layout.num_items, layout=layout)
         order = np.arange(layout.num_items) if form == "mask" else _longest_first(layout)
         lengths = tuple(layout.lengths[order].tolist())
-        return Rows(
+        return SampleRows(
             layout.num_items,
             starts=(0,) * layout.num_items,
             lengths=lengths,
@@ -210,11 +210,11 @@ def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
     if isinstance(inputs, PackedSequence):
         inputs = {main_input: inputs}
     if not isinstance(inputs, Mapping):  # a trainer's own: a list of samples
-        return Rows(len(inputs))
+        return SampleRows(len(inputs))
     packed = next((value for value in inputs.values() if isinstance(value, PackedSequence)), None)
     if packed is not None:
         layout = RaggedBatch.from_packed_sequence(packed).layout
-        return Rows(
+        return SampleRows(
             layout.num_items,
             packed=packed,
             starts=(0,) * layout.num_items,
@@ -223,11 +223,11 @@ def rows_of(inputs: Any, form: str | None, main_input: str) -> Rows:
         )
     if "cu_seq_lens_q" in inputs:
         layout = Layout(np.diff(inputs["cu_seq_lens_q"].cpu().numpy()))
-        return Rows(layout.num_items, layout=layout)
+        return SampleRows(layout.num_items, layout=layout)
     return _padded_rows(inputs, main_input)
 
 
-def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> Rows:
+def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> SampleRows:
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
     main = inputs.get(main_input)
     if not isinstance(main, Tensor) or main.ndim < 1:
@@ -236,20 +236,20 @@ def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> Rows:
         raise InputError("a batch holds no tensor", expected="at least one", found=list(inputs))
     num = int(main.shape[0])
     if main.is_nested or main.ndim < 2:
-        return Rows(num)
+        return SampleRows(num)
     width = int(main.shape[1])
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and tuple(mask.shape) == (num, width):
         host = (mask != 0).cpu().numpy()
-        return Rows(num, None, None, tuple(host.argmax(1).tolist()), tuple(host.sum(1).tolist()), width)
+        return SampleRows(num, None, None, tuple(host.argmax(1).tolist()), tuple(host.sum(1).tolist()), width)
     for name in _LENGTHS_NAMES:
         if name in inputs:
             lengths = tuple(int(length) for length in inputs[name])
-            return Rows(num, None, None, (0,) * num, lengths, width)
-    return Rows(num)
+            return SampleRows(num, None, None, (0,) * num, lengths, width)
+    return SampleRows(num)
 
 
-def target_rows(labels: Tensor) -> Rows:
+def target_rows(labels: Tensor) -> SampleRows:
     """The rows of an encoder-decoder's outputs, which are as long as its labels, not as its inputs.
 
     Labels [N, L], or a nested tensor of them, whose outputs lie end to end or in padded rows.
@@ -257,12 +257,12 @@ def target_rows(labels: Tensor) -> Rows:
     if labels.is_nested:
         lengths = tuple(len(row) for row in labels.unbind())
         width = max(lengths, default=0)
-        return Rows(len(lengths), Layout(lengths), starts=(0,) * len(lengths), lengths=lengths, width=width)
+        return SampleRows(len(lengths), Layout(lengths), starts=(0,) * len(lengths), lengths=lengths, width=width)
     lengths = tuple((labels != IGNORED_LABEL).sum(1).tolist())
-    return Rows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
+    return SampleRows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
 
 
-def by_sample(inputs: Any, name: str, rows: Rows, *, per_row: bool = False) -> tuple[list[Any], Any]:
+def by_sample(inputs: Any, name: str, rows: SampleRows, *, per_row: bool = False) -> tuple[list[Any], Any]:
     """A field of the batch as it was collated, by sample, and whether it is one entry a token.
 
     ``per_row``: it is known to be one entry a sequence, whatever its shape looks like.

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
 from ullage.training.damage import examine, is_damaged
-from ullage.training.staging import old_of, partial_of, recover, write_into, write_whole
+from ullage.training.staging import incomplete, not_written, old_of, recover, staging_of, write_into, write_whole
 
 _STATE = "trainer_state.json"
 #: What holds a model's weights, or says where they are.
@@ -156,14 +156,7 @@ def _require_written(place: Path) -> None:
     weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
     missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
     if missing:
-        found = ", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder"
-        raise CheckpointError(
-            "the checkpoint that was written is not whole",
-            where=str(place),
-            expected=" and ".join(missing),
-            found=found,
-            hint="it is not put in place; what was there before is as it was",
-        )
+        raise not_written(place, missing)
 
 
 def put_back(run_dir: Path) -> None:
@@ -176,8 +169,8 @@ def put_back(run_dir: Path) -> None:
 def remove_unfinished(run_dir: Path) -> None:
     """Removes what killed saves left in the folder of a run, after putting back what they had moved aside."""
     put_back(run_dir)
-    for final in _left_by(run_dir, partial_of):
-        shutil.rmtree(partial_of(final), ignore_errors=True)
+    for final in _left_by(run_dir, staging_of):
+        shutil.rmtree(staging_of(final), ignore_errors=True)
 
 
 def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
@@ -243,14 +236,7 @@ def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     if optimizer and not (deepspeed or sharded):
         missing += [name for name in ("optimizer.pt", "scheduler.pt") if not (folder / name).is_file()]
     if missing:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
-        raise CheckpointError(
-            "this folder is no checkpoint to continue from",
-            where=str(folder),
-            expected=", ".join(missing),
-            found=found,
-            hint=hint,
-        )
+        raise incomplete(folder, "this folder is no checkpoint to continue from", missing, hint)
     return folder
 
 

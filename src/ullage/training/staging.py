@@ -23,7 +23,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,7 +43,7 @@ _CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, err
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
 
 
-def partial_of(target: Path) -> Path:
+def staging_of(target: Path) -> Path:
     """The staging folder of the folder ``target``."""
     return target.with_name(f"_{target.name}.partial")
 
@@ -51,6 +51,18 @@ def partial_of(target: Path) -> Path:
 def old_of(target: Path) -> Path:
     """Where the folder ``target`` is for the moment in which it is replaced, if two names cannot be swapped."""
     return target.with_name(f"_{target.name}.replaced")
+
+
+def incomplete(folder: Path, problem: str, missing: Sequence[str], hint: str) -> CheckpointError:
+    """The error for a folder that lacks the files ``missing``: it lists some of those that are there."""
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
+    return CheckpointError(problem, where=str(folder), expected=", ".join(missing[:8]), found=found, hint=hint)
+
+
+def not_written(folder: Path, missing: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint that was to be written and lacks the files ``missing``."""
+    hint = "it is not put in place; what was there before is as it was"
+    return incomplete(folder, "the checkpoint that was written is not whole", missing, hint)
 
 
 def recover(target: Path) -> None:
@@ -78,7 +90,7 @@ def write_whole(
     processes do the same with the same ``target``, and all succeed or all raise.
     """
     target = require_same_folder(Path(target), several)
-    staging = partial_of(target)
+    staging = staging_of(target)
     place = staging / target.name
 
     def look() -> None:

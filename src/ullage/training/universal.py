@@ -34,7 +34,7 @@ def prefers_universal(folder: str | Path) -> bool:
     return ours is None or theirs is None or theirs <= ours
 
 
-def locate(folder: str | Path, tag: str | None = None) -> tuple[Path, str]:
+def universal_at(folder: str | Path, tag: str | None = None) -> tuple[Path, str]:
     """The parent and the tag of the universal checkpoint at ``folder``. Raises ``CheckpointError`` if there is none."""
     folder = Path(folder)
     if tag is None:
@@ -73,7 +73,7 @@ def problems_of(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
         problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *others})]
         states = model_states(engine, checkpoint, _describe)
         for name, target in others.items():
-            value = value_of(states, name, target, checkpoint, _describe)
+            value = model_value(states, name, target, checkpoint, _describe)
             if value is None:
                 problems.append(f"{name}: not in the checkpoint")
             elif tuple(value.shape) != tuple(_shape(target)):
@@ -105,7 +105,7 @@ def untrained(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def value_of(
+def model_value(
     states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path, read: Callable[[Path], Any]
 ) -> Any:
     """The tensor ``name`` of the model states, which stage 3 leaves empty; else of its own folder; else ``None``."""

@@ -35,7 +35,7 @@ from ullage.ranks import Axis, together
 from ullage.training.agreement import require_same_folder
 from ullage.training.damage import examine
 from ullage.training.saving import require_same_model
-from ullage.training.staging import old_of, recover, write_into, write_whole
+from ullage.training.staging import not_written, old_of, recover, write_into, write_whole
 
 STATES = "ullage_states.json"
 _LOG = logging.getLogger(__name__)
@@ -194,13 +194,7 @@ def _require_written(place: Path) -> None:
         named = [".metadata"]
     missing = [name for name in named if not (place / name).is_file()]
     if missing:
-        raise CheckpointError(
-            "the checkpoint that was written is not whole",
-            where=str(place),
-            expected=", ".join(missing[:3]),
-            found=", ".join(sorted(path.name for path in place.iterdir())[:8]),
-            hint="it is not put in place; what was there before is as it was",
-        )
+        raise not_written(place, missing)
 
 
 def _put_back(folder: Path) -> None:
