@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drawing import lengths as drawn
-from ullage import Layout
+from ullage import InputError, Layout
+from ullage.layout import counting, ranges, starts_of
 
 pytestmark = pytest.mark.property
 
@@ -62,3 +63,41 @@ def test_time_major_visits_every_token_once_in_order_of_time(items, pad_to_multi
     assert (np.diff(times) >= 0).all()
     assert turned.batch_sizes.tolist() == [sum(n > t for n in items) for t in range(max(items, default=0))]
     assert turned.order[turned.inverse].tolist() == list(range(len(items)))
+
+
+@given(lengths, st.integers(1, 3), st.integers(1, 5))
+def test_the_zigzag_cut_is_that_of_a_loop_over_chunks(items, pad, size):
+    """Each slot in 2·size chunks, the odd elements one each to the chunks whose turn it is, slot after slot."""
+    layout = Layout(items, pad_to_multiple_of=pad)
+    shares, turn = [[] for _ in range(size)], 0
+    for start, slot in zip(layout.starts.tolist(), layout.slots.tolist()):
+        sizes = [slot // (2 * size)] * (2 * size)
+        for _ in range(slot % (2 * size)):
+            sizes[turn % (2 * size)] += 1
+            turn += 1
+        ends = np.cumsum([start, *sizes]).tolist()
+        for rank, share in enumerate(shares):
+            for chunk in (rank, 2 * size - 1 - rank):
+                share.extend(range(ends[chunk], ends[chunk + 1]))
+    assert [layout.cut(size, rank).tolist() for rank in range(size)] == shares
+
+
+@given(lengths)
+def test_ranges_and_counting_are_those_of_a_loop(items):
+    sizes, starts = np.array(items, np.int64), np.array([7 * n % 5 for n in items], np.int64)
+    assert ranges(starts, sizes).tolist() == [s + k for s, n in zip(starts.tolist(), items) for k in range(n)]
+    assert counting(sizes).tolist() == [k for n in items for k in range(n)]
+    assert starts_of(sizes).tolist() == [sum(items[:i]) for i in range(len(items))]
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "order", "message"),
+    [
+        (2, 2, "zigzag", "no such context-parallel rank: expected 0 to 1, found 2"),
+        (0, 0, "zigzag", "no such context-parallel rank"),
+        (2, 0, "zagzig", "no such order of slices: expected 'zigzag' or 'contiguous', found 'zagzig'"),
+    ],
+)
+def test_a_rank_or_an_order_that_does_not_exist_cuts_nothing(size, rank, order, message):
+    with pytest.raises(InputError, match=message):
+        Layout([4, 8]).cut(size, rank, order)

@@ -32,24 +32,26 @@ _NOT_OPTIONS = ("lengths", "ranks", "capacity", "pad_to_multiple_of", "keep_toge
 
 
 class PackedIterator:
-    """An iterator of :class:`PackedStep`: one global batch per step, planned, exchanged and packed, one step ahead.
+    """Iterator of :class:`PackedStep`: one global batch per step, planned, exchanged and packed ahead of its use.
 
-    samples: on a rank that owns data an iterable, or a map-style dataset; ``None`` on the others. Samples are mappings
-        of names to values as ``RaggedBatch.from_samples`` takes them, and are never written to.
-    topology: of all ranks; a single process if ``None``.
-    global_batch_size: sequences per step over all data-parallel ranks; the last step may be shorter.
-    capacity: slots that a rank holds in one microbatch; with context parallelism a microbatch has ``cp`` times as many.
-    pad_to_multiple_of: each rank's part of a slot is a multiple of this many elements.
-    prefetch: number of steps made ahead; 0 makes each when it is asked for.
-    shared: whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own;
-        ``None`` compares the ranks' datasets to find out.
-    fields: names of the fields to carry, which every sample must have; all if ``None``.
-    per_sequence: names of the fields with one entry per sequence although they are arrays.
-    stage_fields: a function of pipeline stage and number of stages to the names of the fields that this stage gets.
-    cp_order: how ``shards`` are cut, ``"zigzag"`` or ``"contiguous"``; ``None`` does not cut.
-    device: where steps are put when they are taken; ``None`` leaves them on the host.
-    timeout: of the iterator's own process groups, in seconds or as a timedelta; by default that of the topology's.
-    plan_options: other keywords of :func:`ullage.plan`.
+    Args:
+        samples: on a rank that owns data an iterable, or a map-style dataset; ``None`` on the others. Samples are
+            mappings of names to values as ``RaggedBatch.from_samples`` takes them, and are never written to.
+        topology: of all ranks that make steps together; by default of this process alone.
+        global_batch_size: sequences per step over all data-parallel ranks; the last step may be shorter.
+        capacity: slots (padded tokens) that a rank holds in one microbatch, so that with context parallelism a
+            microbatch has ``cp`` times as many.
+        pad_to_multiple_of: what each rank's part of a slot is a multiple of, in tokens.
+        prefetch: steps made ahead; 0 makes them when they are asked for.
+        shared: whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own;
+            ``None`` compares the ranks' datasets to find out.
+        fields: the names to carry, which every sample must have; ``None`` carries all.
+        per_sequence: names of fields with one entry per sequence although they are arrays.
+        stage_fields: function of pipeline stage and number of stages to the fields that this stage gets.
+        cp_order: how ``shards`` are cut, see :meth:`ullage.Layout.cut`; ``None`` cuts none.
+        device: where steps are put when they are taken; ``None`` leaves them on the host.
+        timeout: of the iterator's own process groups, in seconds or as timedelta; by default the topology's.
+        plan_options: go to :func:`ullage.plan`.
 
     Construction, every step and ``close`` are collective over the topology: every rank must make as many steps. An
     error on any rank is raised on every rank by the ``next()`` that it concerns. Raises ``InputError`` for arguments

@@ -33,9 +33,11 @@ def share(
 ) -> list[RaggedBatch]:
     """Give the source's microbatches to every rank along the axis.
 
-    ``microbatches``: what the source has; ignored elsewhere, where it may be ``None``. ``axis``: of a topology, or
-    ``Axis.from_group(group)``. ``source``: its coordinate on the axis. ``fields``: those that the source sends, all if
-    it is ``None``; with ``()`` the layouts alone travel. The source gets its own tensors back.
+    Args:
+        microbatches: what the source has; ignored elsewhere, where it may be ``None``.
+        axis: of a topology, or ``Axis.from_group(group)``.
+        source: its coordinate on the axis. It gets its own tensors back.
+        fields: the names that the source sends, all if it is ``None``; with ``()`` the layouts alone travel.
 
     Collective over the axis; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
     source if it cannot send, and then ``DistributedError`` on the others.
