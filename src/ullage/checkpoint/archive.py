@@ -107,6 +107,7 @@ class _Pickler:
         self._depth = self._num_bytes = 0
 
     def dump(self, value: Any) -> bytes:
+        """The pickle of ``value``; its tensors are in ``records``."""
         self._write(b"\x80\x02")
         self._save(value)
         self._write(b".")

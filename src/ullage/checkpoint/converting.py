@@ -55,9 +55,11 @@ class Report:
 
     @property
     def bytes_per_second(self) -> float:
+        """Bytes written by this run, without those of an interrupted one, over its wall time."""
         return (self.num_bytes - self.bytes_resumed) / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
         return asdict(self)
 
 

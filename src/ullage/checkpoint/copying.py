@@ -185,7 +185,7 @@ class _Worker:
         payload = self.targets[unit.first].payloads[unit.payload or 0]
         at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
         before = len(tally.runs)
-        # A flat tensor that is not cast is written as it was read: the sums of the runs are those of the bytes written.
+        # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
         as_read = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
         fd = os.open(self.partial / self.targets[unit.first].name, os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -77,11 +77,13 @@ class _Writer:
         return f"__{len(self.targets)}_0.distcp"
 
     def close(self) -> None:
+        """End the current file."""
         if self._texts:
             self.targets.append(Target(self._name(), self._at, tuple(self._payloads), tuple(self._texts)))
         self._at, self._payloads, self._texts = 0, [], []
 
     def metadata(self) -> Target:
+        """The file ``.metadata`` for all items added."""
         content = {"state_dict_metadata": self.entries, "planner_data": self.paths, "storage_data": dict(self.storage)}
         content |= CONSTANTS
         text = pickled(Instance(_METADATA, "Metadata", content))

@@ -39,6 +39,7 @@ def require_paths(targets: list[Target], target: Path) -> None:
 
 
 def require_writable(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
+    """Raise ``InputError`` where the target exists, lies inside the source, cannot be written, or has no room."""
     if os.path.lexists(target):
         raise InputError("the target exists", where=str(target), hint="remove it, or name another")
     source = inventory.folder.resolve()
@@ -62,6 +63,7 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
 
 
 def point_to(target: Path) -> None:
+    """Write ``latest_universal`` beside the target, with its name."""
     pointer = target.parent / "latest_universal"
     new = pointer.with_name(f".latest_universal.{os.getpid()}")
     new.write_text(target.name)

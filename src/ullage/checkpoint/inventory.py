@@ -140,18 +140,22 @@ class Tensor:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole tensor."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def item_bytes(self) -> int:
+        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.numel * self.item_bytes
 
     @property
     def num_fragments(self) -> int:
+        """Fragments of all slices."""
         return sum(len(s.fragments) for s in self.slices)
 
 
@@ -174,6 +178,7 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Elements of all shards, padding included."""
         return self.shard_size * self.num_shards
 
     @property
@@ -199,6 +204,7 @@ class WrittenBy:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.dp * self.tp * self.pp
 
 
@@ -225,6 +231,7 @@ class Problem:
 
     @property
     def where(self) -> str | None:
+        """File, rank, group and parameter, as far as they are known."""
         parts = [("", self.file), ("rank ", self.rank), ("group ", self.group), ("parameter ", self.parameter)]
         return ", ".join(f"{word}{value}" for word, value in parts if value is not None) or None
 
@@ -293,6 +300,7 @@ class Inventory:
 
     @property
     def num_file_bytes(self) -> int:
+        """Bytes of all files."""
         return sum(f.num_bytes for f in self.files)
 
     @property

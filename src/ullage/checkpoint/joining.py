@@ -48,7 +48,14 @@ def join_stages(
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Join slices over tensor-parallel ranks; also pair the tensors that several pipeline stages hold.
 
-    The first stage's is taken; a conversion compares it with the others'.
+    Args:
+        folder: gets the problems and notes.
+        slices: by name and key, then by pipeline stage, then by tensor-parallel rank.
+        patterns: how the slices of a name join.
+        tp: number of tensor-parallel ranks.
+        kind: of the tensors that are made.
+
+    Of several stages the first one's tensor is taken; a conversion compares it with the others.
     """
     tensors: list[Tensor] = []
     twins: list[tuple[Tensor, Tensor]] = []

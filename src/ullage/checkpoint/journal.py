@@ -101,6 +101,7 @@ class Journal:
                 self._bytes, self._time = 0, time.monotonic()
 
     def close(self) -> None:
+        """Close the file, which also gives its lock back."""
         self._stream.close()
 
 

@@ -35,7 +35,14 @@ def frozen_and_buffers(
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first.
 
-    Also the pairs of frozen parameters that two pipeline stages hold.
+    Args:
+        folder: the files read; gets the problems and notes.
+        world: number of data-parallel ranks.
+        tp: number of tensor-parallel ranks.
+        patterns: how the slices of a name join.
+        trained: names of the parameters that an optimizer holds.
+
+    Returns the tensors, and the pairs of frozen parameters that two pipeline stages hold.
     """
     tied = aliases_of(folder)
     stage3 = any(s.stage == 3 for s in folder.shards.values())
@@ -70,7 +77,18 @@ def _sort_in(
 
 
 def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFile, kind: Kind = "buffer") -> Tensor:
-    """A tensor that lies whole in one file. Raises ``CheckpointError`` when it reaches beyond its storage."""
+    """A tensor that lies whole in one file.
+
+    Args:
+        name: of the parameter or buffer.
+        key: the state of it, as in :class:`Tensor`.
+        ref: the tensor as its file describes it.
+        file: number of the file in the inventory.
+        source: the file.
+        kind: as in :class:`Tensor`.
+
+    Raises ``CheckpointError`` when the tensor reaches beyond its storage.
+    """
     place, shape = source.place(ref), tuple(ref.shape)
     numel, merge = (ref.numel, Merge()) if ref.contiguous else (ref.span, Merge("strided", strides=ref.strides))
     part = Slice(0, shape if ref.contiguous else (numel,), Fragments.one(file, place, numel))

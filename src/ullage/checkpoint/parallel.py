@@ -108,6 +108,7 @@ class Patterns:
         return found[0] if found else None
 
     def sub_parameters(self, name: str) -> tuple[SubParameters, str] | None:
+        """The fused parameter that ``name`` is, and the pattern that says so; None for any other parameter."""
         for fused in self._fused:
             for pattern in fused.patterns:
                 if re.match(pattern, name):
@@ -116,7 +117,8 @@ class Patterns:
         return None
 
     def unused(self) -> list[str]:
-        # what pipeline stages repeat is looked up only where there are several
+        """Patterns that matched no name."""
+        # Patterns of what pipeline stages repeat are looked up only where there are several stages.
         lists = [patterns for key, patterns in self._lists.items() if not key.startswith("pipeline")]
         return sorted({pattern for patterns in lists for pattern in patterns} - self.used)
 

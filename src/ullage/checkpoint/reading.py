@@ -40,6 +40,7 @@ class Sources:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def fd(self, file: int) -> int:
+        """The descriptor of file number ``file``; the one not used for longest is closed where too many are open."""
         found = self._open.get(file)
         if found is None:
             if len(self._open) >= self._limit:
@@ -81,6 +82,7 @@ class Sources:
         )
 
     def close(self) -> None:
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -101,7 +103,15 @@ def row_elements(tensor: Tensor) -> int:
 def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Bytes, tally: Tally) -> Iterator[Bytes]:
     """Yield the bytes of elements ``[start, stop)`` in order, in chunks that are valid until the next.
 
-    ``start`` and ``stop`` are multiples of :func:`row_elements`. Raises ``CheckpointError`` when replicas differ.
+    Args:
+        sources: the open files.
+        tensor: the tensor to read.
+        start: first element, a multiple of :func:`row_elements`.
+        stop: the element after the last, a multiple too, or the end of the tensor.
+        buffer: memory for a chunk; its size in bytes bounds what is read at once.
+        tally: gets the runs that were read and the number of elements that are not finite.
+
+    Raises ``CheckpointError`` when replicas differ, ``Unreadable`` when the system cannot read a file.
     """
     item = tensor.item_bytes
     row = row_elements(tensor)

@@ -51,6 +51,7 @@ class TorchFile:
 
     @property
     def description_bytes(self) -> int:
+        """Bytes of ``data.pkl``."""
         record = self.others.get("data.pkl")
         return record.num_bytes if record else 0
 

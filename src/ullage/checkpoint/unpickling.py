@@ -68,6 +68,7 @@ class TensorRef(_Fixed):
 
     @cached_property
     def numel(self) -> int:
+        """Number of elements."""
         number = 1
         for dim in self.shape:
             number *= dim
@@ -75,10 +76,12 @@ class TensorRef(_Fixed):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the elements."""
         return self.numel * ITEM_BYTES[self.dtype]
 
     @cached_property
     def contiguous(self) -> bool:
+        """Whether the elements lie end to end, in order."""
         expected, contiguous = 1, True
         for dim, step in zip(reversed(self.shape), reversed(self.strides)):
             contiguous = contiguous and (dim == 1 or step == expected)
@@ -382,6 +385,7 @@ class Unpickler(pickle.Unpickler):
         return _stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
+        """The storage that a tensor names."""
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an unknown kind of storage")
         kind = getattr(pid[1], "name", "")

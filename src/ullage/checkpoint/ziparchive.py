@@ -62,6 +62,7 @@ class Part:
         return found
 
     def damaged(self, found: str) -> CheckpointError:
+        """The error of a file that breaks a rule; ``found`` says which."""
         return CheckpointError(
             "truncated, corrupted, or not a file of torch.save",
             where=self.path,
