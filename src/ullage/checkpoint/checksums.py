@@ -26,7 +26,7 @@ from ullage.layout import Int64
 
 
 def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-    """Writes the CRC-32 of each large payload into its archive, combined from the sums of its units."""
+    """Write the CRC-32 of each large payload into its archive, combined from the sums of its units."""
     places: list[tuple[str, Payload]] = []
     crcs, sizes, owners = [], [], []
     last: tuple[int, int] | None = None
@@ -55,7 +55,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
 
 
 def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
-    """Compares the checksum of every source record that was read with the one its archive holds.
+    """Compare the checksum of every source record that was read with the one its archive holds.
 
     The bytes between the runs (padding, and other tensors of a shared storage) are read for it. Returns how many
     records were compared. Raises ``CheckpointError`` that names the file, its rank and the parameters in the record.

@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 4 << 30
 _MAX_SETTING_BYTES = 16 << 20
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _ENTRIES = ("TensorStorageMetadata", "BytesStorageMetadata")
-#: What ``.metadata`` says beside items.
+#: Entries of ``.metadata`` beside those of the items.
 CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 

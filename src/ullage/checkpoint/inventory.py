@@ -250,8 +250,8 @@ class Inventory:
     ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
     ``read_problems`` are those met while reading; :meth:`problems` adds those of the tiling. ``records`` gives, by
     file, the archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``twins`` are pairs of tensors
-    that two pipeline stages hold of one name, which must be equal. ``optimizer_problems`` stand in the way of a
-    conversion with the optimizer's state, and of no other. ``details`` holds what only writers of other formats need.
+    that two pipeline stages hold of one name, which must be equal. ``optimizer_problems`` prevent a
+    conversion with the optimizer's state, and no other. ``details`` holds what only writers of other formats need.
     """
 
     folder: Path

@@ -87,7 +87,7 @@ class Journal:
         self._bytes, self._time = 0, time.monotonic()
 
     def add(self, line: dict[str, Any], num_bytes: int) -> None:
-        """Records a finished unit; now and then syncs what was written, and says so."""
+        """Record a finished unit; from time to time sync the files written, and record that too."""
         text = json.dumps(line, separators=(",", ":")) + "\n"
         with self._lock:
             self._stream.write(text)

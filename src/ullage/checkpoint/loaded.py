@@ -86,7 +86,7 @@ class FileComparison:
         self.problems.append(Problem(what, file, expected=_text(expected), found=_text(found)))
 
     def _walk(self, planned: Target, source: TorchFile, name: str, known: bool) -> None:
-        """Compares what a file describes with what was planned; ``known``: its main tensor is in the inventory."""
+        """Compare the description in a file with the planned one; ``known``: its main tensor is in the inventory."""
         walk = Walk(source, planned.stored)
         walk.compare(planned.root, source.root)
         self._conclude(walk, source, name, known)

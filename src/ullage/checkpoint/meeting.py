@@ -42,7 +42,7 @@ class Meeting:
         return self.partial / FOLDER
 
     def clear(self) -> None:
-        """Process 0 removes what earlier launches left of their meetings, before anybody meets."""
+        """Remove the files of earlier launches. Process 0 calls it before any other process begins."""
         for pattern in (_LAUNCH, "failed-*", "here-*"):
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class Meeting:
         return False
 
     def _write(self, name: str, text: str) -> None:
-        """Writes a file that others see whole or not at all."""
+        """Write a file that others see whole or not at all."""
         new = self._folder / f".{name}.{self._word}"
         new.write_text(text)
         os.replace(new, self._folder / name)

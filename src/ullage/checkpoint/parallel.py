@@ -125,7 +125,7 @@ class Patterns:
 
 @dataclass(frozen=True)
 class Joined:
-    """The whole tensor: its shape, its slices, how they merge, and what a universal file says beside it."""
+    """The whole tensor: its shape, its slices, their merge, and the entries of a universal file beside it."""
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -232,7 +232,7 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     if patterns.version >= 0.4:
         widths = patterns.widths.get(pattern)
         if widths is None:
-            raise CheckpointError("sub_param_shard_widths says nothing of a fused parameter", where=name)
+            raise CheckpointError("sub_param_shard_widths lacks a fused parameter", where=name)
     elif any(size % tp for size in sizes):
         raise CheckpointError("sub-parameters are cut unevenly and no widths are recorded", where=name, found=sizes)
     else:

@@ -40,7 +40,7 @@ _SMALL_STATE = 1 << 16
 class FlatTensor:
     """A flat tensor in a file: its dtype, its elements, and the byte offset of the first.
 
-    ``digest`` is that of its content, for a small tensor that may be no partition; None where nobody looked.
+    ``digest`` is that of its content, for a small tensor whose length is not the partition's; else None.
     """
 
     dtype: str
@@ -231,7 +231,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
 def _stage(optimizer: dict[str, Any], where: str) -> int:
     stage = optimizer.get("zero_stage")
     if stage is None:
-        return 3 if "fp32_flat_groups" in optimizer else 1  # BF16_Optimizer says nothing
+        return 3 if "fp32_flat_groups" in optimizer else 1  # BF16_Optimizer does not record it
     found = metadata.integer(stage, "zero_stage", where)
     if found > 3:
         raise metadata.malformed("zero_stage", where, "a stage up to 3", found)

@@ -18,7 +18,7 @@ from ullage.checkpoint.shards import FlatTensor, ShardFile
 
 #: What to do where the optimizer's state cannot be carried.
 WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
-#: Numbers that an optimizer computes anew from the weights before it reads them, so that they may be left out.
+#: Numbers that an optimizer computes again from the weights before it reads them, so that they may be left out.
 #: RMS: ``Adafactor.step`` of transformers.
 _RECOMPUTED = {"RMS"}
 
@@ -73,7 +73,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
     for key in sorted(_RECOMPUTED):
         if any(_differ(ordered, index, key) for index in range(len(lead.scalars))):
             found.left_out.add(key)
-            found.notes.append(f"state {key} differs between ranks; the optimizer computes it anew, so it is left out")
+            found.notes.append(f"state {key} differs between ranks; the optimizer computes it again, so it is left out")
     return found
 
 

@@ -147,7 +147,7 @@ def _described(name: str, content: dict[str, Any], source: TorchFile | None, fil
 
 
 def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
-    """The model states that are written anew, and the names of entries that cannot be, of classes that torch makes."""
+    """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
     limit = _limit(model.source)
     content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
     left_out = [k for k, v in content.items() if not is_writable(v, limit)]
@@ -164,12 +164,12 @@ def notes_on_left_out(inventory: Inventory) -> list[str]:
         if left_out:
             stages = "any stage" if inventory.written_by.stage == 3 else "stage 3"
             names = ", ".join(left_out[:5])
-            found.append(f"{names} of {model.name} cannot be written anew; left out for engines of {stages}")
+            found.append(f"{names} of {model.name} cannot be written again; left out for engines of {stages}")
     return found
 
 
 def _limit(source: TorchFile | None) -> int:
-    """Most bytes of a description that is written anew: an object that the source names often is written as often."""
+    """Most bytes of a description that is written again: an object that the source names often is written as often."""
     return (1 << 20) + 64 * (source.description_bytes if source else 0)
 
 
@@ -226,16 +226,16 @@ def read_universal(folder: Path) -> Inventory:
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
             found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
-    stand_in_the_way = []
+    optimizer_problems = []
     if not one_to_one:
         what = "which parameter belongs to which group of the optimizer is not in the files"
         size = f"{len(groups)} groups of parameters, {len(settings)} of settings"
-        stand_in_the_way.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
+        optimizer_problems.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
     return Inventory(
         folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
-        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(stand_in_the_way),
+        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
         details=Details({}, {}, steps, settings),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ of torch, numpy, deepspeed, transformers, ...
 every other function of those                  refused by name: a loader that runs the file would call it
 =============================================  ==================================================================
 
-The last line protects whoever loads the file later, not this reader.
+The last line protects those who load the file later, not this reader.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _InertType(type):
 
 
 class Inert(metaclass=_InertType):
-    """Stands in for an object of a class that is not imported: remembers its arguments, state and items."""
+    """Stand-in for an object of a class that is not imported; keeps its arguments, state and items."""
 
     module: str = ""
     name: str = ""
@@ -355,7 +355,7 @@ def require_bounded(program: bytes) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Runs a pickle under the rules above. Raises :class:`Refused`, or what damage makes the machine raise."""
+    """A pickle machine under the rules above. Raises :class:`Refused`, or what damage makes the machine raise."""
 
     def __init__(self, program: bytes) -> None:
         require_bounded(program)

@@ -61,7 +61,7 @@ def read_zero(path: Path) -> Inventory:
     untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
     modules.note_left_out_parameters(folder)
     if patterns.info.get("affine_map"):
-        folder.notes.append("affine_map is not read: slices join as the lists of patterns say, which are beside it")
+        folder.notes.append("affine_map is ignored: slices join by the lists of patterns that the file also has")
     if unused := patterns.unused():
         folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
     steps = _steps(folder)
