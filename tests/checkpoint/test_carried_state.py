@@ -124,10 +124,10 @@ def test_one_rank_alone_proves_nothing_about_its_state(tmp_path):
 
 
 def test_adafactors_rms_is_left_out_where_it_differs_and_said(run, tmp_path):
-    """transformers' Adafactor computes it anew in each step before it reads it."""
+    """transformers' Adafactor computes it again in each step before it reads it."""
     change_state(run, lambda state, rank: state.update(RMS=0.1 + rank))
     report = checkpoint.convert(run, tmp_path / "out")
-    assert "state RMS differs between ranks; the optimizer computes it anew, so it is left out" in report.notes
+    assert "state RMS differs between ranks; the optimizer computes it again, so it is left out" in report.notes
     held = torch.load(tmp_path / "out" / "zero" / "optimizer_state.pt", weights_only=False)
     assert "RMS" not in held["optimizer_state_dict"]["state"][0]
 

@@ -152,7 +152,7 @@ def test_a_module_and_generators_in_the_client_state_do_not_matter_for_weights(r
     for format in ("universal", "safetensors", "dcp"):
         notes[format] = checkpoint.convert(run, tmp_path / format, format=format).notes
         assert checkpoint.verify(run, tmp_path / format) == []
-    said = "quantized of mp_rank_00_model_states.pt cannot be written anew; left out for engines of stage 3"
+    said = "quantized of mp_rank_00_model_states.pt cannot be written again; left out for engines of stage 3"
     assert said in notes["universal"]
     assert said not in notes["dcp"]
     held = torch.load(tmp_path / "universal" / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
