@@ -73,7 +73,7 @@ def takes_ragged_inputs(forward: Callable[Concatenate[Any, RaggedInputs, ...], O
     taken too, and nothing is made of them: a recurrent model needs no ``cu_seq_lens_k`` and no ``max_length``.
     """
 
-    @functools.wraps(forward)
+    @functools.wraps(forward, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def with_keywords(
         self: Any,
         input_ids: Rows | None = None,
