@@ -57,7 +57,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     sizes = np.asarray(lengths, np.int64)
     starts = starts_of(sizes)
     windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
-    # One call per length, in the order in which the lengths first occur: rows of equal lengths stay in order.
+    # One call per length, in the order in which lengths first occur: sequences of one length need not be moved at all.
     widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
     calls = np.argsort(first, kind="stable")
     calls = calls[widths[calls] > 0]

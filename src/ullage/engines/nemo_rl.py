@@ -43,8 +43,8 @@ class SequencePacker:
         bin_capacity: most tokens in a bin; never exceeded.
         collect_metrics: whether :meth:`pack` keeps figures for :meth:`get_aggregated_metrics`.
         min_bin_count: least number of bins.
-        bin_count_multiple: the number of bins is a multiple of this; that many bins in a row run at the same time, one
-            per rank.
+        bin_count_multiple: the number of bins is a multiple of this; each group of that many bins
+            runs at the same time, one per rank.
         cost: cost model, as for ``ullage.plan``.
         strategy: ``"balanced"``, or ``"next_fit"`` for arrival order.
 
@@ -182,7 +182,9 @@ class RowSelectable(Protocol):
 class PackedShard(UserDict):
     """Rows of one data-parallel rank in the order in which it runs them, with NeMo-RL's attributes.
 
-    Attributes, each a list with one entry per global batch:
+    Each attribute is a list with one entry per global batch.
+
+    Attributes:
         micro_batch_indices: ``[begin, end]`` rows of each microbatch.
         micro_batch_lengths: padded tokens of each microbatch.
         elem_counts_per_gb: number of rows.
