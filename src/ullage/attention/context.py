@@ -172,7 +172,11 @@ class ContextParallel(contextlib.ContextDecorator):
             facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
             self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Its traceback refers to this frame: without this, the cycle would keep the row until a collection.
+                failure = None
         assert slices is not None
         slices.served_by = self
         _CUT_ROWS.serve(slices)
