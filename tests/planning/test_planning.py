@@ -226,7 +226,7 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         ({"cost": lambda length: length * np.nan}, r"a cost must be a finite number \(sequence 0 of length 3\)"),
         ({"cost": lambda length: 1.0}, r"must return one number a sequence: expected shape \[2\], found shape \[\]"),
         ({"cost": lambda length: length.astype(str)}, r"the cost model must return numbers: found dtype"),
-        ({"keep_together": [0]}, r"keep_together must be one integer a sequence, or lists of ids: expected 2 integers"),
+        ({"keep_together": [0]}, r"keep_together must be one integer per sequence, or lists of ids: expected 2 integers"),
         ({"keep_together": [0, 0]}, r"a group to keep together does not fit into a microbatch \(sequences 0, 1\): "
          r"expected at most 8 slots, found 10"),
         ({"keep_together": [[0, 0]]}, r"keep_together names a sequence twice \(group 0\): found 0"),
@@ -328,7 +328,7 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
         ({"offsets": [0, 2, 4]}, "offsets do not cut its order"),
         ({"offsets": [0, 3, 2, 3, 4]}, "offsets fall"),
         ({"order": [0, 1, 2, 9]}, "names a sequence that is not there"),
-        ({"degrees": [[1], [1]]}, "degrees must be one a rank"),
+        ({"degrees": [[1], [1]]}, "degrees must be one per rank"),
         ({"costs": [1]}, "lengths and costs disagree: expected 4 each"),
     ],
 )
