@@ -1,4 +1,4 @@
-"""The arguments of a training run: transformers' own, and what packing needs."""
+"""Arguments of a training run: transformers' own, and those of packing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def require_sharding(arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """What packing needs to know, read from the arguments once."""
+    """The arguments of packing, read once."""
 
     capacity: int
     strategy: str

@@ -18,7 +18,7 @@ from ullage.training.reading import BatchReader
 
 
 class RunCheck:
-    """What is looked at before a run of ``trainer`` begins."""
+    """Checks before a run of ``trainer``: its data, and its arguments on all ranks."""
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
@@ -65,7 +65,7 @@ class RunCheck:
         raise error.at(f"train_dataset[{first}]{more}")
 
     def _collated_length(self, dataset: Any, index: int) -> int:
-        """Tokens of a sample as the collator gives it; 0 if that cannot be told."""
+        """Tokens of a sample as the collator gives it; 0 if that is not known."""
         trainer = self._trainer
         with random_states_kept():
             try:
@@ -80,5 +80,5 @@ class RunCheck:
 
 
 def empty_step_of(arguments: Any) -> str:
-    """What becomes of a step in which no label counts: ``"warn"`` or ``"error"``."""
+    """Treatment of a step in which no label counts: ``"warn"`` or ``"error"``."""
     return require_one_of(getattr(arguments, "empty_step", "warn"), ("warn", "error"), "empty_step")

@@ -1,4 +1,4 @@
-"""From a list of samples to a batch without padding.
+"""Collators: from a list of samples to a batch without padding.
 
 ``RaggedCollator`` is the better way: it gives a :class:`RaggedBatch`, and the Trainer hands it to the model in the
 form that the model takes. ``Seq2SeqCollator`` does so for samples that have a source and a target, each of its own

@@ -1,4 +1,4 @@
-"""What the ranks must have alike before the first step, and one comparison of it.
+"""Comparison of the ranks before the first step: what must be alike on all of them.
 
 Every rank runs a loop of its own over batches of its own, and meets the others in each step. With another number of
 steps, another batch size or another data set the ranks meet in different collectives, which abort or wait for each
@@ -40,7 +40,7 @@ _SAME = (
     "packing_oversize",
     "empty_step",
 )
-#: So many samples at either end are told by their lengths.
+#: Samples at either end whose lengths are compared.
 _ENDS = 3
 
 
@@ -50,7 +50,7 @@ def describe_arguments(arguments: Any) -> dict[str, str]:
 
 
 def describe_data(dataset: Any, main_input: str) -> dict[str, Any]:
-    """What a rank's training data are: their kind, their length where there is one, and a few samples.
+    """Description of a rank's training data: their kind, their length where there is one, and a few samples.
 
     Reads up to eight samples twice, and the first and last three, of a data set with indices; leaves the random states
     as they were. Samples that cannot be read, or differ from one reading to the next, are not described.
@@ -114,7 +114,7 @@ def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping
         if len({tuple(each.get(name) for name in names) for each in data}) == 1:
             continue
         if names[-1] == "content" and not all("content" in each for each in data):
-            continue  # it cannot be told
+            continue  # not known
         raise DistributedError(
             "ranks hold different training data, so samples would be trained twice or never",
             where="train_dataset",

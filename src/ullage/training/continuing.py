@@ -58,7 +58,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What has to be made of a checkpoint before this run can continue from it. ``str()`` says it in one line.
+    """Conversion of a checkpoint before this run can continue from it. ``str()`` says it in one line.
 
     ``is_there``: an earlier continuation made it.
     """
@@ -83,7 +83,7 @@ class Conversion:
 
 
 def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
-    """What ``checkpoint``, a Trainer's folder, must be converted to for ``here``; None if it loads as it is.
+    """The conversion of ``checkpoint``, a Trainer's folder, that ``here`` needs; None if it loads as it is.
 
     Reads no tensor data, changes nothing. What we cannot read, such as experts, is left to DeepSpeed's own loader,
     which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``, as does what was
@@ -118,7 +118,7 @@ def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | Non
 
 
 def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
-    """As :func:`conversion_for`, read by the first rank and told to the others. Collective."""
+    """As :func:`conversion_for`, read by the first rank for all. Collective."""
     if here.ranks == 1:
         return conversion_for(checkpoint, here)
     said: list[Any] = [None]
@@ -141,7 +141,7 @@ class Continuation:
         self._conversion: Conversion | None = None
 
     def whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
-        """What to resume from, once it is known to be whole; ``asked`` is as for ``train``. Collective.
+        """The checkpoint to resume from, known to be whole; ``asked`` is as for ``train``. Collective.
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
@@ -169,7 +169,7 @@ class Continuation:
         return str(checkpoint)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
-        """What ``checkpoint`` has to be converted to first; None if it loads as it is.
+        """The conversion that ``checkpoint`` needs first; None if it loads as it is.
 
         Collective; reads no tensor data, changes nothing.
         """
@@ -230,7 +230,7 @@ class Continuation:
         return True
 
     def settle_loss(self) -> None:
-        """Where no step was left to train, the loss becomes the mean of the steps that the state tells of."""
+        """Give a run without a step left to train the mean loss of the steps in its state."""
         trainer = self._trainer
         if trainer.state.global_step == trainer._initial_global_step > 0:
             trainer._total_loss_scalar = _NO_STEPS * mean_loss(trainer.state)

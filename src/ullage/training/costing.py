@@ -18,7 +18,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost:
-    """What a sequence costs this model: its FLOPs, or time steps and rows."""
+    """Cost of a sequence in this model: its FLOPs, or time steps and rows."""
     config = getattr(model, "config", None)
     if getattr(config, "cell", None) is not None:
         return RecurrentCost()

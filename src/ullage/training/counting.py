@@ -26,7 +26,7 @@ def value_of(inputs: Any, name: str) -> Any:
 def num_tokens(inputs: Any, main_input: str, pad_token_id: int | None = None) -> int:
     """Real tokens of a batch: what is neither padding nor masked. 0 if the main input is absent.
 
-    ``pad_token_id``: what padding is told by where the batch itself does not say (:func:`knows_padding`).
+    ``pad_token_id``: the id of padding where the batch itself does not mark it (:func:`knows_padding`).
     """
     if isinstance(inputs, RaggedBatch):
         return inputs.numel()
@@ -112,7 +112,7 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
 
 
 def count_labels(elements: Tensor) -> Tensor:
-    """How many of them are not -100, int64 on their device. Does not wait for it."""
+    """Number of elements that are not -100, int64 on their device. Does not wait for it."""
     return (elements != IGNORED_LABEL).sum()
 
 

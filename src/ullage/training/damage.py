@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Asked by all ranks together, before anything of it is loaded.
+"""Damage to a checkpoint: its files against its manifest, by all ranks, before anything of it is loaded.
 
 The ranks that see the same disk share the blocks that the manifest lists, so each block is read once, and all of them
 come to the same answer. Without a manifest (of an older version, or by others) only files that were visibly cut are
@@ -34,7 +34,7 @@ MARK = "damaged.txt"
 
 @dataclass(frozen=True)
 class Finding:
-    """What looking at a checkpoint found; the same on every rank.
+    """Result of examining a checkpoint; the same on every rank.
 
     ``damage``: files that are not what was written. ``changed``: names of files that are not, and were let pass.
     """
@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be said of a checkpoint that is loaded."""
+        """Notes on a checkpoint that is loaded."""
         if not self.has_manifest:
             return (f"{self.checkpoint} has no manifest.json, so its files are loaded unchecked",)
         if self.changed:
@@ -152,7 +152,7 @@ def _cut_files(folder: Path, part: int, parts: int) -> list[Damage]:
 
 
 def _cut(path: Path) -> str | None:
-    """How a file ends before its format says so; None for a whole one and for formats that do not tell.
+    """The way in which a file ends before its format says so; None for a whole one and for formats that do not tell.
 
     Looks at the table of contents only.
     """

@@ -29,7 +29,7 @@ from ullage.training.shares import EvaluationLoader
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
-#: Losses of models that give one output a sequence, and of those that give one a token, by transformers' names.
+#: Losses of models that give one output per sequence, and of those that give one per token, by transformers' names.
 _ROW_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
 _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
@@ -57,8 +57,8 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """Each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
-        Predictions and labels are lists with one array a sample in the order of the dataset (an array [N, ...] where
-        they are one a sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
+        Predictions and labels are lists with one array per sample in the order of the dataset (an array [N, ...] where
+        there is one per sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
         the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
         the device. Raises ``InputError`` for a dataset that turns out to be empty.
 
@@ -187,12 +187,12 @@ class Evaluator:
 
     @property
     def _gives_rows(self) -> bool | None:
-        """Whether the model gives one output a sequence, as transformers reads it from its class; None: not told."""
+        """Whether the model gives one output per sequence, as transformers reads it from its class; None: not known."""
         kind = str(getattr(self._reader.model, "loss_type", None))
         return True if kind in _ROW_LOSSES else (False if kind in _TOKEN_LOSSES else None)
 
     def _meet(self, record: Record, real: bool, problem: Exception | None) -> list[dict[str, Any]] | None:
-        """What all ranks hold of this step, those that repeat a batch left out; None if one of them has a problem."""
+        """Entries of this step from all ranks, without repeated batches; None if one of them has a problem."""
         mine = {name: record.of_batch(name) for name in _KINDS} if problem is None and real else {}
         ranks = [(problem is not None, mine)]
         if self._trainer.args.world_size > 1:
@@ -251,7 +251,7 @@ class Evaluator:
         return loss, _predictions(outputs, ignore_keys, loss is not None), labels
 
     def _divisor_of(self, inputs: Any) -> Tensor | None:
-        """What a loss function of one's own divides by in evaluation: the labels of this batch, on this rank alone.
+        """The divisor of a loss function of one's own in evaluation: the labels of this batch, on this rank alone.
 
         transformers multiplies what it gives by the processes, where labels are counted over all of them.
         """

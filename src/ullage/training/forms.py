@@ -1,4 +1,4 @@
-"""How a batch reaches a model, and how what the model gives comes back sample by sample.
+"""Forms in which a batch reaches a model, and the way back from its outputs to single samples.
 
 A model takes sequences of unequal length in one of three forms: *flattened* (one row and ``cu_seq_lens_q``),
 *lengths* (padded rows and ``input_lengths``, longest first), or *mask* (padded rows and ``attention_mask``). A
@@ -116,7 +116,7 @@ def _longest_first(layout: Layout) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Where each sample of a batch lies in the model's inputs, hence in its outputs.
+    """Places of the samples of a batch in the model's inputs, hence in its outputs.
 
     ``num``: samples. ``layout``: of a flat row, if the inputs are flat. ``packed``: a PackedSequence among the inputs.
     ``starts``, ``lengths`` and ``width`` of padded rows; ``order``: which sample each row holds.
@@ -131,7 +131,7 @@ class SampleRows:
     order: tuple[int, ...] | None = None
 
     def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], Any]:
-        """``value`` by sample, and whether its entries are one a token; tuples and dicts part by part, both alike.
+        """``value`` by sample, and whether it has one entry per token; tuples and dicts part by part, both alike.
 
         ``per_row`` settles what a shape of at most two dims leaves open: [N, C] where C is also the width of the rows.
         Raises ``InputError`` for a shape that fits no sample.
@@ -193,7 +193,7 @@ def _like(packed: PackedSequence, data: Tensor) -> PackedSequence:
 
 
 def sample_rows(inputs: Any, form: str | None, main_input: str) -> SampleRows:
-    """Where the samples of a batch lie once it has reached the model. Reads lengths on the host."""
+    """Places of the samples of a batch once it has reached the model. Reads lengths on the host."""
     if isinstance(inputs, RaggedBatch):
         layout = inputs.layout
         if form == "flattened":

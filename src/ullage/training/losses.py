@@ -83,7 +83,7 @@ def loss_divides_by_count(model: nn.Module) -> bool:
     """Whether the model's loss is a sum over its labels, divided by ``num_items_in_batch``, by its source.
 
     So are all of ours, and transformers' ``ForCausalLMLoss``. Most other heads of transformers take keywords and give
-    a mean whatever they are told, and of others' models nobody knows; a mean is weighed by who asked for it.
+    a mean whatever they are given, and of others' models nobody knows; a mean is weighed by who asked for it.
     """
     author = _author_of_forward(model)
     if _package(author) == "ullage":
@@ -161,7 +161,7 @@ class OwnLoss:
 
     @classmethod
     def of(cls, trainer: Any) -> OwnLoss | None:
-        """What takes the place of transformers' ``compute_loss`` or of the model's loss; None if nothing does."""
+        """The function in place of transformers' ``compute_loss`` or of the model's loss; None if nothing is."""
         if "compute_loss" in vars(trainer):
             return cls("compute_loss", trainer.compute_loss, None)
         owner = defining_class(type(trainer), "compute_loss")
@@ -207,7 +207,7 @@ def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
 def division_of(
     trainer: Any, *, divides_by_count: bool, labels: str | None, counted: bool
 ) -> tuple[Division, str | None]:
-    """How the loss of a packed microbatch is divided, and a warning where that was assumed.
+    """The division of a packed microbatch's loss, and a warning where it was assumed.
 
     ``divides_by_count``: whether the model's own loss is a sum over ``num_items_in_batch``. ``labels``: the field of
     labels with one entry per token, if there is one. ``counted``: whether the step has labels to count. Raises

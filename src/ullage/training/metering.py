@@ -45,12 +45,12 @@ class LeftOut:
             self._all[name] += getattr(statistics, field)
 
     def since(self) -> dict[str, float]:
-        """What was dropped or truncated since the last call."""
+        """Counts of what was dropped or truncated since the last call."""
         counts, self._since = self._since, self._zeros()
         return {**counts}
 
     def totals(self) -> dict[str, float]:
-        """What was dropped or truncated in all, and how many steps were empty, if any was."""
+        """Counts of what was dropped or truncated in all, and of empty steps, if there were any."""
         totals: dict[str, float] = {f"total_{name}": count for name, count in self._all.items()}
         return totals | ({"total_empty_steps": self.empty_steps} if self.empty_steps else {})
 

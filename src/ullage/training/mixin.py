@@ -131,7 +131,7 @@ class RaggedTrainerMixin(_Base):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
-        """What ``train(resume_from_checkpoint=checkpoint)`` will convert it to first; None if it loads as it is.
+        """The conversion that ``train(resume_from_checkpoint=checkpoint)`` begins with; None if it loads as it is.
 
         Collective; reads no tensor data, changes nothing.
         """

@@ -83,7 +83,7 @@ class Packer:
         return self._options
 
     def forget_options(self) -> None:
-        """Read the arguments again: they were set anew."""
+        """Read the arguments again: they were changed."""
         self._are_options_read = False
 
     def forget_model(self) -> None:
@@ -210,7 +210,7 @@ class Packer:
         return torch.stack(losses).sum()
 
     def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
-        """How the loss of a microbatch is divided; warns once where nobody declared it. The same on every rank."""
+        """The division of a microbatch's loss; warns once where nobody declared it. The same on every rank."""
         if self._divided is None:
             first, name = batch.microbatches[0], self._reader.label_name
             by_token = name is not None and name in first and name not in first.per_sequence
@@ -225,7 +225,7 @@ class Packer:
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
-        """What part of the step over all ranks each microbatch is: of its real tokens, its labels, or its sequences."""
+        """The part of the step over all ranks that each microbatch is, by real tokens, labels, or sequences."""
         if division == "sum":
             parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
         elif division == "token_mean":

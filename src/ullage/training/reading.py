@@ -24,7 +24,7 @@ from ullage.training.losses import defining_class, loss_divides_by_count, loss_s
 
 
 class BatchReader:
-    """What a trainer's model expects of a batch, asked anew where the trainer may have changed it.
+    """A trainer's expectations of a batch, looked up again where the trainer may have changed them.
 
     ``trainer``: whose model, arguments and label names count. ``mixin``: the class of ours that stands before the
     trainer's own classes. Nothing of the trainer is read before it is asked for, so a reader may be made first.
@@ -171,7 +171,7 @@ class BatchReader:
 
 
 def _embedding_of(model: nn.Module) -> int | None:
-    """How many ids the model's input embedding knows; None if it has none."""
+    """Number of ids in the model's input embedding; None without one."""
     try:
         embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     except (AttributeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""What evaluation keeps: a mean loss with its count for each batch, and predictions and labels sample by sample.
+"""Records of an evaluation: a mean loss with its count for each batch, and predictions and labels sample by sample.
 
 Losses are means over the label elements that count, so Σ loss · n / Σ n is the same at every batch size. Sums are
 float64 and reduced over ranks once. Predictions are put back in the order of the dataset.
@@ -29,7 +29,7 @@ class _Batch:
 
 @dataclass
 class Record:
-    """What this rank has seen, batch by batch: mean losses with their counts; predictions, labels, inputs by sample."""
+    """Results of this rank, batch by batch: mean losses with their counts; predictions, labels, inputs by sample."""
 
     batches: list[_Batch] = field(default_factory=list)
     has_loss: bool = False
@@ -95,8 +95,8 @@ class Record:
 def combined(parts: Sequence[tuple[list[Any], Ragged]]) -> Any:
     """Entries of several batches as one thing, in their order; None if there are none.
 
-    An array [N, ...] where an entry is one a sequence and of one shape, else a list of N arrays; tuples and dicts of
-    such where the entries are tuples and dicts.
+    An array [N, ...] where there is one entry per sequence, all of one shape, else a list of N arrays; tuples and dicts
+    of such where the entries are tuples and dicts.
     """
     entries = [entry for some, _ in parts for entry in some]
     ragged = None

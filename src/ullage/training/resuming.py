@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the one that was named if it is whole, or the newest that is.
+"""Choice of the checkpoint to go on from: the one that was named if it is whole, or the newest that is.
 
 Every rank calls these functions, and all come to the same answer or raise the same error. What should be said about it
 is returned, in lines: the command line says them, the Trainer logs them.
@@ -56,7 +56,7 @@ def newest_whole(
 
 
 def state_notes(checkpoint: Path, several: bool) -> list[str]:
-    """What a Trainer begins anew because ``checkpoint`` does not hold it: random states, optimizer, schedule.
+    """Notes on what ``checkpoint`` lacks and a Trainer starts again: random states, optimizer, schedule.
 
     Collective. A checkpoint of another layout is converted, and says itself what it lacks.
     """

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent.
 
 Trainer writes a checkpoint file by file into its final folder; whoever is killed meanwhile leaves a folder that looks
-like a checkpoint and is none. Here it is written to a staging folder and renamed when it is whole, with a manifest of
-its files (``staging``). Whoever continues from it has it compared with the manifest first (``damage``). Older
+like a checkpoint and is not one. Here it is written to a staging folder and renamed when it is whole, with a manifest
+of its files (``staging``). Whoever continues from it has it compared with the manifest first (``damage``). Older
 checkpoints are rotated out only after the new one stands; those that are damaged are neither counted nor deleted. The
 final model is staged too, and put in place file by file.
 
@@ -195,7 +195,7 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
 
 
 def _written(checkpoint: Path) -> float:
-    """When a checkpoint was written; of one without a manifest, when something was last put into it."""
+    """Time at which a checkpoint was written; of one without a manifest, when something was last put into it."""
     manifest = checkpoint / manifest_name()
     return (manifest if manifest.is_file() else checkpoint).stat().st_mtime
 
@@ -248,7 +248,7 @@ _SHAPES = (
 
 
 def require_same_model(config: Any, folder: str | Path) -> None:
-    """Raises ``CheckpointError`` if ``folder`` is none, or holds a model of other shapes than ``config`` says."""
+    """Raises ``CheckpointError`` if ``folder`` is no checkpoint, or holds a model of other shapes than ``config``."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found="nothing there")

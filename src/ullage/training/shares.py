@@ -1,4 +1,4 @@
-"""Which samples of an evaluation dataset a rank reads, so that each counts exactly once.
+"""Shares of the ranks in an evaluation dataset, such that each sample counts exactly once.
 
 The dataset is cut into batches in its own order; batch *b* belongs to rank ``b mod world``. A rank that would have one
 batch less than another repeats a batch whose results are thrown away, so that every rank runs the model equally often

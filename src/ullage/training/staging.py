@@ -49,7 +49,7 @@ def staging_of(target: Path) -> Path:
 
 
 def old_of(target: Path) -> Path:
-    """Where the folder ``target`` is for the moment in which it is replaced, if two names cannot be swapped."""
+    """The place of the folder ``target`` while it is replaced, if two names cannot be swapped."""
     return target.with_name(f"_{target.name}.replaced")
 
 
@@ -219,7 +219,7 @@ def _swap(one: Path, other: Path) -> bool:
 
 @contextmanager
 def _one_line(target: Path) -> Iterator[None]:
-    """What a full disk or a folder that is not ours raises in any library, as one line that says what to do."""
+    """Turn what a full disk or a folder that is not ours raises in any library into one line that says what to do."""
     try:
         yield
     except UllageError:

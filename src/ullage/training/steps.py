@@ -46,7 +46,7 @@ _DRAWN = "ullage_batches_drawn"
 
 @dataclass
 class Epoch:
-    """What was drawn in the running epoch. ``given`` [ranks]: batches; ``live`` [ranks]: whose data have not ended.
+    """Batches drawn in the running epoch. ``given`` [ranks]: batches; ``live`` [ranks]: whose data have not ended.
 
     ``steps``: drawn so far; ``recorded``: batches whose indices were recorded and that are skipped on the way to the
     first one; ``ahead``: batches to skip because a step before the checkpoint took them; ``ended``: on all ranks.
@@ -120,7 +120,7 @@ class StepSource:
         steps_trained_in_current_epoch: int = 0,
         **others: Any,
     ) -> Epoch:
-        """Where the epoch begins: at its first batch, or behind those that were trained on before a checkpoint."""
+        """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
         begun = Epoch.of(self._trainer.args.world_size)
         kept: Any = self._trainer.state.stateful_callbacks
         drawn = kept.pop(_DRAWN, None)
@@ -274,7 +274,7 @@ class StepSource:
         )
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """What the loss of these batches is divided by (:meth:`draw_step`). Collective."""
+        """The divisor of the loss of these batches (:meth:`draw_step`). Collective."""
         problem = None
         try:
             for batch in batch_samples:
@@ -315,7 +315,7 @@ class StepSource:
         return ranks
 
     def _num_items(self, labels: Tensor, complete: bool) -> Tensor | None:
-        """What the loss of this rank is divided by: labels of the step over all ranks, or its own if it averages so.
+        """The divisor of this rank's loss: labels of the step over all ranks, or its own if it averages so.
 
         ``labels`` [ranks]: that count. ``None`` where not all batches have labels. Where none counts, 1: a sum over
         nothing is then zero, not 0/0.

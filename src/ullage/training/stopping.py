@@ -102,7 +102,7 @@ class StopOnSignal(EarlyEnd):
 
     @property
     def exit_status(self) -> int:
-        """What a shell calls a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C; 0 without one."""
+        """Exit status in a shell of a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C; 0 without one."""
         return 128 + self.number if self.number else 0
 
     def __enter__(self) -> StopOnSignal:

@@ -51,7 +51,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         return loss, generated, labels
 
     def _prompts(self, inputs: Any) -> dict[str, Any]:
-        """What ``generate`` goes on from: the batch without what is to be generated."""
+        """The prompts that ``generate`` goes on from: the batch without what is to be generated."""
         config = getattr(self._reader.model, "config", None)
         is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         if isinstance(inputs, RaggedBatch):  # generate() continues at the right end of decoder-only prompts
@@ -87,7 +87,7 @@ def _same_shape(inputs: Any, *names: str) -> bool:
 
 
 def _length(row: Tensor, width: int, ends: list[int], pad: int | None) -> int:
-    """Where a generated row ends: after the first end behind its prompt of ``width``, else before its padding."""
+    """The end of a generated row: after the first end behind its prompt of ``width``, else before its padding."""
     new = row[width:]
     ended = torch.isin(new, torch.tensor(ends, device=row.device)).nonzero() if ends else []
     if len(ended):

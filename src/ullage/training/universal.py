@@ -124,7 +124,7 @@ def is_stage3(zero: Any) -> bool:
 
 
 def groups_name(zero: Any) -> str:
-    """Where the trained parameters are, by group: BF16_Optimizer, stages 1 and 2, stage 3 (by sub-group)."""
+    """Attribute of the trained parameters by group: BF16_Optimizer, stages 1 and 2, stage 3 (by sub-group)."""
     names = ("bf16_groups", "bit16_groups", "fp16_groups")
     return next((name for name in names if hasattr(zero, name)), "")
 
@@ -138,7 +138,7 @@ def _shape(p: torch.Tensor) -> torch.Size:
 
 
 def _describe(path: Path) -> Any:
-    """What a file holds, with the shapes of its tensors and without their data; runs no code from it."""
+    """Contents of a file, with the shapes of its tensors and without their data; runs no code from it."""
     return read_torch_file(path).root
 
 

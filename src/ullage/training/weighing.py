@@ -63,7 +63,7 @@ class LossRule:
         return (loss, outputs) if return_outputs else loss
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What a decoder reads, made of the labels where those are taken away before the model sees them.
+        """Add what a decoder reads, made of the labels where those are taken away before the model sees them.
 
         transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
         to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
