@@ -30,7 +30,7 @@ def test_a_batch():
 
 @pytest.mark.slow
 def test_packed_training_is_the_same_on_two_processes(tmp_path):
-    pattern = r"loss ([\d.]+) to ([\d.]+), ullage [\d.]+%, imbalance ([\d.]+)"
+    pattern = r"loss ([\d.]+) to ([\d.]+), capacity unused [\d.]+%, imbalance ([\d.]+)"
     one, two = (
         re.search(pattern, run("02_train_packed.py", "--steps", 10, "--batch", 32 // n, processes=n, cwd=tmp_path))
         for n in (1, 2)
