@@ -1,4 +1,4 @@
-"""The command line: one file a verb, loaded only when its verb is called.
+"""The command line: one file or folder per verb, loaded only when its verb is called.
 
 Exit status 0 done, 1 a problem with the data (said in one line), 2 wrong usage, 130 interrupted, 143 terminated. A
 verb is a module ``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command.

@@ -15,7 +15,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def pack(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="Sequences: .jsonl, .json, .parquet, .csv or .txt (a text a line).")
+        Path, typer.Argument(metavar="IN", help="Sequences: .jsonl, .json, .parquet, .csv or .txt (one text per line).")
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Packed rows: a name ending in .parquet.")],
     capacity: Annotated[int, typer.Option("--capacity", "-c", min=1, help="Tokens of a packed row at most.")],

@@ -61,7 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "eval_steps": 0.5,
     "save_steps": 0.25,
     "save_total_limit": 2,
-    # Unless told so, accelerate starts no process group on a machine without an accelerator: under torchrun each
+    # Without it accelerate starts no process group on a machine without an accelerator: under torchrun each
     # process would train a model of its own into the same folder.
     "use_cpu": not torch.accelerator.is_available(),
 }
@@ -216,7 +216,7 @@ class _Parser(HfArgumentParser):
         return f"did you mean {' or '.join(matches)}?" if matches else "see ullage train --help for all of them"
 
     def flags_of(self, settings: dict[Any, Any]) -> list[str]:
-        """Settings of a config file as command-line flags. Raises ``UsageError`` for a key that is none."""
+        """Settings of a config file as command-line flags. Raises ``UsageError`` for an unknown key."""
         flags: list[str] = []
         for key, value in settings.items():
             name = str(key).replace("-", "_")

@@ -1,4 +1,4 @@
-"""What the output folder holds before a run, and what that means for it: start, continue, or leave alone.
+"""Decision of a run by what its output folder holds: start, continue, or leave the folder alone.
 
 A run writes down the settings that decide its numbers (``ullage_run.json``). A second call with the same settings
 continues an unfinished run and reports a finished one; a call with others is refused. Nothing is overwritten unless
@@ -51,8 +51,8 @@ class Situation:
 def look_at(command: TrainCommand) -> Situation:
     """Decides what to do; changes nothing but a save that was interrupted. Every rank calls it, and none goes on alone.
 
-    Raises ``CheckpointError`` for a checkpoint that is none or damaged, and ``InputError`` for a folder that holds
-    something else.
+    Raises ``CheckpointError`` for a folder that is not a checkpoint or is damaged, and ``InputError`` for an output
+    folder that holds something else.
     """
     several = several_ranks()
     with agreement(several, "looking at the output folder"):

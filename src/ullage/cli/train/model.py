@@ -44,7 +44,8 @@ def tokenizer_for(folder: str | None, model: str) -> Any:
 def load_model(command: TrainCommand, tokenizer: Any, checkpoint: Path | None) -> Any:
     """A new model, or the folder's with its weights; on resuming, the checkpoint's config decides.
 
-    Raises ``InputError`` for what is no model, and ``CheckpointError`` if model arguments contradict the checkpoint.
+    Raises ``InputError`` for a folder or name that is not a model, and ``CheckpointError`` if model arguments
+    contradict the checkpoint.
     """
     arguments = command.model
     if checkpoint is not None:
@@ -68,7 +69,7 @@ def _new(config: Any) -> Any:
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("this config is of no causal language model", found=_first_line(error)) from error
+        raise InputError("this config does not describe a causal language model", found=_first_line(error)) from error
 
 
 def _config(arguments: ModelArguments, tokenizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run writes down about itself (``ullage_run.json``): the settings that decide its numbers, and how it ended.
+"""Record of a run (``ullage_run.json``): the settings that decide its numbers, and its summary once it has ended.
 
 A call that resumes takes them over, so that continuing on other machines is one flag; what the call itself says wins.
 """

@@ -15,7 +15,7 @@ class DataArguments:
         default=None,
         metadata={
             "metavar": "FILE",
-            "help": "a .jsonl, .json, .csv, .parquet or .txt file (one text a line); without it, the docstrings of "
+            "help": "a .jsonl, .json, .csv, .parquet or .txt file (one text per line); without it, the docstrings of "
             "this Python's standard library",
         },
     )
