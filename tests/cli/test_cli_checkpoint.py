@@ -129,11 +129,11 @@ def test_bad_input_is_one_line_and_status_one(truth: Truth, tmp_path: Path) -> N
     (tmp_path / "taken").mkdir()
     for arguments, said in (
         (("inspect", tmp_path / "nowhere"), "nowhere"),
-        (("inspect", tmp_path / "empty"), "no checkpoint"),
+        (("inspect", tmp_path / "empty"), "not a checkpoint"),
         (("convert", truth.folder, tmp_path / "taken"), "exists"),
         (("convert", truth.tag_folder, truth.tag_folder / "inside"), "inside the source"),
         (("convert", truth.folder, tmp_path / "file" / "target"), str(tmp_path / "file")),
-        (("verify", truth.folder, tmp_path / "empty"), "no checkpoint"),
+        (("verify", truth.folder, tmp_path / "empty"), "not a checkpoint"),
     ):
         done = ullage(*arguments)
         assert done.returncode == 1, (arguments, done.stdout, done.stderr)
