@@ -67,7 +67,7 @@ def failures():
         ("missing key 0", ["'labels'", "sample 19 of the stream"]),
         ("missing key 1", ["'labels'", "sample 19 of the stream"]),
         ("missing key 3", ["'labels'", "sample 19 of the stream"]),
-        ("dtype", ["'labels'", "float32"]),
+        ("shape", ["'labels'", "shape [2]"]),
         ("required", ["'labels'"]),
         ("long", ["does not fit", "found 65"]),
         ("reader", ["the reader broke"]),

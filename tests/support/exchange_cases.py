@@ -342,7 +342,7 @@ def failures_of_iterator(rank, world):
     attempt("nothing", mine)
     for prefetch in (0, 1, 3):
         attempt(f"missing key {prefetch}", fault(6, lacking), prefetch)
-    attempt("dtype", fault(6, lambda s: {**s, "labels": s["labels"].float()}))
+    attempt("shape", fault(6, lambda s: {**s, "labels": torch.stack([s["labels"]] * 2, 1)}))
     attempt("required", [lacking(s) for s in mine], fields=("input_ids", "labels"))
     attempt("long", fault(6, lambda s: sample(99, 65)))
     attempt("truncated", fault(6, lambda s: sample(99, 65)), oversize="truncate")
