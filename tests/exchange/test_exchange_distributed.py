@@ -41,12 +41,11 @@ def test_nothing_is_raised_without_a_fault(failures):
 @pytest.mark.parametrize(
     ("name", "field", "found"),
     [
-        ("extra field", "reward", "float32 one a sequence"),
-        ("dtype", "mask", "float64"),
+        ("extra field", "reward", "float32 per sequence"),
         ("shape", "mask", "shape [2]"),
-        ("unit", "id", "one a token"),
+        ("unit", "id", "int64 per token"),
         ("no field", "mask", "no such field"),
-        ("long header", "field 39", "float32"),
+        ("long header", "field 39", "shape [2]"),
     ],
 )
 def test_other_fields_than_the_rest_raise_everywhere_and_name_rank_and_field(failures, name, field, found):
@@ -79,6 +78,10 @@ def test_one_rank_at_fault_raises_its_error_there_and_tells_the_others(failures,
     for line in lines:
         assert all(word in line for word in words), line
     assert all("rank 2" in line for line in lines[:2])
+
+
+def test_ranks_of_other_dtypes_get_the_promoted_one_and_batches_travel_like_samples(failures):
+    assert everyone(failures, "dtype") == ["w torch.float32, x torch.int64"] * 3
 
 
 def test_different_plans_raise_everywhere(failures):

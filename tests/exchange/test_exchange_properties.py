@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.drawing import lengths as drawn
-from ullage import InputError
+from ullage import InputError, RaggedBatch
 from ullage.exchange import Lengths, materialize, route, shard, shard_index, unshard
 from ullage.exchange.source import Stream, deal, regular_counts
 
@@ -139,3 +139,56 @@ def test_materialize_gives_every_token_once(lengths, ranks):
     plan = ullage.plan(lengths, ranks=ranks, capacity=64)
     tokens = [batch["input_ids"] for rank in range(ranks) for batch in materialize(plan, samples, rank)]
     assert sorted(torch.cat(tokens).tolist()) == [t for s in samples for t in s["input_ids"].tolist()]
+
+
+_KINDS = st.sampled_from([
+    list, np.float64, np.int32, np.uint8, np.bool_, torch.float16, torch.bfloat16, torch.float32, torch.int64
+])  # fmt: skip
+
+
+def _typed(values, kind):
+    if kind is list:
+        return list(map(float, values))
+    return torch.tensor(values).to(kind) if isinstance(kind, torch.dtype) else np.array(values).astype(kind)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), _KINDS, _KINDS), min_size=1, max_size=6), st.sampled_from([1, 4]))
+def test_samples_are_read_alike_for_a_batch_and_for_the_exchange_whatever_their_dtypes(drawn_samples, pad):
+    samples = [
+        {"x": _typed(range(length), kind), "y": [7] * length, "id": _typed([i], other)[0]}
+        for i, (length, kind, other) in enumerate(drawn_samples)
+    ]
+    lengths = [length for length, _, _ in drawn_samples]
+    plan = ullage.plan(lengths, ranks=1, capacity=8 * len(samples), pad_to_multiple_of=pad)
+    members = plan.members(0, 0).tolist()
+    want = RaggedBatch.from_samples([samples[i] for i in members], pad_to_multiple_of=pad)
+    batches = [RaggedBatch.from_samples(part, pad_to_multiple_of=2) for part in (samples[:1], samples[1:]) if part]
+    for given_as in (samples, RaggedBatch.from_samples(samples, pad_to_multiple_of=3), batches):
+        [got] = materialize(plan, given_as, 0)
+        assert got.schema == want.schema
+        assert got.layout == want.layout
+        assert all(torch.equal(got[name], want[name]) for name in want.names)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"x": [1], "y": [1]}, {"x": [1]}],
+        [{"x": [1]}, {"x": [1], "y": [1]}],
+        [{"x": [1, 2], "y": [1, 2]}, {"x": [1, 2], "y": [1]}],
+        [{"x": [1]}, {"x": 1}],
+        [{"x": [1]}, {"x": []}],
+        [{"x": [1]}, {"x": "one"}],
+        [{"x": np.zeros((1, 2))}, {"x": np.zeros((1, 3))}],
+        [{"x": 1}, {"x": 2}],
+        [{"x": np.zeros(1, np.uint64)}, {"x": np.zeros(1, np.int64)}],
+        [{"x": [1]}, [1]],
+    ],
+)
+def test_a_batch_and_the_exchange_refuse_the_same_samples_in_the_same_words(samples):
+    messages = []
+    for read in (RaggedBatch.from_samples, lambda s: materialize(ullage.plan([1, 1], ranks=1, capacity=8), s, 0)):
+        with pytest.raises(InputError) as caught:
+            read(samples)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]

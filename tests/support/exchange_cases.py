@@ -167,6 +167,26 @@ def exchange_shared_bins(rank, world):
     return ids_of(got)
 
 
+def dtypes_of_ranks(topology, rank, world):
+    """Ranks hold fields in dtypes of their own; all get what one batch of all samples would have."""
+    dtypes = [(torch.int64, torch.uint8), (torch.float16, torch.int32), (torch.float32, torch.int64)]
+
+    def held(r):
+        w, x = dtypes[r % 3]
+        numbers = [torch.arange(2 + (5 * i + r) % 7) for i in range(6)]
+        return [{"w": n.to(w), "x": n.to(x), "id": 6 * r + i} for i, n in enumerate(numbers)]
+
+    mine, everything = held(rank), [sample for r in range(world) for sample in held(r)]
+    gathered = gather_lengths([len(sample["x"]) for sample in mine], topology)
+    plan = ullage.plan(gathered.lengths, ranks=world, capacity=16, pad_to_multiple_of=4)
+    batches = [ullage.RaggedBatch.from_samples(part, pad_to_multiple_of=2) for part in (mine[:2], mine[2:])]
+    want = materialize(plan, ullage.RaggedBatch.from_samples(everything), rank)
+    for given in (mine, ullage.RaggedBatch.from_samples(mine), batches):
+        for a, b in zip(exchange(plan, given, topology, gathered), want, strict=True):
+            same(a, b)
+    return f"w {want[0]['w'].dtype}, x {want[0]['x'].dtype}"
+
+
 def failures_of_steps(rank, world):
     """What each rank raises when one rank is at fault, by the name of the fault."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
@@ -199,7 +219,7 @@ def failures_of_steps(rank, world):
 
     attempt("nothing", lambda: broken(lambda samples, plan: None))
     attempt("extra field", lambda: broken(with_field("reward", lambda s: 1.0)))
-    attempt("dtype", lambda: broken(with_field("mask", lambda s: s["mask"].double())))
+    raised["dtype"] = dtypes_of_ranks(topology, rank, world)
     attempt("shape", lambda: broken(with_field("mask", lambda s: torch.ones(len(s["mask"]), 2))))
     attempt("unit", lambda: broken(with_field("id", lambda s: s["input_ids"])))
     attempt("no field", lambda: broken(without("mask", range(4))))
@@ -214,7 +234,7 @@ def failures_of_steps(rank, world):
     attempt("bad lengths", lambda: gather_lengths([-1] if rank == culprit else [3], topology))
     attempt("float lengths", lambda: gather_lengths([0.5] if rank == culprit else [3], topology))
     many = {f"field {i} with a long name {'x' * 40}": torch.arange(3) for i in range(40)}
-    odd = {**many, "field 39 with a long name " + "x" * 40: torch.ones(3)}
+    odd = {**many, "field 39 with a long name " + "x" * 40: torch.ones(3, 2)}
     gathered = gather_lengths([3], topology)
     plan = ullage.plan(gathered.lengths, ranks=world, capacity=32)
     attempt("long header", lambda: exchange(plan, [odd if rank == culprit else many], topology, gathered))

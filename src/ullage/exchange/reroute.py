@@ -26,11 +26,10 @@ ids, and an empty send allocates an element of its own.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,8 +41,8 @@ from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
 from ullage.layout import Int64, counting
 from ullage.planning.plans import Plan
-from ullage.ranks import Axis, Topology, tried
-from ullage.ranks.wire import all_to_all_bytes, block_order, dumps, gather_records, scratch, settling
+from ullage.ranks import Axis, Topology, gather_agreed, tried
+from ullage.ranks.wire import all_to_all_bytes, block_order, scratch, settling
 
 #: What holds samples: a batch, several batches one after another, or samples as mappings of names to values.
 Samples = RaggedBatch | Sequence[RaggedBatch] | Sequence[Mapping[str, Any]]
@@ -131,13 +130,21 @@ def columns_of(
     batch: Samples, per_sequence: Iterable[str], fields: Sequence[str] | None, where: Callable[[int], str]
 ) -> Columns:
     """The sequences of a batch, of several batches, or of samples, by column. Raises ``InputError``."""
-    batches = [batch] if isinstance(batch, RaggedBatch) else batch
-    if not len(batches) or not isinstance(batches[0], RaggedBatch):
-        return Columns.read(batches, per_sequence, fields, where)  # pyright: ignore[reportArgumentType]
-    chosen = batches if fields is None else [part.select(fields) for part in batches]  # pyright: ignore
-    columns = Columns.join([part.columns() for part in chosen])
+    batches = _batches(batch)
+    if batches is None:
+        return Columns.read(cast(Sequence[Mapping[str, Any]], batch), per_sequence, fields, where)
+    columns = Columns.join([part.columns() if fields is None else part.select(fields).columns() for part in batches])
     columns.require_tokens(where)
     return columns
+
+
+def _batches(batch: Samples) -> list[RaggedBatch] | None:
+    """The batches that hold the sequences; ``None`` where these are samples."""
+    if isinstance(batch, RaggedBatch):
+        return [batch]
+    if len(batch) and isinstance(batch[0], RaggedBatch):
+        return list(cast(Sequence[RaggedBatch], batch))
+    return None
 
 
 @torch.no_grad()
@@ -149,9 +156,8 @@ def exchange_columns(
     parcel = None
     if failure is None:
         parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
-    own = None if columns is None or columns.schema is None else columns.schema.to_list()
-    digest = "" if plan is None else plan.digest
-    schemas = _agree({"failure": failure and str(failure), "plan": digest, "schema": own}, failure, axis)
+    own = None if columns is None else columns.schema
+    schemas = _agree("" if plan is None else plan.digest, own or Schema(), failure, axis)
     assert plan is not None  # or it would have raised
     assert parcel is not None
     return _send(plan, parcel, schemas, axis)
@@ -195,20 +201,20 @@ def materialize(
     if not 0 <= rank < plan.ranks:
         raise InputError("no such rank in the plan", expected=f"0 to {plan.ranks - 1}", found=rank)
     wanted = members_of(plan, rank)
-    if isinstance(batch, RaggedBatch) or (len(batch) and isinstance(batch[0], RaggedBatch)):
-        # Views cost nothing to make: take all, and pick those of this rank below.
-        columns, read = columns_of(batch, (), fields, lambda i: f"sample {i}"), None
-    else:
-        # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
-        read = wanted if len(wanted) or not len(batch) else np.zeros(1, np.int64)
-        columns = None
-    count = len(batch) if columns is None else len(columns.lengths)
+    batches = _batches(batch)
+    count = len(batch) if batches is None else sum(map(len, batches))
     if count != plan.num_sequences:
         raise InputError("plan and samples disagree", expected=f"{plan.num_sequences} samples", found=count)
-    if columns is None:
-        assert read is not None
-        columns = Columns.read([batch[i] for i in read.tolist()], per_sequence, fields, lambda i: f"sample {read[i]}")
-    ids = np.arange(count) if read is None else read
+    if batches is None:
+        # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
+        samples = cast(Sequence[Mapping[str, Any]], batch)
+        ids = wanted if len(wanted) or not count else np.zeros(1, np.int64)
+        columns = Columns.read([samples[i] for i in ids.tolist()], per_sequence, fields, lambda i: f"sample {ids[i]}")
+        rows = list(range(len(wanted)))
+    else:
+        # Views of all sequences cost little.
+        ids, rows = np.arange(count), wanted.tolist()
+        columns = columns_of(batch, (), fields, lambda i: f"sample {i}")
     odd = np.flatnonzero(columns.lengths != plan.original_lengths[ids])
     if len(odd):
         i = int(odd[0])
@@ -218,7 +224,6 @@ def materialize(
             expected=int(plan.original_lengths[ids[i]]),
             found=int(columns.lengths[i]),
         )
-    rows = wanted.tolist() if read is None else list(range(len(wanted)))
     values = columns.rows(rows, plan.lengths[wanted])
     return _microbatches(columns.schema or Schema(), values, plan, rank)
 
@@ -257,33 +262,21 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
         )
 
 
-def _agree(record: dict[str, Any], failure: Exception | None, axis: Axis) -> list[Schema]:
+def _agree(digest: str, schema: Schema, failure: Exception | None, axis: Axis) -> list[Schema]:
     """The header: the schema of each rank, or an error on every rank."""
-    if axis.size == 1:
-        if failure is not None:
-            raise failure
-        return [Schema.from_list(record["schema"] or [])]
-    records = [json.loads(text) for text in gather_records(dumps(record), axis)]
+    record = {"plan": digest, "schema": schema.to_list()}
+    records = gather_agreed(record, axis, "preparing its samples for the exchange", failure)
     names = list(axis.ranks)
     with settling(axis):
-        return _schemas(records, names, failure)
-
-
-def _schemas(records: list[dict[str, Any]], names: list[int], failure: Exception | None) -> list[Schema]:
-    if failure is not None:
-        raise failure
-    for rank, other in zip(names, records):
-        if other["failure"]:
-            raise DistributedError("another rank cannot send its samples", where=f"rank {rank}", found=other["failure"])
-    odd = next((i for i, other in enumerate(records) if other["plan"] != records[0]["plan"]), None)
-    if odd is not None:
-        raise DistributedError(
-            "ranks made different plans",
-            where=f"rank {names[odd]} against rank {names[0]}",
-            hint="call plan() with the same gathered lengths and options on every rank",
-        )
-    schemas = [Schema.from_list(record["schema"] or []) for record in records]
-    common_schema(schemas, names)  # raises before any rank sends
+        odd = next((i for i, other in enumerate(records) if other["plan"] != records[0]["plan"]), None)
+        if odd is not None:
+            raise DistributedError(
+                "ranks made different plans",
+                where=f"rank {names[odd]} against rank {names[0]}",
+                hint="call plan() with the same gathered lengths and options on every rank",
+            )
+        schemas = [Schema.from_list(other["schema"]) for other in records]
+        common_schema(schemas, names)  # raises before any rank sends
     return schemas
 
 

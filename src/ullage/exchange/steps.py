@@ -27,8 +27,8 @@ from ullage.exchange.sharing import share_or_fail
 from ullage.exchange.source import ITERABLE, Reader, Stream, deal
 from ullage.layout import Int64
 from ullage.planning.plans import Plan, sum_of_squares
-from ullage.ranks import Axis, Topology, agree, tried
-from ullage.ranks.wire import broadcast_record, dumps, gather_int64, gather_records, settle, settling
+from ullage.ranks import Axis, Topology, agree, raise_failures, report, tried
+from ullage.ranks.wire import broadcast_record, dumps, gather_int64, gather_records, settle
 
 StageFields = Callable[[int, int], Sequence[str] | None]
 
@@ -40,7 +40,7 @@ class PackedStep:
     ``microbatches``: the whole packed microbatches of this data-parallel coordinate; one without sequences is an empty
     batch whose ``placeholder()`` a rank can run. ``num_microbatches`` is the same on every rank. ``num_tokens`` and
     ``sum_squared_lengths`` are of the real tokens of the global batch, exact integers, equal on every rank. ``plan``:
-    where every sequence went; ``shards``: this rank's context-parallel slices, one a microbatch, none without cp.
+    where every sequence went; ``shards``: this rank's context-parallel slices, one per microbatch, none without cp.
     """
 
     microbatches: list[RaggedBatch]
@@ -238,7 +238,7 @@ def _relay_lengths(
     record = None
     if axis.rank == 0:
         if gathered is None or failure is not None:
-            record = b"E" + str(failure).encode()
+            record = b"E" + dumps(report(failure, axis))
         else:
             numbers = [np.array([len(gathered.counts)]), gathered.counts, gathered.lengths]
             record = b"L" + np.concatenate(numbers).astype(np.int64).tobytes()
@@ -246,35 +246,30 @@ def _relay_lengths(
     if axis.rank == 0:
         return gathered, failure
     if text[:1] == b"E":
-        told = text[1:].decode(errors="replace")
-        return None, failure or DistributedError("another rank failed", where=f"rank {axis.ranks[0]}", found=told)
+        _, heard = tried(lambda: raise_failures(None, [json.loads(text[1:])], "gathering the lengths of this step"))
+        return None, failure or heard
     numbers = np.frombuffer(text[1:], np.int64)
     ranks = int(numbers[0])
-    told = Lengths(numbers[1 + ranks :], numbers[1 : 1 + ranks])
-    if gathered is not None and not np.array_equal(gathered.lengths, told.lengths):
+    received = Lengths(numbers[1 + ranks :], numbers[1 : 1 + ranks])
+    if gathered is not None and not np.array_equal(gathered.lengths, received.lengths):
         failure = failure or DistributedError(
             "the pipeline stages that own data are out of step",
             where=f"rank {_name(axis)} against rank {axis.ranks[0]}",
             hint="give them the same samples in the same order",
         )
-    return told, failure
+    return received, failure
 
 
 def _agree_on(failure: Exception | None, digest: str, topology: Topology) -> None:
     """Collective over all axes: raises on every rank if any failed, or if ranks do not have the same plan."""
-    text = None
-    if failure is not None:
-        text = str(failure) if isinstance(failure, DistributedError) else f"rank {_name(topology.dp)}: {failure}"
-    for axis in topology.axes:
-        if axis.size == 1:
-            continue
-        records = [json.loads(r) for r in gather_records(dumps({"failure": text, "plan": digest}), axis)]
-        text = text or next((record["failure"] for record in records if record["failure"]), None)
+    axes = [axis for axis in topology.axes if axis.size > 1]
+    known = [list(entry) for entry in report(failure, axes[0])] if axes else []
+    for axis in axes:
+        # Axis by axis what is known so far goes on, so that an error reaches the ranks of every other axis too.
+        records = [json.loads(text) for text in gather_records(dumps({"failed": known, "plan": digest}), axis)]
+        known = [entry for record in records for entry in record["failed"]]
         odd = next((i for i, record in enumerate(records) if record["plan"] != records[0]["plan"]), None)
-        if text is None and odd is not None:
-            text = f"rank {axis.ranks[odd]} has other lengths, or made another plan of them, than rank {axis.ranks[0]}"
-    with settling(*topology.axes):
-        if failure is not None:
-            raise failure
-        if text is not None:
-            raise DistributedError("another rank failed, so no rank has this step", found=text)
+        if not known and odd is not None:
+            rank = axis.ranks[odd]
+            known = [[rank, f"rank {rank} has other lengths, or made another plan of them, than rank {axis.ranks[0]}"]]
+    raise_failures(failure, [known], "making this step", *axes)
