@@ -104,7 +104,8 @@ def test_a_save_that_fails_on_one_rank_raises_on_both_and_renames_nothing(saved)
         "Make room, or give a folder that can be written to; what was there before is as it was"
     )
     assert [rank["full"] for rank in said] == [
-        f"DistributedError: another rank failed while writing a checkpoint (rank 1): found {own}",
+        f"DistributedError: another rank failed while writing a checkpoint (rank 1): found {own}. "
+        "The log of rank 1 has the whole error",
         own,
     ]
     assert [path.name for path in checkpoints_in(folder / "out")] == ["checkpoint-2"]

@@ -122,9 +122,15 @@ def test_on_several_processes(tmp_path, processes):
     check(ranks[0], processes)
     for rank in ranks[1:]:
         assert rank["recurrent"]["calls"] == ranks[0]["recurrent"]["calls"]
-    elsewhere = "DistributedError: another rank could not evaluate its batches. See its error"
+
+    def elsewhere(rank, error):
+        told = f"DistributedError: another rank failed while evaluating its batches (rank {rank}): found {error}. "
+        return f"{told}The log of rank {rank} has the whole error"
+
     said = [rank["faults"] for rank in ranks]
-    assert [each["data"] for each in said] == [
-        "ValueError: sample 4 is broken" if r == 1 else elsewhere for r in range(processes)
+    broken, last = "ValueError: sample 4 is broken", processes - 1
+    assert [each["data"] for each in said] == [broken if r == 1 else elsewhere(1, broken) for r in range(processes)]
+    assert [each["metric"] for each in said] == [
+        *[elsewhere(last, "ValueError: no metric")] * last,
+        "ValueError: no metric",
     ]
-    assert [each["metric"] for each in said] == [*[elsewhere] * (processes - 1), "ValueError: no metric"]

@@ -1,16 +1,16 @@
-"""One failed, so all raise: what the ranks of a Trainer or an engine agree on before they go on."""
+"""Agreement of the ranks of a Trainer or an engine, where one process may be all there is."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ullage.errors import DistributedError, UllageError
+from ullage.errors import DistributedError
+from ullage.ranks import Axis, together
 
 #: How many different values an error lists.
 _LISTED = 8
@@ -35,22 +35,9 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@contextmanager
-def agreement(several: bool, doing: str) -> Iterator[None]:
-    """Leaves the block on all ranks or on none: if one raised, the others raise ``DistributedError`` that names it."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    told = gather(None if problem is None else f"{type(problem).__name__}: {problem}", several)
-    if problem is not None:
-        if several and isinstance(problem, UllageError):
-            problem.told_to_all = True
-        raise problem
-    for rank, text in enumerate(told):
-        if text is not None:
-            raise DistributedError(f"another rank failed while {doing}", where=f"rank {rank}", found=text)
+def agreement(several: bool, doing: str) -> AbstractContextManager[None]:
+    """:func:`ullage.ranks.together` over all ranks; over this process alone unless there are ``several``."""
+    return together(Axis.world() if several else Axis("world"), doing)
 
 
 def require_same_folder(folder: Path, several: bool) -> Path:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 import transformers
 
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError, require_one_of
 from ullage.training import counting
-from ullage.training.agreement import agreement
+from ullage.training.agreement import agreement, gather
 from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
@@ -43,8 +42,7 @@ class RunCheck:
                 self._require_capacity(dataset)
                 described = describe_data(dataset, self._reader.main_input) if several else {}
         if several:
-            ranks: list[Any] = [None] * args.world_size
-            dist.all_gather_object(ranks, (describe_arguments(args), described))
+            ranks = gather((describe_arguments(args), described), several)
             compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
 
     def _require_capacity(self, dataset: Any) -> None:

@@ -121,16 +121,11 @@ def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
     """As :func:`conversion_for`, read by the first rank for all. Collective."""
     if here.ranks == 1:
         return conversion_for(checkpoint, here)
-    said: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            said = [conversion_for(checkpoint, here)]
-        except Exception as error:
-            said = [error]
-    dist.broadcast_object_list(said, src=0)
-    if isinstance(said[0], Exception):
-        raise said[0]
-    return said[0]
+    found = None
+    with agreement(True, "reading the checkpoint"):
+        if dist.get_rank() == 0:
+            found = conversion_for(checkpoint, here)
+    return gather(found, True)[0]
 
 
 class Continuation:

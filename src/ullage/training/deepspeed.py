@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ullage.errors import CheckpointError, InputError
+from ullage.training.agreement import gather
 from ullage.training.universal import (
     groups_name,
     is_stage3,
@@ -155,9 +156,7 @@ def resume_from_universal() -> Iterator[None]:
 
 def _agree(problems: list[str], where: str | Path) -> None:
     """Raises the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    found = list(dict.fromkeys(problem for one in everyone for problem in one))
+    found = list(dict.fromkeys(problem for rank in gather(problems, True) for problem in rank))
     if found:
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise CheckpointError(

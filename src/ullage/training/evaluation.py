@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError
+from ullage.errors import InputError
+from ullage.ranks import Axis, agree
 from ullage.training import counting, forms
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
@@ -271,10 +272,8 @@ class Evaluator:
         if args.world_size > 1:
             reduced = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
         assert isinstance(reduced, Tensor)
-        if problem is not None:
-            raise problem
-        if float(reduced[3]) > 0:
-            raise DistributedError("another rank could not evaluate its batches", hint="see its error")
+        if float(reduced[3]) > 0:  # only then do the ranks meet again, to hear of the error
+            agree(problem, Axis.world(), "evaluating its batches")
         return reduced
 
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:

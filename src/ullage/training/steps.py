@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError, TrainingError
+from ullage.errors import InputError, TrainingError
 from ullage.exchange.source import deal
 from ullage.layout import Int64
+from ullage.ranks import Axis, agree
 from ullage.training import counting
 from ullage.training.beginning import empty_step_of
 from ullage.training.indices import SampleIndices
@@ -298,11 +299,8 @@ class StepSource:
         ranks = self._gathered(mine, device)
         _, all_complete, failed, drawn, stops = ranks.cpu().numpy().T
         self._stop.agreed = int(stops.max())
-        if problem is not None:
-            raise problem
-        if failed.any():
-            where = f"rank {np.flatnonzero(failed).tolist()}"
-            raise DistributedError("another rank could not use its batch", where=where, hint="see its error")
+        if failed.any():  # only then do the ranks meet again, to hear of the error
+            agree(problem, Axis.world(), "reading its batches")
         return StepCounts(ranks[:, 0], drawn, bool(all_complete.all()))
 
     def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
