@@ -34,7 +34,7 @@ from ullage.planning.cost import LINEAR_7B
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
 from ullage.planning.request import as_positive
-from ullage.planning.schedule import slots_of
+from ullage.planning.placement import slots_of
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 

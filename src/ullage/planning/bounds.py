@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.schedule import Schedule, slots_of
+from ullage.planning.placement import Placement, slots_of
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.context import list_schedule
 from ullage.planning.solver.critical import least_path
@@ -53,7 +53,7 @@ def microbatches_for(bins: int, ranks: int, microbatch_multiple: int) -> int:
     return -(-bins // (ranks * microbatch_multiple)) * microbatch_multiple
 
 
-def microbatch_bound(plan: Schedule) -> int:
+def microbatch_bound(plan: Placement) -> int:
     """The least number of microbatches that can hold the placed sequences of this plan."""
     placed = plan.lengths[plan.order]
     slots = slots_of(placed, plan.pad_to_multiple_of)
@@ -65,7 +65,7 @@ def microbatch_bound(plan: Schedule) -> int:
     return microbatches_for(bins, plan.ranks, plan.microbatch_multiple)
 
 
-def path_bound(plan: Schedule) -> PathBound:
+def path_bound(plan: Placement) -> PathBound:
     """Least critical path and rank imbalance, as ratios to the mean rank, of any plan of these sequences in as many
     microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
     costs = plan.costs[plan.order]
@@ -84,7 +84,7 @@ def path_bound(plan: Schedule) -> PathBound:
     return PathBound(max(1.0, path / ideal), max(1.0, most_expensive / ideal))
 
 
-def mixed_path(plan: Schedule) -> float:
+def mixed_path(plan: Placement) -> float:
     """The critical path, as a ratio to the mean rank, that list scheduling reaches if each sequence may have a degree
     of its own inside one microbatch; infinite if degrees are all alike, or if finding out would take long."""
     n, bins = len(plan.order), plan.degrees.size

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.schedule import Schedule, slots_of
+from ullage.planning.placement import Placement, slots_of
 
 #: Ids that one line names before it only counts.
 _NAMED = 8
 
 
-def violations(plan: Schedule) -> list[str]:
+def violations(plan: Placement) -> list[str]:
     """All violations of ``plan`` as lines; ``[]`` if it is sound."""
     return [*_membership(plan), *_degrees(plan), *_sizes(plan)]
 
@@ -21,7 +21,7 @@ def _ids(ids: Int64) -> str:
     return f"{shown} and {len(ids) - _NAMED} more" if len(ids) > _NAMED else shown
 
 
-def _membership(plan: Schedule) -> list[str]:
+def _membership(plan: Placement) -> list[str]:
     problems = []
     n = plan.num_sequences
     unknown = np.unique(plan.order[(plan.order < 0) | (plan.order >= n)])
@@ -48,7 +48,7 @@ def _membership(plan: Schedule) -> list[str]:
     return problems
 
 
-def _degrees(plan: Schedule) -> list[str]:
+def _degrees(plan: Placement) -> list[str]:
     problems = []
     for microbatch, row in enumerate(plan.degrees.tolist()):
         if max(row) == 1 == min(row):
@@ -75,7 +75,7 @@ def _degrees(plan: Schedule) -> list[str]:
     return problems
 
 
-def _sizes(plan: Schedule) -> list[str]:
+def _sizes(plan: Placement) -> list[str]:
     problems = []
     count = plan.num_microbatches * plan.ranks
     known = (plan.order >= 0) & (plan.order < plan.num_sequences)

@@ -16,7 +16,7 @@ from ullage.errors import InputError
 from ullage.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 from ullage.planning.checking import violations
-from ullage.planning.schedule import ARRAYS, Schedule, slots_of
+from ullage.planning.placement import ARRAYS, Placement, slots_of
 
 _NUMBERS = (
     "ranks",
@@ -69,7 +69,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Schedule):
+class Plan(Placement):
     """A schedule of sequences over ``num_microbatches`` × ``ranks`` bins, as :func:`ullage.plan` makes it."""
 
     def statistics(self) -> Statistics:
@@ -147,7 +147,7 @@ class Plan(Schedule):
         return hash(self.digest)
 
 
-def _statistics(plan: Schedule) -> Statistics:
+def _statistics(plan: Placement) -> Statistics:
     placed = plan.lengths[plan.order]
     degree = plan.degrees.reshape(-1)[plan.bins[plan.order]]
     dropped = plan.bins < 0

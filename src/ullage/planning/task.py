@@ -21,7 +21,7 @@ class Task:
     slots, costs, counts [items]: int64 slots, cost and number of sequences of each item, in arrival order.
     ranks: bins of one microbatch.
     capacity: slots that a bin holds.
-    max_sequences: sequences that a bin holds, :data:`~ullage.planning.schedule.NO_LIMIT` for any number.
+    max_sequences: sequences that a bin holds, :data:`~ullage.planning.placement.NO_LIMIT` for any number.
     microbatch_multiple: the number of microbatches must be a multiple of it.
     sync: what to minimise: ``"microbatch"`` the sum over microbatches of the most expensive rank, ``"step"`` the most
         expensive rank of the step.

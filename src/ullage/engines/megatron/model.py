@@ -190,7 +190,7 @@ class PackedCoreAttention(MegatronModule):
         return mixed.flatten(1)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRow(torch.autograd.Function):
     """All-gather of [T, ...] to [ranks·T, ...]; the backward pass sums the ranks' gradients of this rank's part."""
 
     @staticmethod
@@ -228,7 +228,7 @@ def _over_slices(
     # Keys and values of the whole row, in its own order.
     size, rank = group.size(), group.rank()
     place = torch.from_numpy(_place_of(tuple(slots), size)).to(query.device)
-    both = _Gather.apply(torch.cat([key, value], -1), group)
+    both = _GatherRow.apply(torch.cat([key, value], -1), group)
     both = both.index_select(0, place)  # type: ignore[union-attr]
     keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
     # This rank's two chunks of every sequence, each against the keys from the sequence's start to the chunk's end.

@@ -106,7 +106,7 @@ def _compile(function: Any) -> Callable[..., Any]:
     import numba
 
     worker = threading.current_thread()
-    if isinstance(worker, _Worker) and worker.abandoned:
+    if isinstance(worker, _KernelThread) and worker.abandoned:
         raise KeyboardInterrupt
     names = dict(function.__globals__)
     for name in function.__code__.co_names:
@@ -162,7 +162,7 @@ def _type_of(hint: Any) -> Any:
     return types.BaseTuple.from_types([_type_of(part) for part in fields.values()], hint)
 
 
-class _Worker(threading.Thread):
+class _KernelThread(threading.Thread):
     """A thread that does ``work`` while the main thread waits for it."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -200,7 +200,7 @@ def _interruptible(work: Callable[[], Any]) -> Any:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    worker = _Worker(work)
+    worker = _KernelThread(work)
     worker.start()
     return worker.result()
 
@@ -223,4 +223,4 @@ def _uninterrupted(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any
 
 def is_busy() -> bool:
     """Whether a kernel that nobody waits for is still at work."""
-    return any(isinstance(thread, _Worker) for thread in threading.enumerate())
+    return any(isinstance(thread, _KernelThread) for thread in threading.enumerate())

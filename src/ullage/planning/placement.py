@@ -38,7 +38,7 @@ def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Placement:
     """Which sequences are in which bin, and everything that follows from the arrays alone. Arrays are int64, read-only.
 
     order [placed]: ids of sequences, bin by bin.
