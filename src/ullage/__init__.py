@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         planning as planning,
         ranks as ranks,
         report as report,
+        schema as schema,
         training as training,
     )
     from ullage.batch import RaggedBatch as RaggedBatch
@@ -62,7 +63,7 @@ else:
         },
         modules=[
             "attention", "batch", "checkpoint", "cli", "columns", "datasets", "engines", "errors", "exchange", "layout",
-            "models", "movement", "places", "planning", "ranks", "report", "training",
+            "models", "movement", "places", "planning", "ranks", "report", "schema", "training",
         ],
     )  # fmt: skip
 

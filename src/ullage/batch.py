@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ullage.columns import IGNORED_LABEL, LABEL_NAMES, Columns, Schema, fill_value, holding_ignored, lay_out
+from ullage.columns import Columns
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
+from ullage.schema import IGNORED_LABEL, LABEL_NAMES, Schema, fill_value, holding_ignored, lay_out
 
 
 class RaggedBatch:

@@ -28,11 +28,11 @@ from ullage.attention.packed_call import PackedCall
 from ullage.attention.slices import Slices
 from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL, fill_value
 from ullage.errors import DistributedError, InputError, UllageError
 from ullage.layout import Layout
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
+from ullage.schema import IGNORED_LABEL, fill_value
 
 #: How the attention of a row is shared.
 METHODS = ("auto", "ulysses", "gather")

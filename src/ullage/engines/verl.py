@@ -31,10 +31,10 @@ from ullage.engines.dealing import bins_of, fill_empty
 from ullage.errors import InputError
 from ullage.layout import Int64, as_lengths
 from ullage.planning.cost import LINEAR_7B
+from ullage.planning.placement import slots_of
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
 from ullage.planning.request import as_positive
-from ullage.planning.placement import slots_of
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 

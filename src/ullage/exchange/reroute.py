@@ -36,13 +36,14 @@ import torch
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
-from ullage.columns import Columns, Field, Schema, promoted
+from ullage.columns import Columns
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
 from ullage.layout import Int64, counting
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 from ullage.ranks.wire import all_to_all_bytes, block_order, scratch, settling
+from ullage.schema import Field, Schema, promoted
 
 #: What holds samples: a batch, several batches one after another, or samples as mappings of names to values.
 Samples = RaggedBatch | Sequence[RaggedBatch] | Sequence[Mapping[str, Any]]

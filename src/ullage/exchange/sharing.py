@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
-from ullage.columns import Schema, aligned
 from ullage.errors import InputError
 from ullage.layout import Layout
 from ullage.ranks import Axis, raise_failures, report, tried
 from ullage.ranks.topology import require_axis
 from ullage.ranks.wire import broadcast_bytes, broadcast_record, device_of, dumps
+from ullage.schema import Schema, aligned
 
 
 def share(

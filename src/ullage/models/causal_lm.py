@@ -15,7 +15,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
@@ -23,6 +22,7 @@ from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import Rows, Sequences
 from ullage.models.state import RecurrentState
+from ullage.schema import IGNORED_LABEL
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.layout import Int64
 from ullage.models.causal_lm import next_token_loss
@@ -30,6 +29,7 @@ from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, req
 from ullage.models.sequences import Lengths, Rows, Sequences
 from ullage.models.state import LayerState, RecurrentState
 from ullage.models.targets import Targets, shift_right
+from ullage.schema import IGNORED_LABEL
 
 
 @dataclass

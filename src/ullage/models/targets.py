@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
 from ullage.models.sequences import Lengths, Rows, Sequences
+from ullage.schema import IGNORED_LABEL
 
 
 @dataclass(frozen=True, eq=False)

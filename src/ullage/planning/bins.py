@@ -8,8 +8,8 @@ import numpy as np
 
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.bounds import bin_bound
-from ullage.planning.request import as_positive, refuse_oversize
 from ullage.planning.placement import NO_LIMIT
+from ullage.planning.request import as_positive, refuse_oversize
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.items import Room
 from ullage.planning.solver.ordering import falling_order, rows

@@ -15,8 +15,8 @@ from ullage.errors import InputError, require_one_of
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
-from ullage.planning.plans import Plan
 from ullage.planning.placement import NO_LIMIT, slot_multiple, slots_of
+from ullage.planning.plans import Plan
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.ordering import rows
 from ullage.planning.strategies import ALIASES, PREASSIGNED, find_strategy

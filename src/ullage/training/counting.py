@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
+from ullage.schema import IGNORED_LABEL
 
 
 def value_of(inputs: Any, name: str) -> Any:

@@ -24,9 +24,9 @@ from torch.nn.utils.rnn import PackedSequence
 import ullage.attention as packed_attention
 from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 
 _LENGTHS_NAMES = ("input_lengths", "lengths")
 

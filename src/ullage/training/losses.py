@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ullage.columns import IGNORED_LABEL
 from ullage.errors import InputError
+from ullage.schema import IGNORED_LABEL
 
 Division = Literal["sum", "token_mean", "sequence_mean"]
 

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
-from ullage.columns import IGNORED_LABEL
 from ullage.engines.fsdp.clipping import clip_grad_norm
 from ullage.engines.fsdp.model import Parallel, parallel_of
 from ullage.engines.fsdp.optimizer import require_optimizer, reshard
 from ullage.errors import InputError
 from ullage.exchange import PackedStep
+from ullage.schema import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
