@@ -24,9 +24,10 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
-    package: its ``__name__``.
-    table: for each module of the package, the names that are taken from it.
-    modules: modules of the package that are public themselves.
+    Args:
+        package: its ``__name__``.
+        table: for each module of the package, the names that are taken from it.
+        modules: modules of the package that are public themselves.
     """
     home = {name: module for module, names in table.items() for name in names}
     public = sorted({*home, *modules})

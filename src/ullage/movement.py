@@ -44,12 +44,13 @@ def to_device(
 ) -> T:
     """``value`` with its tensors on ``device``; the argument itself is never changed.
 
-    value: tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
-        dataclasses, and any Mapping or Sequence of these, at any depth; strings, numbers, modules and unknown objects
-        are returned as they are
-    device: a device, its name, or its index
-    non_blocking: do not wait for the device, if the memory is pinned
-    float_dtype: the dtype to which floating tensors are cast; ``None`` keeps theirs
+    Args:
+        value: tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
+            dataclasses, and any Mapping or Sequence of these, at any depth; strings, numbers, modules and unknown
+            objects are returned as they are
+        device: a device, its name, or its index
+        non_blocking: do not wait for the device, if the memory is pinned
+        float_dtype: the dtype to which floating tensors are cast; ``None`` keeps theirs
 
     Register a type of your own::
 

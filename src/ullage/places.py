@@ -20,9 +20,10 @@ from ullage.layout import Int64
 class Places:
     """The place of each row, and the row in each place.
 
-    place_of: int64 [rows], the place of each row; no two rows share one
-    row_of: int64 [places], the row in each place; any row where the place is padding
-    padding: int64 [places that hold no row]; ``None`` if there is none
+    Attributes:
+        place_of: int64 [rows], the place of each row; no two rows share one
+        row_of: int64 [places], the row in each place; any row where the place is padding
+        padding: int64 [places that hold no row]; ``None`` if there is none
     """
 
     place_of: Tensor

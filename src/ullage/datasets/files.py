@@ -49,11 +49,12 @@ class Measured:
 def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokenizer: str | None = None) -> Measured:
     """The lengths in a file, int64 [n].
 
-    path: .npy (one dimension of integers), .csv, .txt (integers between white space or commas; with ``column="text"``,
-        one text per line), .jsonl (an object, a list or an integer per line), .json (a list of integers, or a mock
-        distribution) or .parquet
-    column: of the lengths, tokens or text; chosen as the module says if ``None``
-    tokenizer: for text, a name or folder for ``AutoTokenizer``
+    Args:
+        path: .npy (one dimension of integers), .csv, .txt (integers between white space or commas; with
+            ``column="text"``, one text per line), .jsonl (an object, a list or an integer per line), .json (a list of
+            integers, or a mock distribution) or .parquet
+        column: of the lengths, tokens or text; chosen as the module says if ``None``
+        tokenizer: for text, a name or folder for ``AutoTokenizer``
 
     Raises ``InputError`` for a file that is missing, empty, not what its ending says, or lacks the column; the message
     lists the columns of the file.

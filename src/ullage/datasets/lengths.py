@@ -50,10 +50,11 @@ def mock_lengths(
 ) -> Int64:
     """The lengths of Megatron's mock data in tokens, int64 [n].
 
-    config: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
-        benchmarks (mean 4096, sigma 1.1, 1024 to 8192)
-    n: number of lengths; ``None`` is all of a file and a million of a distribution; a shorter file begins again
-    seed: of a distribution
+    Args:
+        config: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
+            benchmarks (mean 4096, sigma 1.1, 1024 to 8192)
+        n: number of lengths; ``None`` is all of a file and a million of a distribution; a shorter file begins again
+        seed: of a distribution
 
     Raises ``InputError`` for unknown or missing keys, values of the wrong kind, and files that cannot be read. Source:
     see the module.

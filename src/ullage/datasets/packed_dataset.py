@@ -25,9 +25,10 @@ _GROUP_TOKENS = 2**22
 def pack_dataset(dataset: D, seq_length: int, *, oversize: str = "error") -> D:
     """Pack the sequences of a data set into rows of at most ``seq_length`` tokens.
 
-    dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a ``DatasetDict`` of such.
-    seq_length: tokens of a packed row at most.
-    oversize: what becomes of a longer sequence: ``"error"``, ``"truncate"`` (TRL's ``"bfd"``) or ``"drop"``.
+    Args:
+        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a ``DatasetDict`` of such.
+        seq_length: tokens of a packed row at most.
+        oversize: what becomes of a longer sequence: ``"error"``, ``"truncate"`` (TRL's ``"bfd"``) or ``"drop"``.
 
     Returns the packed data set, in memory, with the same columns and ``seq_lengths``: for each row the lengths of its
     sequences. Sequences without tokens are left out. Raises ``InputError`` that names the column and the row.

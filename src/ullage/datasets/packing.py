@@ -75,15 +75,16 @@ def pack_file(
 ) -> PackReport:
     """Pack the sequences of a file into rows of at most ``capacity`` tokens.
 
-    source: .jsonl, .json, .parquet, .csv or .txt
-    target: .parquet; an existing file is replaced
-    capacity: tokens per row
-    column: of token ids or text; by default ``input_ids``, else the text. A column ``labels`` beside token ids is
-        carried along
-    tokenizer: for text, a name or folder for ``AutoTokenizer``; by default ByT5's bytes
-    oversize: treatment of a sequence longer than a row: ``"error"``, ``"truncate"`` or ``"drop"``
-    seed: of the order of rows
-    progress: show bars on standard error; ``None`` only on a terminal
+    Args:
+        source: .jsonl, .json, .parquet, .csv or .txt
+        target: .parquet; an existing file is replaced
+        capacity: tokens per row
+        column: of token ids or text; by default ``input_ids``, else the text. A column ``labels`` beside token ids is
+            carried along
+        tokenizer: for text, a name or folder for ``AutoTokenizer``; by default ByT5's bytes
+        oversize: treatment of a sequence longer than a row: ``"error"``, ``"truncate"`` or ``"drop"``
+        seed: of the order of rows
+        progress: show bars on standard error; ``None`` only on a terminal
 
     Raises ``InputError`` for a file that cannot be read, packed or written; ``target`` is then as it was.
     """
@@ -335,8 +336,10 @@ def _schema() -> Any:
 def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64, Layout, Int64]:
     """Where the tokens of packed rows lie.
 
-    group: for each row the ids of its sequences.
-    starts, kept: of each sequence, its first token in the flat source and the tokens kept of it.
+    Args:
+        group: for each row the ids of its sequences.
+        starts, kept: of each sequence, its first token in the flat source and the tokens kept of it.
+
     Returns the index of each token in the source, the layout of all sequences of the group, and the bounds of the rows
     in it: rows + 1 numbers of sequences.
     """

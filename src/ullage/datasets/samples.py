@@ -24,11 +24,13 @@ from ullage.errors import InputError
 class MockSamples:
     """Map-style dataset of Megatron-like samples, the same on every machine and at every reading.
 
-    config, n, seed: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``
-    vocab_size: draw tokens from ``[1, vocab_size)``, by ``seed`` and index alone; ``None`` counts them up as upstream
-    eod, pad: token ids of the end of a document and of padding
-    max_length: tokens to which longer sequences are cut, end-of-document token included
-    pad_to_multiple_of: pad each sample to such a length, as upstream does
+    Args:
+        config, n, seed: as for :func:`ullage.datasets.mock_lengths`, which gives the ``lengths``
+        vocab_size: draw tokens from ``[1, vocab_size)``, by ``seed`` and index alone; ``None`` counts them up as
+            upstream
+        eod, pad: token ids of the end of a document and of padding
+        max_length: tokens to which longer sequences are cut, end-of-document token included
+        pad_to_multiple_of: pad each sample to such a length, as upstream does
 
     A sample has ``tokens``, ``labels``, ``position_ids`` int64 [length], ``loss_mask`` float32 [length], and
     ``original_seq_len``, ``padded_seq_len`` int32. Raises ``InputError`` for a configuration that cannot be used.

@@ -45,10 +45,11 @@ _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 class TokenDataset(torch.utils.data.Dataset):
     """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64.
 
-    values: the tokens of all sequences end to end
-    layout: where each sequence lies in ``values``
-    num_truncated: sequences that were cut to the maximum length
-    truncated_tokens: the tokens that they lost; tokens in = ``num_tokens`` + ``truncated_tokens``
+    Attributes:
+        values: the tokens of all sequences end to end
+        layout: where each sequence lies in ``values``
+        num_truncated: sequences that were cut to the maximum length
+        truncated_tokens: the tokens that they lost; tokens in = ``num_tokens`` + ``truncated_tokens``
     """
 
     values: np.ndarray

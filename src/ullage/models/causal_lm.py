@@ -67,15 +67,16 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [N, L, vocabulary] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
 
-        inputs: the keywords of :class:`RaggedInputs`; ``**batch.to_flattened()`` costs least. Logits of a
-            ``PackedSequence`` are one too
-        labels: [N, L], where the input has its tokens, *not* shifted: a sequence's first label never counts, nor does
-            -100, nor does padding
-        shift_labels: [N, L], shifted already, all of them count but -100
-        past_key_values: the states to go on from
-        use_cache: return the final states; by default where the model generates
-        logits_to_keep: compute the last so many columns of the rows alone, or those of an index; not with labels
-        output_hidden_states: also return the embeddings and the output of each layer
+        Args:
+            inputs: the keywords of :class:`RaggedInputs`; ``**batch.to_flattened()`` costs least. Logits of a
+                ``PackedSequence`` are one too
+            labels: [N, L], where the input has its tokens, *not* shifted: a sequence's first label never counts, nor
+                does -100, nor does padding
+            shift_labels: [N, L], shifted already, all of them count but -100
+            past_key_values: the states to go on from
+            use_cache: return the final states; by default where the model generates
+            logits_to_keep: compute the last so many columns of the rows alone, or those of an index; not with labels
+            output_hidden_states: also return the embeddings and the output of each layer
 
         Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
@@ -130,12 +131,13 @@ def next_token_loss(
 ) -> Tensor:
     """Cross-entropy of the next token, as transformers' ``ForCausalLMLoss``, except that float64 stays float64.
 
-    logits: [..., T, vocab_size]
-    labels: [..., T], to be shifted here; not read where ``shift_labels`` are given
-    vocab_size: logits per token
-    num_items_in_batch: divisor of the sum over labels; their mean if ``None``
-    ignore_index: the label that does not count
-    shift_labels: [..., T], shifted already
+    Args:
+        logits: [..., T, vocab_size]
+        labels: [..., T], to be shifted here; not read where ``shift_labels`` are given
+        vocab_size: logits per token
+        num_items_in_batch: divisor of the sum over labels; their mean if ``None``
+        ignore_index: the label that does not count
+        shift_labels: [..., T], shifted already
 
     Does not wait for the device. Source: ``transformers.loss.loss_utils``.
     """

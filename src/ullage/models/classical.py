@@ -189,11 +189,12 @@ def _kernel(
 ) -> list[Tensor]:
     """Torch's kernel of one layer and one direction.
 
-    name: of the kernel in torch
-    values: [steps, rows, input], or [size, input] in packed order
-    batch_sizes: int64 [steps], rows of each step in packed order; ``None`` for a rectangle
-    state: the parts of the state before, each [rows, hidden]
-    weights: as torch's layers list them
+    Args:
+        name: of the kernel in torch
+        values: [steps, rows, input], or [size, input] in packed order
+        batch_sizes: int64 [steps], rows of each step in packed order; ``None`` for a rectangle
+        state: the parts of the state before, each [rows, hidden]
+        weights: as torch's layers list them
 
     Returns outputs shaped like ``values``, and the parts of the final state.
     """

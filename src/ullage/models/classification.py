@@ -51,12 +51,13 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
     ) -> SequenceClassifierOutputWithPast:
         """Logits [n, num_labels], one row per sequence in the order given; the loss if there are labels.
 
-        inputs: the keywords of :class:`RaggedInputs`
-        labels: classes [n] (-100 does not count), numbers [n] or [n, num_labels] for regression, or 0 and 1
-            [n, num_labels] for several labels at once; ``config.problem_type`` says which, else the first labels seen
-        past_key_values: the states to go on from
-        use_cache: return the final states
-        output_hidden_states: also return the embeddings and the output of each layer
+        Args:
+            inputs: the keywords of :class:`RaggedInputs`
+            labels: classes [n] (-100 does not count), numbers [n] or [n, num_labels] for regression, or 0 and 1 [n,
+                num_labels] for several labels at once; ``config.problem_type`` says which, else the first labels seen
+            past_key_values: the states to go on from
+            use_cache: return the final states
+            output_hidden_states: also return the embeddings and the output of each layer
 
         Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
@@ -110,10 +111,11 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
     ) -> TokenClassifierOutput:
         """Logits [N, L, num_labels] of the tokens in rows [N, L], zeros in the padding; the loss if there are labels.
 
-        inputs: the keywords of :class:`RaggedInputs`; logits of a ``PackedSequence`` are one too
-        labels: [N, L], each under its own token; -100 does not count, nor does padding
-        past_key_values: the states to go on from
-        output_hidden_states: also return the embeddings and the output of each layer
+        Args:
+            inputs: the keywords of :class:`RaggedInputs`; logits of a ``PackedSequence`` are one too
+            labels: [N, L], each under its own token; -100 does not count, nor does padding
+            past_key_values: the states to go on from
+            output_hidden_states: also return the embeddings and the output of each layer
 
         ``batch.to_flattened()`` blanks each sequence's first label, for losses that shift: give
         ``labels=batch["labels"][None]`` beside it (the Trainer does). Waits for the device and raises ``InputError`` as
@@ -145,10 +147,11 @@ def sequence_loss(
 ) -> Tensor:
     """Loss of sequence classifiers: a mean, or a sum divided by ``num_items_in_batch``.
 
-    labels: classes [n], or numbers [n] or [n, num_labels]
-    pooled_logits: [n, num_labels]
-    config: ``problem_type``, set here from the first labels where it is ``None``, and ``num_labels``
-    num_items_in_batch: divisor of the sum over labels
+    Args:
+        labels: classes [n], or numbers [n] or [n, num_labels]
+        pooled_logits: [n, num_labels]
+        config: ``problem_type``, set here from the first labels where it is ``None``, and ``num_labels``
+        num_items_in_batch: divisor of the sum over labels
 
     Kinds of problem are told apart as in transformers, by the same words; unlike its own losses, those of regression
     and of several labels are divided by the count too. float64 stays float64. Raises ``InputError`` for labels of

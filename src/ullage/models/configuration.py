@@ -16,18 +16,19 @@ POOLINGS = ("last", "mean", "attention")
 class RecurrentConfig(PretrainedConfig):
     """Configuration of every recurrent model but the encoder-decoder.
 
-    cell: name of a registered cell: lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or your own
-    vocab_size: number of token ids
-    hidden_size: of the embeddings, and of each direction of a layer
-    num_hidden_layers: layers of one cell (or two) each
-    bidirectional: run every layer in both directions
-    dropout: probability, on the output of every layer
-    residual: add each layer's input to its output, where their sizes agree
-    layer_norm: normalise before every layer and after the last one
-    pooling: of a sequence for a classifier: last, mean or attention
-    classifier_dropout: probability, between pooling and classifier
-    initializer_range: standard deviation of the initial embeddings and linear layers; cells draw their own
-    use_cache: return final states outside of training
+    Attributes:
+        cell: name of a registered cell: lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or your own
+        vocab_size: number of token ids
+        hidden_size: of the embeddings, and of each direction of a layer
+        num_hidden_layers: layers of one cell (or two) each
+        bidirectional: run every layer in both directions
+        dropout: probability, on the output of every layer
+        residual: add each layer's input to its output, where their sizes agree
+        layer_norm: normalise before every layer and after the last one
+        pooling: of a sequence for a classifier: last, mean or attention
+        classifier_dropout: probability, between pooling and classifier
+        initializer_range: standard deviation of the initial embeddings and linear layers; cells draw their own
+        use_cache: return final states outside of training
 
     Raises ``InputError`` for a cell that is not registered and for sizes of no possible model.
     """

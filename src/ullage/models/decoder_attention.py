@@ -30,11 +30,12 @@ MAX_ELEMENTS = 2**20
 class Blocks:
     """Groups of sequences that attend together, each padded to its longest target and its longest source.
 
-    lengths: int64 [n], the length of each target in tokens
-    members: the sequences of each block
-    shapes: (sequences, target places, source places) of each block
-    targets, sources: the place of each flat token in all blocks end to end; ``None`` where the tokens are one full
-        block already
+    Attributes:
+        lengths: int64 [n], the length of each target in tokens
+        members: the sequences of each block
+        shapes: (sequences, target places, source places) of each block
+        targets, sources: the place of each flat token in all blocks end to end; ``None`` where the tokens are one full
+            block already
     """
 
     lengths: Int64
@@ -140,10 +141,11 @@ class DecoderAttention(nn.Module):
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Contexts [n, targets, memory] and weights [n, targets, sources] of one block.
 
-        queries: [n, targets, hidden]
-        keys: [n, sources, hidden]
-        values: [n, sources, memory]
-        mask: [n, sources], True on tokens; all are tokens if ``None``
+        Args:
+            queries: [n, targets, hidden]
+            keys: [n, sources, hidden]
+            values: [n, sources, memory]
+            mask: [n, sources], True on tokens; all are tokens if ``None``
         """
         scores = self.score(queries, keys)
         if mask is not None:

@@ -43,11 +43,12 @@ class RecurrentEncoderOutput(BaseModelOutputWithPast):
 class _Memory:
     """Encoded sources in one of two forms, flat with ``sequences`` or in rows without.
 
-    hidden: [T, D] of tokens alone, or [n, L, D]
-    sequences: of flat hidden states; ``None`` for rows
-    state: final states
-    keys: attention keys [n, L, hidden] of rows, computed before
-    mask: [n, L], True on the tokens of rows; all are tokens if ``None``
+    Attributes:
+        hidden: [T, D] of tokens alone, or [n, L, D]
+        sequences: of flat hidden states; ``None`` for rows
+        state: final states
+        keys: attention keys [n, L, hidden] of rows, computed before
+        mask: [n, L], True on the tokens of rows; all are tokens if ``None``
     """
 
     hidden: Tensor
@@ -158,17 +159,19 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
     ) -> Seq2SeqLMOutput:
         """Logits [n, L, vocabulary] in the rows of the targets, zeros in the padding; the loss if there are labels.
 
-        inputs: the sources, as the keywords of :class:`RaggedInputs`
-        encoder_outputs: sources encoded before, in the place of ``inputs``; ``attention_mask`` [n, L] may stand beside
-        labels: targets [n, L] padded with -100 and *not* shifted, a jagged nested tensor, or a ``PackedSequence``
-        decoder_input_ids: what the decoder reads, in the form of ``labels``; by default these, shifted right
-        decoder_attention_mask: [n, L], not zero on the tokens of the targets
-        decoder_input_lengths: n lengths of the targets in tokens
-        decoder_cu_seq_lens_q: [n + 1], where targets begin that lie end to end in one row [1, T]
-        past_key_values: the decoder's states to go on from
-        use_cache: return the decoder's final states; by default where the model generates
-        output_attentions: return ``cross_attentions``, one tensor [n, 1, longest target, longest source], tokens of
-            each pair first
+        Args:
+            inputs: the sources, as the keywords of :class:`RaggedInputs`
+            encoder_outputs: sources encoded before, in the place of ``inputs``; ``attention_mask`` [n, L] may stand
+                beside
+            labels: targets [n, L] padded with -100 and *not* shifted, a jagged nested tensor, or a ``PackedSequence``
+            decoder_input_ids: what the decoder reads, in the form of ``labels``; by default these, shifted right
+            decoder_attention_mask: [n, L], not zero on the tokens of the targets
+            decoder_input_lengths: n lengths of the targets in tokens
+            decoder_cu_seq_lens_q: [n + 1], where targets begin that lie end to end in one row [1, T]
+            past_key_values: the decoder's states to go on from
+            use_cache: return the decoder's final states; by default where the model generates
+            output_attentions: return ``cross_attentions``, one tensor [n, 1, longest target, longest source], tokens of
+                each pair first
 
         On CUDA waits for the device where lengths lie there. Raises ``InputError`` for what does not fit.
         """

@@ -16,12 +16,13 @@ _SHARED = ("cell", "vocab_size", "hidden_size", "dropout", "residual", "layer_no
 class RecurrentEncoderDecoderConfig(PretrainedConfig):
     """Configuration of :class:`RecurrentEncoderDecoder`; what is not listed is as in :class:`RecurrentConfig`.
 
-    attention: of the decoder over the source, ``additive`` (Bahdanau) or ``dot`` (Luong)
-    num_hidden_layers: layers of the encoder
-    num_decoder_layers: layers of the decoder; by default as many as the encoder has
-    bidirectional: run the encoder in both directions
-    tie_word_embeddings: use one matrix to embed source and target and as the head
-    decoder_start_token_id: the token that a decoder starts from; by default ``bos_token_id``
+    Attributes:
+        attention: of the decoder over the source, ``additive`` (Bahdanau) or ``dot`` (Luong)
+        num_hidden_layers: layers of the encoder
+        num_decoder_layers: layers of the decoder; by default as many as the encoder has
+        bidirectional: run the encoder in both directions
+        tie_word_embeddings: use one matrix to embed source and target and as the head
+        decoder_start_token_id: the token that a decoder starts from; by default ``bos_token_id``
 
     Raises ``InputError`` for an unknown attention or cell, and for sizes of no possible model.
     """

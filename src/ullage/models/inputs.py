@@ -20,13 +20,14 @@ Output = TypeVar("Output")
 class RaggedInputs:
     """Token ids or embeddings in rows, and at most one description of the sequences in them.
 
-    input_ids: token ids [N, L], or a ``PackedSequence`` of them
-    inputs_embeds: embeddings [N, L, D] in the place of ``input_ids``
-    attention_mask: [N, L], not zero on tokens; padding on either side
-    input_lengths: N lengths in tokens, a list or a tensor; padding on the right
-    cu_seq_lens_q: [n + 1], where sequences begin that lie end to end in one row (N = 1); with ``input_lengths``, which
-        part of each slot is tokens
-    position_ids: [N, L], from 0 at the start of each sequence in a row
+    Attributes:
+        input_ids: token ids [N, L], or a ``PackedSequence`` of them
+        inputs_embeds: embeddings [N, L, D] in the place of ``input_ids``
+        attention_mask: [N, L], not zero on tokens; padding on either side
+        input_lengths: N lengths in tokens, a list or a tensor; padding on the right
+        cu_seq_lens_q: [n + 1], where sequences begin that lie end to end in one row (N = 1); with ``input_lengths``,
+            which part of each slot is tokens
+        position_ids: [N, L], from 0 at the start of each sequence in a row
 
     Without a description each row is one sequence. Lengths that lie on the host cost no wait for the device.
     """

@@ -117,11 +117,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states [N, L, directions * hidden] of the tokens in rows [N, L]; zeros in the padding.
 
-        inputs: the keywords of :class:`RaggedInputs`; hidden states of a ``PackedSequence`` are one too
-        past_key_values: the states to go on from
-        use_cache: return the final states; by default outside of training, if the configuration says so
-        sequences: what ``inputs`` describe, read before; then rows [1, T] hold nothing but tokens end to end
-        output_hidden_states: also return the embeddings and the output of each layer
+        Args:
+            inputs: the keywords of :class:`RaggedInputs`; hidden states of a ``PackedSequence`` are one too
+            past_key_values: the states to go on from
+            use_cache: return the final states; by default outside of training, if the configuration says so
+            sequences: what ``inputs`` describe, read before; then rows [1, T] hold nothing but tokens end to end
+            output_hidden_states: also return the embeddings and the output of each layer
 
         On CUDA waits once for the device where lengths lie there, else not. Raises ``InputError`` for lengths, masks,
         states and token ids that do not fit.

@@ -20,10 +20,11 @@ from torch import Tensor
 def linear_scan(decay: Tensor, inflow: Tensor, starts: Tensor, state: Tensor | None = None) -> Tensor:
     """Every ``h[t]`` [T, H] of the recurrence, for sequences end to end.
 
-    decay: [T, H], the share of the state that each token keeps
-    inflow: [T, H], what each token adds
-    starts: int64 [n], the position of each sequence's first token, rising from 0; no sequence is empty
-    state: [n, H], the initial state of each sequence; zeros if ``None``
+    Args:
+        decay: [T, H], the share of the state that each token keeps
+        inflow: [T, H], what each token adds
+        starts: int64 [n], the position of each sequence's first token, rising from 0; no sequence is empty
+        state: [n, H], the initial state of each sequence; zeros if ``None``
 
     Does not wait for the device. Differentiable in all but ``starts``.
     """

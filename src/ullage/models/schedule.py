@@ -51,16 +51,17 @@ class Window:
 class Schedule:
     """Run order of one batch.
 
-    num_sequences: sequences in the batch, empty ones too
-    size: places in the run order, padding of a staircase included
-    run_order: flat, packed or staircase
-    keeps_state: whether every sequence's final state is known; in a staircase only where a cut lies at each end
-    rows: sequences in each time step, on the host; empty in flat order
-    windows: the rectangles of a staircase, in time order
-    order, inverse: int64 [n], the sequences by falling length and back; ``None`` where that is the order given
-    places: the place of each flat token; ``None`` in flat order, and where a transpose does it
-    lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
-    length: the length of all sequences where ``lengths`` is ``None``
+    Attributes:
+        num_sequences: sequences in the batch, empty ones too
+        size: places in the run order, padding of a staircase included
+        run_order: flat, packed or staircase
+        keeps_state: whether every sequence's final state is known; in a staircase only where a cut lies at each end
+        rows: sequences in each time step, on the host; empty in flat order
+        windows: the rectangles of a staircase, in time order
+        order, inverse: int64 [n], the sequences by falling length and back; ``None`` where that is the order given
+        places: the place of each flat token; ``None`` in flat order, and where a transpose does it
+        lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
+        length: the length of all sequences where ``lengths`` is ``None``
     """
 
     num_sequences: int
@@ -94,11 +95,12 @@ class Schedule:
     ) -> Schedule:
         """The order for sequences of unequal length. Copies indices to ``device`` without waiting for it.
 
-        lengths: int64 [n] in tokens, on the host
-        hidden_size: elements per token, by which large rectangles are cut
-        device: of the values
-        run_order: flat, packed or staircase
-        keep_state: cut a staircase at every distinct length, so that every final state is known
+        Args:
+            lengths: int64 [n] in tokens, on the host
+            hidden_size: elements per token, by which large rectangles are cut
+            device: of the values
+            run_order: flat, packed or staircase
+            keep_state: cut a staircase at every distinct length, so that every final state is known
         """
         layout = Layout(lengths)
         if run_order == "flat":

@@ -31,13 +31,14 @@ Rows = Tensor | PackedSequence
 class Sequences:
     """The sequences in a batch of rows.
 
-    shape: (N, L) of the rows
-    num_sequences: sequences in all rows, n
-    length: tokens of each sequence where ``lengths`` is ``None``
-    lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
-    index: int64 [T], the place of each token in the flattened rows; ``None`` where every element is a token
-    packed: the ``PackedSequence`` that was given in the place of rows
-    time_major: int64 [T], the flat position of each element of ``packed``
+    Attributes:
+        shape: (N, L) of the rows
+        num_sequences: sequences in all rows, n
+        length: tokens of each sequence where ``lengths`` is ``None``
+        lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
+        index: int64 [T], the place of each token in the flattened rows; ``None`` where every element is a token
+        packed: the ``PackedSequence`` that was given in the place of rows
+        time_major: int64 [T], the flat position of each element of ``packed``
     """
 
     shape: tuple[int, int]
@@ -60,12 +61,13 @@ class Sequences:
     ) -> Sequences:
         """The sequences in ``rows``, described by one of the keywords; without any, each row is one sequence.
 
-        rows: [N, L, ...], or a ``PackedSequence``, which has lengths of its own
-        attention_mask: [N, L], not zero on tokens; padding on either side
-        input_lengths: N lengths in tokens, padding on the right; beside ``cu_seq_lens`` the tokens in each slot
-        cu_seq_lens: [n + 1], the slots of one row (N = 1), cumulated
-        position_ids: [N, L], 0 at the start of each sequence; beside ``cu_seq_lens``, zeros at the end of a slot are
-            padding
+        Args:
+            rows: [N, L, ...], or a ``PackedSequence``, which has lengths of its own
+            attention_mask: [N, L], not zero on tokens; padding on either side
+            input_lengths: N lengths in tokens, padding on the right; beside ``cu_seq_lens`` the tokens in each slot
+            cu_seq_lens: [n + 1], the slots of one row (N = 1), cumulated
+            position_ids: [N, L], 0 at the start of each sequence; beside ``cu_seq_lens``, zeros at the end of a slot
+                are padding
 
         Waits for the device at most once (twice where only positions show the padding), and not at all for rows alone,
         for ``input_lengths`` that are a list, and on the CPU. Raises ``InputError`` for lengths that do not fit the

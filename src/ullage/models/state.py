@@ -19,10 +19,11 @@ _TAIL = 16
 class RecurrentState:
     """Each sequence's state after its last token.
 
-    layers: for each layer, tensors [n, hidden]
-    seen: columns of all rows that the model has read so far
-    tail: [n, at most 16], the last tokens of the rows, where each row was one sequence; ``generate()`` compares it with
-        rows that may begin with what the state has seen
+    Attributes:
+        layers: for each layer, tensors [n, hidden]
+        seen: columns of all rows that the model has read so far
+        tail: [n, at most 16], the last tokens of the rows, where each row was one sequence; ``generate()`` compares it
+            with rows that may begin with what the state has seen
 
     Beam search reorders it in place, exactly, because no two sequences share a past in it.
     """

@@ -23,9 +23,10 @@ from ullage.schema import IGNORED_LABEL
 class Targets:
     """Target tokens end to end.
 
-    ids: [T], the token that the decoder reads at each step
-    labels: [T], the token that it predicts there; ``None`` where none were given
-    sequences: which tokens belong to which target, and the rows they came in
+    Attributes:
+        ids: [T], the token that the decoder reads at each step
+        labels: [T], the token that it predicts there; ``None`` where none were given
+        sequences: which tokens belong to which target, and the rows they came in
     """
 
     ids: Tensor
@@ -46,13 +47,14 @@ class Targets:
     ) -> Targets:
         """Targets in any of the forms of this module.
 
-        labels: [n, L], not shifted, or one of the other forms
-        decoder_input_ids: the same form; by default the labels, shifted right
-        start: the token in front of shifted labels
-        filler: the token read in the place of a label -100 between others
-        attention_mask: [n, L], not zero on tokens
-        input_lengths: n lengths in tokens
-        cu_seq_lens: [n + 1], where targets begin in one row [1, T]
+        Args:
+            labels: [n, L], not shifted, or one of the other forms
+            decoder_input_ids: the same form; by default the labels, shifted right
+            start: the token in front of shifted labels
+            filler: the token read in the place of a label -100 between others
+            attention_mask: [n, L], not zero on tokens
+            input_lengths: n lengths in tokens
+            cu_seq_lens: [n + 1], where targets begin in one row [1, T]
 
         On CUDA waits once for the lengths. Raises ``InputError`` for rows that disagree.
         """

@@ -22,11 +22,12 @@ from torch import Tensor
 def gru_loop(gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, rows: Sequence[int]) -> Tensor:
     """Outputs [size, H] of a GRU, as ``torch.nn.GRU``.
 
-    gates: [size, 3H], the input's part of reset, update and new gate, input bias included
-    weight: [3H, H], recurrent
-    bias: [3H], recurrent
-    state: [rows[0], H], before the first step
-    rows: sequences at each step, on the host
+    Args:
+        gates: [size, 3H], the input's part of reset, update and new gate, input bias included
+        weight: [3H, H], recurrent
+        bias: [3H], recurrent
+        state: [rows[0], H], before the first step
+        rows: sequences at each step, on the host
     """
     return _gru(gates, weight, bias, state, list(rows), _needs_gradient(gates, weight, bias, state))[0]
 
@@ -34,11 +35,12 @@ def gru_loop(gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, rows: S
 def rnn_loop(gates: Tensor, weight: Tensor, state: Tensor, rows: Sequence[int], relu: bool) -> Tensor:
     """Outputs [size, H] of Elman's network, as ``torch.nn.RNN``.
 
-    gates: [size, H], the input's part, both biases included
-    weight: [H, H], recurrent
-    state: [rows[0], H], before the first step
-    rows: sequences at each step, on the host
-    relu: take ReLU for tanh
+    Args:
+        gates: [size, H], the input's part, both biases included
+        weight: [H, H], recurrent
+        state: [rows[0], H], before the first step
+        rows: sequences at each step, on the host
+        relu: take ReLU for tanh
     """
     return _rnn(gates, weight, state, list(rows), relu)
 

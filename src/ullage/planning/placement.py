@@ -41,20 +41,22 @@ def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -
 class Placement:
     """Which sequences are in which bin, and everything that follows from the arrays alone. Arrays are int64, read-only.
 
-    order [placed]: ids of sequences, bin by bin.
-    offsets [num_microbatches·ranks + 1]: where each bin begins in ``order``, microbatch by microbatch.
-    degrees [num_microbatches, ranks]: number of ranks that share the bin there; its members stand at the first of them.
-    lengths [n]: tokens kept of each sequence, 0 if it was dropped.
-    original_lengths [n]: tokens that came in.
-    costs [n]: cost of each sequence, in the unit of the cost model.
-    ranks: number of ranks.
-    capacity: slots that a rank holds in one microbatch.
-    pad_to_multiple_of: each slot is a multiple of it.
-    max_sequences: sequences that one microbatch may hold; ``NO_LIMIT`` for any number.
-    microbatch_multiple: the number of microbatches is a multiple of it.
-    per_microbatch, communication: these costs of the cost model, in the unit of ``costs``.
-    sync: ``"microbatch"`` or ``"step"``: when ranks wait for one another.
-    strategy: the name of the strategy that made it.
+    Attributes:
+        order [placed]: ids of sequences, bin by bin.
+        offsets [num_microbatches·ranks + 1]: where each bin begins in ``order``, microbatch by microbatch.
+        degrees [num_microbatches, ranks]: number of ranks that share the bin there; its members stand at the first of
+            them.
+        lengths [n]: tokens kept of each sequence, 0 if it was dropped.
+        original_lengths [n]: tokens that came in.
+        costs [n]: cost of each sequence, in the unit of the cost model.
+        ranks: number of ranks.
+        capacity: slots that a rank holds in one microbatch.
+        pad_to_multiple_of: each slot is a multiple of it.
+        max_sequences: sequences that one microbatch may hold; ``NO_LIMIT`` for any number.
+        microbatch_multiple: the number of microbatches is a multiple of it.
+        per_microbatch, communication: these costs of the cost model, in the unit of ``costs``.
+        sync: ``"microbatch"`` or ``"step"``: when ranks wait for one another.
+        strategy: the name of the strategy that made it.
     """
 
     order: Int64

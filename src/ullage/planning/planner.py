@@ -41,21 +41,25 @@ def plan(
 ) -> Plan:
     """Give each sequence a microbatch and a rank, or several ranks.
 
-    lengths [n]: tokens of each sequence of the global batch.
-    ranks: number of ranks that hold data.
-    capacity: slots (lengths rounded up to ``pad_to_multiple_of``) that a rank holds in one microbatch; never exceeded.
-    cost: any callable on an array of lengths that returns one number per sequence; ``None`` is ``TransformerCost()``.
-    strategy: one of :func:`ullage.planning.strategy_names`.
-    sync: ``"microbatch"`` where ranks wait for one another in every microbatch (FSDP, ZeRO-3, expert parallel),
-        ``"step"`` where they meet once per step (DDP).
-    context_parallel: number of consecutive ranks that share every microbatch; or ``"auto"``: 1, 2, 4, ... as each
-        microbatch needs.
-    microbatch_multiple: the number of microbatches is a multiple of it (virtual pipelines).
-    pad_to_multiple_of: each slot is a multiple of it.
-    max_sequences: sequences that one microbatch may hold; ``None`` is no limit.
-    keep_together: one integer per sequence, where equal ones >= 0 share a microbatch; or lists of ids that share one.
-    assignment: for ``"preassigned"``, the ids of each microbatch and rank.
-    oversize: what happens to a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
+    Args:
+        lengths [n]: tokens of each sequence of the global batch.
+        ranks: number of ranks that hold data.
+        capacity: slots (lengths rounded up to ``pad_to_multiple_of``) that a rank holds in one microbatch; never
+            exceeded.
+        cost: any callable on an array of lengths that returns one number per sequence; ``None`` is
+            ``TransformerCost()``.
+        strategy: one of :func:`ullage.planning.strategy_names`.
+        sync: ``"microbatch"`` where ranks wait for one another in every microbatch (FSDP, ZeRO-3, expert parallel),
+            ``"step"`` where they meet once per step (DDP).
+        context_parallel: number of consecutive ranks that share every microbatch; or ``"auto"``: 1, 2, 4, ... as each
+            microbatch needs.
+        microbatch_multiple: the number of microbatches is a multiple of it (virtual pipelines).
+        pad_to_multiple_of: each slot is a multiple of it.
+        max_sequences: sequences that one microbatch may hold; ``None`` is no limit.
+        keep_together: one integer per sequence, where equal ones >= 0 share a microbatch; or lists of ids that share
+            one.
+        assignment: for ``"preassigned"``, the ids of each microbatch and rank.
+        oversize: what happens to a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
 
     Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
 

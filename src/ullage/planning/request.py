@@ -101,9 +101,10 @@ def refuse_large_groups(
 ) -> None:
     """Raises ``InputError`` for the first group that no microbatch can hold.
 
-    slots, counts [items]: slots and sequences of each group.
-    item, placed [sequences]: the group and the id of each sequence.
-    capacity, max_sequences: what a microbatch can hold.
+    Args:
+        slots, counts [items]: slots and sequences of each group.
+        item, placed [sequences]: the group and the id of each sequence.
+        capacity, max_sequences: what a microbatch can hold.
     """
     for values, limit, unit in ((slots, capacity, "slots"), (counts, max_sequences, "sequences")):
         large = np.flatnonzero(values > limit)

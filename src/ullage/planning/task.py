@@ -18,15 +18,16 @@ from ullage.planning.bounds import bin_bound, microbatches_for
 class Task:
     """Items to place into bins: one bin for each microbatch of each rank.
 
-    slots, costs, counts [items]: int64 slots, cost and number of sequences of each item, in arrival order.
-    ranks: bins of one microbatch.
-    capacity: slots that a bin holds.
-    max_sequences: sequences that a bin holds, :data:`~ullage.planning.placement.NO_LIMIT` for any number.
-    microbatch_multiple: the number of microbatches must be a multiple of it.
-    sync: what to minimise: ``"microbatch"`` the sum over microbatches of the most expensive rank, ``"step"`` the most
-        expensive rank of the step.
-    shared_slots, shared_costs [exponents, items]: where ranks may share a bin, slots and cost on all its ranks together
-        at degree 1, 2, 4, ...
+    Attributes:
+        slots, costs, counts [items]: int64 slots, cost and number of sequences of each item, in arrival order.
+        ranks: bins of one microbatch.
+        capacity: slots that a bin holds.
+        max_sequences: sequences that a bin holds, :data:`~ullage.planning.placement.NO_LIMIT` for any number.
+        microbatch_multiple: the number of microbatches must be a multiple of it.
+        sync: what to minimise: ``"microbatch"`` the sum over microbatches of the most expensive rank, ``"step"`` the
+            most expensive rank of the step.
+        shared_slots, shared_costs [exponents, items]: where ranks may share a bin, slots and cost on all its ranks
+            together at degree 1, 2, 4, ...
     """
 
     slots: Int64

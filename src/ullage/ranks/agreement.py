@@ -36,8 +36,9 @@ _QUOTED, _LONGEST = 8, 2000
 def together(ranks: Axis | Topology, doing: str) -> Iterator[None]:
     """Let all ranks leave the block, or none: if one raises within it, every rank raises after it.
 
-    ranks: those that meet, along one axis or all axes of a topology; each of them must enter the block.
-    doing: what the block does, for the sentence "another rank failed while ...", for example ``"saving a model"``.
+    Args:
+        ranks: those that meet, along one axis or all axes of a topology; each of them must enter the block.
+        doing: what the block does, for the sentence "another rank failed while ...", for example ``"saving a model"``.
 
     Collective at the end of the block: one small all-gather for each axis of more than one rank, and nothing on a
     single rank. A rank raises its own error, whatever its kind, ``KeyboardInterrupt`` and ``SystemExit`` included, and
@@ -77,8 +78,9 @@ def agree(failure: BaseException | None, ranks: Axis | Topology, doing: str) -> 
 def gather_agreed(record: Any, axis: Axis, doing: str, failure: Exception | None = None) -> list[Any]:
     """The record of each rank along the axis, by coordinate, or an error on every rank if one has a ``failure``.
 
-    record: what JSON can write; it is not looked at where any rank failed.
-    doing: as for :func:`together`.
+    Args:
+        record: what JSON can write; it is not looked at where any rank failed.
+        doing: as for :func:`together`.
 
     Collective, one all-gather if the records are short and two if not; none on a single rank.
     """
@@ -122,8 +124,10 @@ def report(failure: BaseException | None, axis: Axis) -> list[tuple[int, str]]:
 def raise_failures(failure: BaseException | None, reports: Iterable[Report], doing: str, *axes: Axis) -> None:
     """Raise if this rank has a ``failure``, or if one is among the ``reports`` of the others; else do nothing.
 
-    reports: what :func:`report` gave on each rank, the same on every rank of the axes.
-    doing: as for :func:`together`.
+    Args:
+        reports: what :func:`report` gave on each rank, the same on every rank of the axes.
+        doing: as for :func:`together`.
+
     axes: the ranks that raise now; before they part they wait for each other, which is collective.
 
     Raises ``failure`` itself where there is one, and ``DistributedError`` elsewhere.

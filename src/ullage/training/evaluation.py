@@ -38,9 +38,10 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQue
 class Evaluator:
     """Evaluation of a trainer's model. ``is_running``: whether it goes through batches at the moment.
 
-    trainer: whose arguments, model, state and callbacks count.
-    reader: of its batches.
-    packer: cuts a large batch into microbatches.
+    Args:
+        trainer: whose arguments, model, state and callbacks count.
+        reader: of its batches.
+        packer: cuts a large batch into microbatches.
     """
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:

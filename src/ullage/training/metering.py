@@ -78,11 +78,12 @@ class TokenMeter:
     ) -> None:
         """Start again from zero.
 
-        device: where the ranks add up their counts.
-        group: the ranks whose batches differ (those of dp); None for one process.
-        num_devices: devices of the whole run, for ``mfu``.
-        peak_flops: FLOP/s that one device could do; None leaves ``mfu`` out.
-        oversize: what becomes of sequences over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
+        Args:
+            device: where the ranks add up their counts.
+            group: the ranks whose batches differ (those of dp); None for one process.
+            num_devices: devices of the whole run, for ``mfu``.
+            peak_flops: FLOP/s that one device could do; None leaves ``mfu`` out.
+            oversize: what becomes of sequences over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
         """
         self._device, self._group = device, group
         self.left_out = LeftOut(oversize)
@@ -99,11 +100,12 @@ class TokenMeter:
     def add(self, tokens: int, computed: int, padded: int, capacity: int = 0, flops: float = 0.0) -> None:
         """Count a batch of this rank.
 
-        tokens: real tokens.
-        computed: elements that the model is given, padding included.
-        padded: elements of the batch if padded to its longest sequence.
-        capacity: slots that the batch could have had; 0 where nothing is packed.
-        flops: model FLOPs of the batch, forward and backward; 0 where nothing is packed.
+        Args:
+            tokens: real tokens.
+            computed: elements that the model is given, padding included.
+            padded: elements of the batch if padded to its longest sequence.
+            capacity: slots that the batch could have had; 0 where nothing is packed.
+            flops: model FLOPs of the batch, forward and backward; 0 where nothing is packed.
         """
         for k, number in enumerate((tokens, computed, padded, capacity, flops)):
             self._counts[k] += number

@@ -80,11 +80,12 @@ class StepCounts:
 class StepSource:
     """The batches of a trainer's steps, and what the ranks know together of each.
 
-    trainer: whose arguments, state and accelerator count.
-    reader: of its batches.
-    packer: of its steps.
-    meter: counts what goes through the model.
-    stop: the request to stop, which the ranks agree on before every step.
+    Args:
+        trainer: whose arguments, state and accelerator count.
+        reader: of its batches.
+        packer: of its steps.
+        meter: counts what goes through the model.
+        stop: the request to stop, which the ranks agree on before every step.
     """
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer, meter: TokenMeter, stop: StopFlag) -> None:

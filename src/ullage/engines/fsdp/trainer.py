@@ -68,17 +68,19 @@ class Trainer:
         trainer = fsdp.Trainer(model, arguments, train_dataset=samples, topology=fsdp.make_topology(cp=2))
         trainer.train()
 
-    model: a model of transformers, changed in place by :func:`ullage.engines.fsdp.parallelize`.
-    args: ``ullage.training.TrainingArguments``, or transformers' own, with the defaults of ours for packing. A step has
-        ``per_device_train_batch_size`` × dp sequences. Without ``packing_capacity`` a microbatch has 8192 slots.
-    data_collator: makes a RaggedBatch of a list of one sample, such as ``RaggedCollator()``; None takes samples as
-        they are: dicts with ``input_ids`` and, unless these are predicted too, ``labels``.
-    train_dataset: the samples by index, the same on every rank.
-    eval_dataset: the samples that :meth:`evaluate` takes; None evaluates nothing.
-    processing_class: a tokenizer, saved beside the model.
-    callbacks: of transformers; those that it adds by itself are there already.
-    topology: the ranks of dp, cp and tp; None is all processes of ``torchrun`` as dp.
-    cp_method: how cp shares attention: ``"auto"``, ``"ulysses"`` (heads) or ``"gather"`` (keys).
+    Args:
+        model: a model of transformers, changed in place by :func:`ullage.engines.fsdp.parallelize`.
+        args: ``ullage.training.TrainingArguments``, or transformers' own, with the defaults of ours for packing. A step
+            has ``per_device_train_batch_size`` × dp sequences. Without ``packing_capacity`` a microbatch has 8192
+            slots.
+        data_collator: makes a RaggedBatch of a list of one sample, such as ``RaggedCollator()``; None takes samples as
+            they are: dicts with ``input_ids`` and, unless these are predicted too, ``labels``.
+        train_dataset: the samples by index, the same on every rank.
+        eval_dataset: the samples that :meth:`evaluate` takes; None evaluates nothing.
+        processing_class: a tokenizer, saved beside the model.
+        callbacks: of transformers; those that it adds by itself are there already.
+        topology: the ranks of dp, cp and tp; None is all processes of ``torchrun`` as dp.
+        cp_method: how cp shares attention: ``"auto"``, ``"ulysses"`` (heads) or ``"gather"`` (keys).
 
     Collective. Raises ``InputError`` on every rank for an argument that this loop does not implement, an empty
     dataset, and whatever ``parallelize`` refuses.
@@ -168,8 +170,11 @@ class Trainer:
     def train(self, resume_from_checkpoint: str | None = None, *, allow_changed_checkpoint: bool = False) -> None:
         """Trains to the end, or until a callback says stop. Collective.
 
-        resume_from_checkpoint: a folder ``checkpoint-N`` of such a run, on any topology with steps of the same size.
-        allow_changed_checkpoint: take files that were changed since they were written.
+        Args:
+            resume_from_checkpoint: a folder ``checkpoint-N`` of such a run, on any topology with steps of the same
+                size.
+            allow_changed_checkpoint: take files that were changed since they were written.
+
         Raises ``CheckpointError`` on every rank for a checkpoint that is damaged or of another model or step size.
         """
         if resume_from_checkpoint is not None:

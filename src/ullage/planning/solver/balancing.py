@@ -122,12 +122,13 @@ def balance(
 ) -> tuple[Int64, int]:
     """Place items, given in any order, so that the critical path is short.
 
-    items: in any order.
-    room: what a bin can hold.
-    ranks: bins of a microbatch.
-    microbatches: their number if that is feasible, else the next one in steps of ``microbatch_multiple`` that is.
-    microbatch_multiple: see above.
-    budget: operations to spend on improvement.
+    Args:
+        items: in any order.
+        room: what a bin can hold.
+        ranks: bins of a microbatch.
+        microbatches: their number if that is feasible, else the next one in steps of ``microbatch_multiple`` that is.
+        microbatch_multiple: see above.
+        budget: operations to spend on improvement.
 
     Returns the bin of each item, ``microbatch·ranks + rank``, and the number of microbatches.
     """

@@ -120,10 +120,11 @@ def _place_giants(
 ) -> tuple[Int64, Int64, int]:
     """Open bins for items that need more than one rank, and fill them.
 
-    items: sorted by falling cost at degree 1.
-    room: what one rank can hold.
-    needed [items]: the exponent of the degree that each item needs.
-    share: the cost of a mean microbatch of one rank.
+    Args:
+        items: sorted by falling cost at degree 1.
+        room: what one rank can hold.
+        needed [items]: the exponent of the degree that each item needs.
+        share: the cost of a mean microbatch of one rank.
 
     Returns the first rank's place of each item that was placed, ``NOWHERE`` for the others; the exponent of each bin
     by that place, −1 where no giant is; and the number of giants that found no block.
@@ -270,9 +271,10 @@ def share_out(
 ) -> tuple[Int64, Int64, int]:
     """Place items, given in any order, where several ranks may share a bin.
 
-    items: in any order, at degree 1, 2, 4, ...
-    room: what one rank can hold.
-    ranks, microbatches, microbatch_multiple, budget: as those of :func:`~ullage.planning.solver.balancing.balance`.
+    Args:
+        items: in any order, at degree 1, 2, 4, ...
+        room: what one rank can hold.
+        ranks, microbatches, microbatch_multiple, budget: as those of :func:`~ullage.planning.solver.balancing.balance`.
 
     Returns the place ``microbatch·ranks + rank`` of each item (the first of its ranks), the exponent of the bin at each
     place (−1 behind the first rank of a block and 0 for one rank), and the number of microbatches.

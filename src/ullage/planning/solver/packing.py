@@ -141,13 +141,14 @@ def _fullest(
 ) -> int:
     """The fullest bin that a depth-first search finds around the largest size left. Returns the number of its items.
 
-    sizes: the sizes of which there are items.
-    available [capacity + 1]: items of each size; unchanged at the end.
-    chosen: receives the sizes in the bin, falling.
-    stack, tried: work arrays: the size at each depth, and how many sizes were tried there.
-    room: what the bin can hold.
-    width: sizes tried at each depth.
-    budget: sizes tried beyond the first of each depth, altogether.
+    Args:
+        sizes: the sizes of which there are items.
+        available [capacity + 1]: items of each size; unchanged at the end.
+        chosen: receives the sizes in the bin, falling.
+        stack, tried: work arrays: the size at each depth, and how many sizes were tried there.
+        room: what the bin can hold.
+        width: sizes tried at each depth.
+        budget: sizes tried beyond the first of each depth, altogether.
     """
     least = next_member(sizes, 1)
     largest = previous_member(sizes, room.capacity)
