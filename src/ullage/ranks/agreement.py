@@ -127,8 +127,7 @@ def raise_failures(failure: BaseException | None, reports: Iterable[Report], doi
     Args:
         reports: what :func:`report` gave on each rank, the same on every rank of the axes.
         doing: as for :func:`together`.
-
-    axes: the ranks that raise now; before they part they wait for each other, which is collective.
+        axes: the ranks that raise now; before they part they wait for each other, which is collective.
 
     Raises ``failure`` itself where there is one, and ``DistributedError`` elsewhere.
     """
