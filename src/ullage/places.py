@@ -48,9 +48,13 @@ class Places:
         return _gather(placed, self.place_of, self.row_of, None, self.padding)
 
 
-def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """``rows[order]`` for an ``order`` [rows] that lists each row once, with its inverse; the rows for ``None``."""
-    return rows if order is None else _gather(rows, order, inverse, None, None)
+def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None, padding: Tensor | None = None) -> Tensor:
+    """``rows[order]`` for an ``order`` [rows] that lists each row once, with its inverse; the rows for ``None``.
+
+    ``padding``: rows that stay where they are and hold zeros, also in the gradient; their entries of ``order`` do not
+    count.
+    """
+    return rows if order is None else _gather(rows, order, inverse, padding, padding)
 
 
 class _Gather(torch.autograd.Function):

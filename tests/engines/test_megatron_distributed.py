@@ -1,17 +1,16 @@
 """megatron-core's real GPT on gloo, trained on our packed steps, against one sequence at a time in one process."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.support.launch import torchrun
+from tests.support.launch import ROOT, torchrun
 
 pytestmark = pytest.mark.distributed
 
 pytest.importorskip("megatron.core")
 
-WORKER = Path(__file__).with_name("megatron_parity.py")
+WORKER = ROOT / "tests" / "support" / "megatron_parity.py"
 
 
 def records(processes, *cases, timeout=400):

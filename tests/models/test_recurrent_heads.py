@@ -210,7 +210,7 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
     "one label for two sequences": (
         "sequence",
         lambda: {"input_ids": IDS, "labels": torch.tensor([1])},
-        "labels and sequences disagree: expected 2 labels, one a sequence, found shape [1]",
+        "labels and sequences disagree: expected 2 labels, one per sequence, found shape [1]",
     ),
     "labels by token for sequences": (
         "sequence",

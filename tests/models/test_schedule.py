@@ -113,3 +113,15 @@ def test_large_rectangles_are_cut_in_time() -> None:
     assert all(window.steps * window.rows * 256 <= module.MAX_ELEMENTS for window in schedule.windows)
     assert sum(window.steps for window in schedule.windows) == 512
     assert Schedule.dense(64, 512, 256, "packed").rows == (64,) * 512
+
+
+def test_a_flip_leaves_padding_zero_and_gives_it_no_gradient():
+    schedule = Schedule.ragged(np.array([7, 2, 5, 1]), 4, torch.device("cpu"), "staircase", keep_state=False)
+    assert schedule.places is not None
+    assert schedule.places.padding is not None
+    run = torch.randn(schedule.size, 3, dtype=torch.float64, requires_grad=True)
+    flipped = schedule.flip(run)
+    (gradient,) = torch.autograd.grad((flipped * torch.randn_like(flipped)).sum(), run)
+    assert not flipped[schedule.places.padding].any()
+    assert not gradient[schedule.places.padding].any()
+    assert gradient[schedule.places.place_of].all()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ullage.layout import Int64, Layout
-from ullage.places import Places
+from ullage.places import Places, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
 
@@ -153,7 +153,8 @@ class Schedule:
     def flip(self, run: Tensor) -> Tensor:
         """Values in run order [size, ...] with each sequence reversed in time, at its own end; undoes itself."""
         if self._reversed is not None:
-            return self._reversed.place(run)
+            index, padding = self._reversed
+            return permute(run, index, index, padding)
         flat = self.run_order == "flat"
         first, second = (self.num_sequences, self.length) if flat else (self.length, self.num_sequences)
         return run.view(first, second, *run.shape[1:]).flip(1 if flat else 0).reshape(run.shape)
@@ -205,20 +206,19 @@ class Schedule:
         return ends, empty
 
     @cached_property
-    def _reversed(self) -> Places | None:
-        """Each token in the place of the one as far from its sequence's other end; padding stays padding."""
+    def _reversed(self) -> tuple[Tensor, Tensor | None] | None:
+        """For each place the place of the token as far from its sequence's other end, and the places of padding."""
         if self.lengths is None:
             return None
         layout = Layout(self.lengths)
         last = layout.starts + layout.lengths - 1
         index = torch.from_numpy((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
         if self.places is None:
-            return Places(index, index)
+            return index, None
         # In run order: the place of the token that mirrors the token in this place.
         places = self.places
         mirrored = index.to(places.place_of.device, non_blocking=True).index_select(0, places.row_of)
-        index = places.place_of.index_select(0, mirrored)
-        return Places(index, index, places.padding)
+        return places.place_of.index_select(0, mirrored), places.padding
 
 
 def _swap(values: Tensor, first: int) -> Tensor:
