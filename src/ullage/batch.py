@@ -173,7 +173,7 @@ class RaggedBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the values lie; the CPU for a batch without fields."""
+        """Device of the values; the CPU for a batch without fields."""
         return next((tensor.device for tensor in self._values.values()), torch.device("cpu"))
 
     @property

@@ -1,4 +1,4 @@
-"""What goes wrong, said once: what, where, expected, found, and what to do about it.
+"""Errors of the library: what went wrong, where, expected, found, and what to do about it.
 
 Every error of this library is an :class:`UllageError` and also the built-in error a caller would
 expect (``ValueError`` or ``RuntimeError``), so that code that knows nothing of us catches it too.
@@ -55,7 +55,7 @@ class UsageError(InputError):
 
 
 class CheckpointError(UllageError, ValueError):
-    """A checkpoint is incomplete, contradicts itself, or is none."""
+    """A checkpoint is incomplete, contradicts itself, or is not a checkpoint."""
 
 
 class TrainingError(UllageError, RuntimeError):

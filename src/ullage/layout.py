@@ -63,7 +63,7 @@ class TimeMajor:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where items of unequal length lie in one flat buffer.
+    """Places of items of unequal length in one flat buffer.
 
     ``lengths``: integers >= 0, one per item. ``pad_to_multiple_of``: each item's slot is its length rounded up to this.
     All arrays are int64 and read-only. Touches no device. Raises ``InputError`` (a ``ValueError``) for lengths
@@ -164,7 +164,7 @@ class Layout:
         return _cumulated(self.slots, self.size)
 
     def pieces(self, cuts: Integers) -> Pieces:
-        """Which part of which item lies in which shard.
+        """The parts of items that lie in each shard.
 
         ``cuts`` [k + 1]: positions in the buffer that never fall; shard *s* is ``[cuts[s], cuts[s + 1])`` and may be
         empty. Cuts may leave out either end of the buffer or reach past it: what no shard covers has no piece.
@@ -284,7 +284,7 @@ def _cumulated(sizes: Int64, total: int) -> npt.NDArray[np.int32]:
 
 
 def starts_of(sizes: Int64) -> Int64:
-    """Where each part begins when parts of these sizes lie end to end: int64 [n], the first one 0."""
+    """First position of each part when parts of these sizes lie end to end: int64 [n], the first one 0."""
     return np.cumsum(sizes) - sizes
 
 

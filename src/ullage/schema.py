@@ -26,7 +26,7 @@ ALIGNMENT = 16
 
 
 def fill_value(name: str, dtype: torch.dtype) -> int:
-    """What padding holds in a field: -100 in labels whose dtype has such a number, 0 elsewhere."""
+    """The value of padding in a field: -100 in labels whose dtype has such a number, 0 elsewhere."""
     return IGNORED_LABEL if name in LABEL_NAMES and dtype.is_signed else 0
 
 
@@ -64,12 +64,12 @@ class Field:
 
     @property
     def padding(self) -> int:
-        """What padding holds: see :func:`fill_value`."""
+        """The value of padding: see :func:`fill_value`."""
         return fill_value(self.name, self.dtype)
 
     @property
     def untyped(self) -> tuple[str, tuple[int, ...], bool]:
-        """What has to be equal before dtypes can be promoted: name, shape and unit."""
+        """The properties that must be equal before dtypes can be promoted: name, shape and unit."""
         return self.name, self.shape, self.per_sequence
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class Runs:
 
     @property
     def key_start(self) -> Int64:
-        """Where the keys of each run begin."""
+        """Positions at which the keys of each run begin."""
         return self.start + self.queries - self.keys
 
     def pairs(self, window: int | None = None) -> int:
@@ -77,12 +77,12 @@ class Slices:
 
     @property
     def size(self) -> int:
-        """How many ranks share the row."""
+        """Number of ranks that share the row."""
         return len(self.indices)
 
     @property
     def index(self) -> Int64:
-        """Where this rank's elements stand in the whole row, int64 [elements]."""
+        """Positions of this rank's elements in the whole row, int64 [elements]."""
         return self.indices[self.rank]
 
     @cached_property
@@ -115,7 +115,7 @@ class Slices:
         return self.remember(("needs", rank, window), make)
 
     def remember(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` gives, made once for all layers."""
+        """The result of ``make``, made once for all layers."""
         if name not in self._known:
             self._known[name] = make()
         return self._known[name]

@@ -158,7 +158,10 @@ def flex_attention(
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
-    """Which blocks of 128 tokens see each other: same sequence, not later, within the window. Made on the device."""
+    """Mask of the blocks of 128 tokens that see each other: same sequence, not later, within the window.
+
+    Made on the device.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     positions = torch.arange(num_tokens, device=cu_seqlens.device)

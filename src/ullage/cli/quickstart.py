@@ -109,7 +109,7 @@ def _require_surroundings(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """What an earlier quickstart made, and nothing else."""
+    """Remove the files of an earlier quickstart, and nothing else."""
     for name in ("padded", "whole", "run"):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / "quickstart.html").unlink(missing_ok=True)
@@ -185,7 +185,7 @@ class _Quickstart:
             _run(command, shown)
 
     def journey(self) -> Journey:
-        """What the runs logged."""
+        """The logs of the runs."""
         from ullage.report.journey import Journey, Leg, read_steps
 
         folders = {name: self.folder / name for name in ("padded", "whole", "run")}

@@ -334,7 +334,7 @@ def _schema() -> Any:
 
 
 def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64, Layout, Int64]:
-    """Where the tokens of packed rows lie.
+    """Positions of the tokens of packed rows in the source.
 
     Args:
         group: for each row the ids of its sequences.

@@ -51,7 +51,7 @@ Samples = RaggedBatch | Sequence[RaggedBatch] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What one rank sends and receives, as ids of sequences; a pure function of plan and counts.
+    """Ids of the sequences that one rank sends and receives; a pure function of plan and counts.
 
     ``sends``: ids by destination, and for each destination in packing order; ``send_cuts`` [ranks + 1] cuts them.
     ``receives``: ids by source, and from each source in packing order; ``receive_cuts`` [ranks + 1] cuts them.
@@ -166,7 +166,7 @@ def exchange_columns(
 
 @dataclass(frozen=True, eq=False)
 class _Parcel:
-    """What a rank has ready when it meets the others: the bytes to send, their sizes, and what stays."""
+    """The data that a rank has ready when it meets the others: the bytes to send, their sizes, and what stays."""
 
     route: Route
     payload: Tensor
@@ -194,7 +194,9 @@ def materialize(
     per_sequence: Iterable[str] = (),
     fields: Sequence[str] | None = None,
 ) -> list[RaggedBatch]:
-    """What :func:`exchange` gives to ``rank``, where every rank holds the whole global batch. No communication.
+    """The microbatches that :func:`exchange` gives to ``rank``, made where every rank holds the whole batch.
+
+    No communication.
 
     ``batch``: all sequences, in the order of the lengths that were planned; the rest as for :func:`exchange`. Of
     samples, only those that ``rank`` runs are read, and dtypes are promoted over them. Raises ``InputError``.

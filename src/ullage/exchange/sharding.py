@@ -45,7 +45,7 @@ class Shard:
 
     @property
     def index(self) -> Int64:
-        """Where each element stands in the whole row, int64 [elements]."""
+        """Position of each element in the whole row, int64 [elements]."""
         return shard_index(self.layout, self.cp_size, self.cp_rank, self.order)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -65,7 +65,7 @@ class Shard:
 
 
 def shard_index(layout: Layout, cp_size: int, cp_rank: int, order: str = "zigzag") -> Int64:
-    """Where in the whole row each element of a rank's slice stands, int64 [layout.size / cp_size].
+    """Position in the whole row of each element of a rank's slice, int64 [layout.size / cp_size].
 
     ``whole[index]`` is the slice, and ``whole[index] = slice`` puts it back. Raises ``InputError`` for a rank or an
     order that does not exist, and for a slot (a row, if contiguous) that cannot be cut into equal parts.
@@ -141,8 +141,11 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
 
 
 def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:
-    """What a slice holds of each sequence. Tokens come before padding in it too: of two chunks of a sequence, the
-    second has tokens only where the first is full."""
+    """Tokens and slots of each sequence in a slice.
+
+    Tokens come before padding in it too: of two chunks of a sequence, the second has tokens only where the first is
+    full.
+    """
     item = layout.item_ids()[index]
     real = positions < layout.lengths[item]
     count = layout.num_items

@@ -68,12 +68,12 @@ def _digest(sample: Any) -> bytes:
 
 
 def regular_counts(position: int, streams: int) -> Int64:
-    """What each reader has given when the first ``position`` samples of the stream are gone and none has ended."""
+    """Number of samples that each reader has given after ``position`` samples of the stream, if none has ended."""
     return (position + streams - 1 - np.arange(streams, dtype=np.int64)) // streams
 
 
 def deal(given: Int64, live: np.ndarray, wanted: int) -> Int64:
-    """How many of the next ``wanted`` samples come from each reader, int64 [streams].
+    """Number of the next ``wanted`` samples that come from each reader, int64 [streams].
 
     ``given`` [streams]: what each has given so far; ``live`` [streams]: which have not ended. Those go on in turn,
     from the one that is behind. Pure, the same on every rank.
@@ -101,9 +101,13 @@ def deal(given: Int64, live: np.ndarray, wanted: int) -> Int64:
 
 @dataclass(frozen=True)
 class Stream:
-    """What all ranks know of the stream: its kind, and for map-style datasets the ``sizes`` [streams] of the readers.
+    """The facts of the stream that all ranks know.
 
-    ``shared``: whether the readers read one dataset that all of them hold.
+    Attributes:
+        kind: of the readers.
+        streams: number of readers.
+        sizes: [streams], samples of each reader; empty unless the datasets are map-style.
+        shared: whether the readers read one dataset that all of them hold.
     """
 
     kind: str
@@ -112,7 +116,7 @@ class Stream:
     shared: bool = True
 
     def quotas(self, given: Int64, wanted: int) -> Int64:
-        """How many samples each reader gives to the next step of a map-style stream, int64 [streams]."""
+        """Number of samples that each reader gives to the next step of a map-style stream, int64 [streams]."""
         sizes = np.array(self.sizes, np.int64)
         quota = np.zeros(self.streams, np.int64)
         while (missing := wanted - int(quota.sum())) > 0:
@@ -133,8 +137,10 @@ class Stream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> Int64:
-        """What each reader had given in ``state``. Raises ``InputError`` for a state of something else, and for one
-        that this number of readers cannot go on from."""
+        """Number of samples that each reader had given in ``state``.
+
+        Raises ``InputError`` for a state of something else, and for one that this number of readers cannot continue.
+        """
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
             raise InputError("this is not the state of a PackedIterator", expected=f"format {_FORMAT!r}", found=found)

@@ -35,7 +35,7 @@ StageFields = Callable[[int, int], Sequence[str] | None]
 
 @dataclass(frozen=True, eq=False)
 class PackedStep:
-    """What one rank runs until the optimizer's next step.
+    """The microbatches that one rank runs until the optimizer's next step.
 
     ``microbatches``: the whole packed microbatches of this data-parallel coordinate; one without sequences is an empty
     batch whose ``placeholder()`` a rank can run. ``num_microbatches`` is the same on every rank. ``num_tokens`` and
@@ -59,7 +59,7 @@ class PackedStep:
 
 @dataclass(frozen=True)
 class Options:
-    """How steps are made; the same on every rank."""
+    """Options of making steps, the same on every rank."""
 
     global_batch_size: int
     make_plan: Callable[[Int64], Plan]

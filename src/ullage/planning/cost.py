@@ -1,4 +1,4 @@
-"""What a sequence costs, so that equal work and not equal token counts is balanced.
+"""Cost models of sequences, by which equal work and not equal token counts are balanced.
 
 A transformer's work on one sequence of ``L`` tokens is ``linear·L + quadratic·L²``: projections and MLP see tokens,
 attention sees pairs of tokens. Both sums are additive over sequences, so a batch is described by Σlength and
@@ -100,7 +100,7 @@ class RecurrentCost:
         return np.asarray(lengths, np.float64) * (self.row + self.step / self.rows)
 
     def batch(self, lengths: Int64) -> float:
-        """What sequences of these lengths cost when they run together."""
+        """Cost of sequences of these lengths that run together."""
         lengths = np.asarray(lengths, np.int64)
         return self.step * int(lengths.max(initial=0)) + self.row * int(lengths.sum())
 

@@ -24,7 +24,7 @@ ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
 
 
 def slot_multiple(pad_to_multiple_of: int, degree: int) -> int:
-    """What a slot is a multiple of where ``degree`` ranks share it."""
+    """The number that a slot is a multiple of where ``degree`` ranks share it."""
     return pad_to_multiple_of if degree == 1 else math.lcm(pad_to_multiple_of, 2 * degree)
 
 
@@ -39,7 +39,7 @@ def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which sequences are in which bin, and everything that follows from the arrays alone. Arrays are int64, read-only.
+    """Assignment of sequences to bins, and everything that follows from its arrays alone. Arrays are int64, read-only.
 
     Attributes:
         order [placed]: ids of sequences, bin by bin.
@@ -98,7 +98,7 @@ class Placement:
         return self.order[self.offsets[first] : self.offsets[first + 1]]
 
     def degree(self, microbatch: int, rank: int) -> int:
-        """How many consecutive ranks share this bin: the context-parallel degree."""
+        """Number of consecutive ranks that share this bin: the context-parallel degree."""
         self._bin(microbatch, rank)
         return int(self.degrees[microbatch, rank])
 
@@ -111,7 +111,7 @@ class Placement:
         return slot_multiple(self.pad_to_multiple_of, self.degree(microbatch, rank))
 
     def layout(self, microbatch: int, rank: int) -> Layout:
-        """Where the members lie in this microbatch's flat buffer."""
+        """Layout of the members in this microbatch's flat buffer."""
         return Layout(self.lengths[self.members(microbatch, rank)], self.slot_multiple(microbatch, rank))
 
     def _bin(self, microbatch: int, rank: int) -> int:
@@ -130,7 +130,7 @@ class Placement:
 
     @cached_property
     def inverse(self) -> Int64:
-        """Where each sequence stands in ``order``, int64 [n], −1 if dropped: ``outputs[plan.inverse]`` puts outputs
+        """Position of each sequence in ``order``, int64 [n], −1 if dropped: ``outputs[plan.inverse]`` puts outputs
         that were collected microbatch by microbatch, and in each rank by rank, back into the original order."""
         inverse = np.full(self.num_sequences, -1, np.int64)
         inverse[self.order] = np.arange(len(self.order))

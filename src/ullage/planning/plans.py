@@ -33,7 +33,7 @@ _FORMAT = "ullage plan 1"
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a plan achieves, with the lower bounds beside it. Token counts are exact integers.
+    """Figures of a plan, with the lower bounds beside them. Token counts are exact integers.
 
     Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
     + padding_tokens``. ``num_padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is
@@ -73,7 +73,7 @@ class Plan(Placement):
     """A schedule of sequences over ``num_microbatches`` × ``ranks`` bins, as :func:`ullage.plan` makes it."""
 
     def statistics(self) -> Statistics:
-        """What this plan achieves beside what is possible. See :class:`Statistics`."""
+        """Figures of this plan beside their lower bounds. See :class:`Statistics`."""
         return _statistics(self)
 
     def problems(self) -> list[str]:

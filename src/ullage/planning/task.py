@@ -1,4 +1,4 @@
-"""What a strategy is given, and what it returns, both as arrays.
+"""The input and the result of a strategy, both as arrays.
 
 :func:`ullage.plan` checks its arguments and makes a :class:`Task` of *items*: sequences, or groups of sequences that
 stay together. A strategy is any function from a :class:`Task` to an :class:`Assignment`; it never sees lengths,

@@ -95,7 +95,7 @@ def gather_agreed(record: Any, axis: Axis, doing: str, failure: Exception | None
 
 
 def tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``step`` returns, or what it raised: local work before a collective must not keep others waiting.
+    """The result of ``step``, or its error: local work before a collective must not keep others waiting.
 
     A lost peer is raised at once, because the others will not come to the next collective either.
     """
@@ -108,7 +108,7 @@ def tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def report(failure: BaseException | None, axis: Axis) -> list[tuple[int, str]]:
-    """What this rank's header says of its ``failure``: the ranks that failed and their errors; empty without one.
+    """The entry for this rank's ``failure`` in a header: the ranks that failed and their errors; empty without one.
 
     A ``DistributedError`` made here is handed on as the failures that it tells of, so that the sentence names the rank
     where the error arose and not the one that heard of it first. Plain data, as JSON takes it.

@@ -106,7 +106,7 @@ def _workers_sleep(until: float) -> bool | None:
 
 
 def _states_of_workers() -> list[str] | None:
-    """What system call each of gloo's threads is in, as Linux writes it; None where it does not."""
+    """The system call in which each of gloo's threads is, as Linux writes it; None where it does not."""
     if _FUTEX is None or not (_THREADS / str(os.getpid()) / "syscall").is_file():
         return None
     states = []

@@ -44,7 +44,7 @@ def dumps(record: Any) -> bytes:
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """Where the tensors of this group's collectives must lie: the host if its backend takes host tensors."""
+    """The device on which tensors of this group's collectives must lie: the host if its backend takes host tensors."""
     backends = dist.get_backend_config(group)
     accelerator = torch.accelerator.current_accelerator()
     if "cpu:" in backends or backends == "gloo" or accelerator is None:

@@ -116,7 +116,7 @@ def _counted(count: int, thing: str) -> str:
 
 
 def _position(group: Group) -> np.ndarray:
-    """Where each piece begins when the shards are laid end to end, [pieces]."""
+    """First position of each piece when the shards are laid end to end, [pieces]."""
     return group.pieces.shard * group.shard_size + group.pieces.shard_start
 
 

@@ -185,7 +185,7 @@ def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: flo
 
 
 def memory_drawing(plan: Plan) -> PlanDrawing:
-    """What each microbatch of each rank holds: every one as wide as its capacity, the ullage hatched."""
+    """Drawing of the contents of each microbatch of each rank, as wide as its capacity, the ullage hatched."""
     window, shades = _Window.of(plan), _Shades.of(plan)
     cell = 100 / max(1, window.microbatches)
     rows = []

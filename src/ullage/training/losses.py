@@ -180,7 +180,7 @@ class OwnLoss:
 
 
 def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
-    """What ``packing_loss`` of the Trainer or of its class says; None if it says nothing of this loss.
+    """The word of ``packing_loss`` of the Trainer or of its class for this loss; None if it has none.
 
     A declaration holds for the ``compute_loss`` of its class and of the classes under it. Whoever overrides the method
     once more declares anew. Raises ``InputError`` for an unknown word.

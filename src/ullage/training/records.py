@@ -137,7 +137,7 @@ def _as_array(entry: Any) -> Any:
 
 
 def as_tensors(value: Any) -> Any:
-    """What :func:`combined` gives with tensors on the host in the place of arrays."""
+    """The result of :func:`combined` with tensors on the host in the place of arrays."""
     if isinstance(value, (tuple, list)):
         return type(value)(as_tensors(part) for part in value)
     if isinstance(value, dict):

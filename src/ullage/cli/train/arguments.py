@@ -204,7 +204,7 @@ class _Parser(HfArgumentParser):
         raise UsageError(message, where=self.where, hint="see ullage train --help")
 
     def given(self, flags: list[str]) -> dict[str, Any]:
-        """What ``flags`` say, without defaults; ``None`` in a config file counts as said."""
+        """The values of ``flags``, without defaults; ``None`` in a config file counts as said."""
         unsaid = object()
         names = argparse.Namespace(**dict.fromkeys(self._by_name, unsaid))
         said, _ = self.parse_known_args(flags, namespace=names)

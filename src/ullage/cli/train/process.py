@@ -50,7 +50,7 @@ def path_of_environment(path: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What torch and DeepSpeed raise where a process group cannot be formed, as one line that says what to do."""
+    """Turn errors about a process group that cannot be formed into one line that says what to do."""
     from torch.distributed import DistNetworkError
 
     try:
@@ -79,7 +79,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _failed_to_build(error: BaseException | None) -> str | None:
-    """What torch said of an operator of DeepSpeed's that could not be built, if that is what ``error`` comes from."""
+    """Torch's message about an operator of DeepSpeed that could not be built, if ``error`` comes from one."""
     while error is not None:
         if any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
             return str(error).partition("\n")[0].partition(": ")[0]

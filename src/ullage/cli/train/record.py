@@ -67,7 +67,7 @@ def settings_of(command: TrainCommand) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What the run in ``folder`` wrote down; None if there is nothing that can be read."""
+    """The record that the run in ``folder`` wrote; None if none can be read."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ from ullage.training import TrainingArguments
 
 @dataclass
 class DataArguments:
-    """Which sequences to train on."""
+    """The sequences to train on."""
 
     data: str | None = field(
         default=None,
@@ -47,7 +47,7 @@ class DataArguments:
 
 @dataclass
 class ModelArguments:
-    """Which model to train."""
+    """The model to train."""
 
     model: str = field(
         default="lstm",
@@ -63,7 +63,7 @@ class ModelArguments:
 
 @dataclass
 class OutputArguments:
-    """What to write, and over what."""
+    """The files to write, and those to overwrite."""
 
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "start over in a folder that holds a run: its checkpoints are deleted"}
@@ -73,7 +73,7 @@ class OutputArguments:
 
 @dataclass
 class RunArguments:
-    """How far to go, and on which machines."""
+    """The length of the run, and its machines."""
 
     stop_at_step: int | None = field(
         default=None,

@@ -100,7 +100,7 @@ def _run(argv: list[str], first: bool) -> None:
 
 @contextlib.contextmanager
 def _written(command: TrainCommand) -> Iterator[None]:
-    """What one rank cannot write, all of them raise; in one line."""
+    """Let all ranks raise in one line if one of them cannot write."""
     from ullage.training.agreement import agreement, several_ranks
 
     where = command.training.output_dir
@@ -259,7 +259,7 @@ def _command(argv: list[str]) -> str:
 
 
 def _launcher() -> list[str]:
-    """How torchrun started as many processes; where they meet on several hosts is for the caller to say."""
+    """The options by which torchrun started as many processes; on several machines the caller adds the address."""
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if everywhere == 1:
         return []

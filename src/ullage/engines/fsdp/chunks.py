@@ -67,7 +67,7 @@ def writable(value: Any) -> Any:
 
 
 def copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """What was loaded beside the tensors themselves into them."""
+    """Copy what was loaded beside the tensors into them."""
     with torch.no_grad():
         for name, value in loaded.items():
             held = values[name]

@@ -56,7 +56,7 @@ def device_type() -> str:
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 

@@ -28,12 +28,16 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """How a model is spread. ``topology``: with its groups. ``device``: where it computes. ``mesh``: of dp, cp and tp.
-    ``sharded``: dp·cp of it as one axis, over which parameters are sharded and gradients averaged. Both meshes are
-    ``None`` on one process.
+    """The distribution of a model over ranks.
 
-    ``cp_method`` and ``cp_fallback`` are those of ``ullage.attention.context_parallel``. ``autocast``: what one process
-    computes in, where there is no FSDP to cast its weights.
+    Attributes:
+        topology: of all ranks, with its groups.
+        device: on which this rank computes.
+        mesh: of dp, cp and tp; ``None`` on one process.
+        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged; ``None`` on one
+            process.
+        cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
+        autocast: dtype in which one process computes, where there is no FSDP to cast its weights.
     """
 
     topology: Topology
@@ -45,7 +49,7 @@ class Parallel:
     autocast: torch.dtype | None = None
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What a forward of this model runs in."""
+        """The context in which a forward of this model runs."""
         if self.autocast is not None:
             return torch.autocast(self.device.type, self.autocast)
         if self.mesh is None or self.topology.cp.size == 1:
@@ -113,7 +117,7 @@ def parallelize(
 
 
 def parallel_of(model: nn.Module) -> Parallel:
-    """How :func:`parallelize` spread the model. Raises ``InputError`` if it did not."""
+    """The distribution that :func:`parallelize` gave the model. Raises ``InputError`` if it did not."""
     found = getattr(model, _ATTRIBUTE, None)
     if found is None:
         raise InputError("this model was not made parallel", found=type(model).__name__, hint="parallelize it first")

@@ -1,4 +1,4 @@
-"""What the engine has to know of an optimizer that the user made: whose parameters it holds, and its state.
+"""Facts about an optimizer that the user made: whose parameters it holds, and its state.
 
 An optimizer made before ``parallelize`` holds tensors that the model no longer has, and would train nothing without an
 error. With tp, parameters live on two meshes, and the kernels that take many tensors at once take those of one.

@@ -18,7 +18,7 @@ _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is written of the optimizer: no state before its first step."""
+    """The state of the optimizer as it is written: none before its first step."""
     state: dict[str, Any] = {}
     groups = []
     for group, names in zip(optimizer.param_groups, names_of(model, optimizer)):

@@ -29,7 +29,7 @@ from ullage.schema import IGNORED_LABEL
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank; tensors of dim 0 on the device, so that nobody waits for it.
+    """Result of a step, the same on every rank: tensors of dim 0 on the device, so that nothing waits for it.
 
     ``loss``: the mean over the labels that count in the whole step, ``num_labels``. ``grad_norm``: before clipping;
     ``None`` for an evaluation.

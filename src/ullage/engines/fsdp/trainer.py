@@ -212,7 +212,7 @@ class Trainer:
         save_pretrained(self.model, output_dir or self.args.output_dir or ".", *others)
 
     def _train_epoch(self, epoch: int) -> None:
-        """What is left of an epoch: each has an order of its own, the same on every layout."""
+        """Train on the rest of an epoch. Each epoch has an order of its own, the same on every layout."""
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(self.args.seed + epoch))
         done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
         left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())

@@ -43,7 +43,7 @@ _LOCK = threading.RLock()
 
 
 class _Spent:
-    """What this process has spent on kernels that are not compiled, and whether it has announced the compilation."""
+    """Seconds that this process has spent on uncompiled kernels, and whether it has announced the compilation."""
 
     seconds = 0.0
     announced = False
@@ -180,7 +180,7 @@ class _KernelThread(threading.Thread):
             self._error = error
 
     def result(self) -> Any:
-        """What ``work`` returned, once it has. Raises what it raised."""
+        """The result of ``work``, once it has ended. Raises its error."""
         try:
             self.join()
         except BaseException:

@@ -76,8 +76,11 @@ def path_of(load: Int64, order: Int64, ranks: int) -> float:
 
 @kernel
 def deal_bins(load: Int64, ranks: int) -> Int64:
-    """Where each bin goes, ``microbatch·ranks + rank``: sorted into microbatches, the heaviest bin of each to the rank
-    that has the least so far, then exchanged within microbatches while that lowers the most expensive rank."""
+    """The place of each bin, ``microbatch·ranks + rank``.
+
+    Bins are sorted into microbatches, the heaviest of each goes to the rank that has the least so far, then bins are
+    exchanged within microbatches while that lowers the most expensive rank.
+    """
     order = falling_order(load)
     total = np.zeros(ranks, np.int64)
     places = np.empty(len(load), np.int64)

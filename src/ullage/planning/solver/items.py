@@ -44,7 +44,7 @@ class Bins(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a bin can hold: slots, and sequences (``NO_LIMIT`` if any number of them)."""
+    """Capacity of a bin: slots, and sequences (``NO_LIMIT`` if any number of them)."""
 
     capacity: int
     max_sequences: int

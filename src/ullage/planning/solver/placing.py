@@ -95,7 +95,7 @@ def _unplaced(following: Int64, at: int) -> int:
 
 @kernel
 def _first_within(falling: Int64, most: int) -> int:
-    """Where falling numbers begin to be at most ``most``."""
+    """First index at which falling numbers are at most ``most``."""
     low, high = 0, len(falling)
     while low < high:
         middle = (low + high) // 2
