@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError, require_int, require_one_of
 
 Int64 = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer]
@@ -204,8 +204,7 @@ class Layout:
         >>> Layout([8, 4]).cut(2, 0).tolist(), Layout([8, 4]).cut(2, 1).tolist()
         ([0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10])
         """
-        if order not in ORDERS:
-            raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(order))
+        require_one_of(order, ORDERS, "order of slices")
         require_context_rank(size, rank)
         if order == "contiguous":
             return np.arange(self.size * rank // size, self.size * (rank + 1) // size)

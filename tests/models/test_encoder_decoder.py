@@ -176,7 +176,7 @@ def test_a_state_of_another_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": "linear"}, "no such attention: expected one of additive, dot, found 'linear'"),
+        ({"attention": "linear"}, "no such attention: expected 'additive' or 'dot', found 'linear'"),
         ({"cell": "mamba"}, "no such recurrent cell"),
         ({"num_decoder_layers": 0}, "num_hidden_layers must be positive: expected >= 1, found 0"),
     ],

@@ -278,7 +278,7 @@ def test_bad_input_is_told_in_one_line(case: str) -> None:
 
 
 def test_a_pooling_nobody_knows() -> None:
-    with pytest.raises(InputError, match="no such pooling: expected one of last, mean, attention, found 'max'"):
+    with pytest.raises(InputError, match="no such pooling: expected 'last' or 'mean' or 'attention', found 'max'"):
         RecurrentConfig(pooling="max")
 
 

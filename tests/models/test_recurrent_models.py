@@ -120,7 +120,7 @@ def test_a_cell_of_ones_own_is_one_class() -> None:
     [
         (
             {"cell": "mamba"},
-            "no such recurrent cell: expected one of lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, found 'mamba'",
+            "no such recurrent cell: expected 'lstm' or 'gru' or 'rnn_tanh' or 'rnn_relu' or 'mingru' or 'minlstm', found 'mamba'",
         ),
         ({"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
         ({"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),

@@ -28,7 +28,7 @@ from ullage.attention.packed_call import PackedCall
 from ullage.attention.slices import Slices
 from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError, UllageError
+from ullage.errors import DistributedError, InputError, UllageError, require_one_of
 from ullage.layout import Layout
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
@@ -96,8 +96,7 @@ class ContextParallel(contextlib.ContextDecorator):
     """
 
     def __init__(self, axis: Axis, method: str, fallback: bool) -> None:
-        if method not in METHODS:
-            raise InputError("no such method", expected=" or ".join(map(repr, METHODS)), found=repr(method))
+        require_one_of(method, METHODS, "method")
         self.axis, self.size, self.rank = require_axis(axis), axis.size, axis.rank
         self.group = axis.require_group() if axis.size > 1 else None
         if axis.order != list(range(axis.size)):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError, require_int, require_one_of
 from ullage.exchange.agreement import compare_ranks, describe, stream_of
 from ullage.exchange.background import Background
 from ullage.exchange.lease import lease
@@ -206,8 +206,8 @@ def _planner(
 def _require_numbers(numbers: Mapping[str, Any], prefetch: Any, cp_order: Any, plan_options: Mapping[str, Any]) -> None:
     for name, value, least in [*((name, value, 1) for name, value in numbers.items()), ("prefetch", prefetch, 0)]:
         require_int(value, name, least=least)
-    if cp_order is not None and cp_order not in ORDERS:
-        raise InputError("no such order of slices", expected=" or ".join(map(repr, ORDERS)), found=repr(cp_order))
+    if cp_order is not None:
+        require_one_of(cp_order, ORDERS, "order of slices")
     known = [name for name in inspect.signature(plan).parameters if name not in _NOT_OPTIONS]
     for name in plan_options:
         if name not in known:

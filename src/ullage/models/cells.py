@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ullage.errors import InputError
+from ullage.errors import require_one_of
 from ullage.models.schedule import RunOrder, Schedule
 
 #: One tensor [n, hidden] for each name in ``state_names``.
@@ -45,9 +45,7 @@ def register_cell(name: str) -> Callable[[type[Cell]], type[Cell]]:
 
 def cell_class(name: str) -> type[Cell]:
     """The cell registered as ``name``. Raises ``InputError`` that lists the registered names."""
-    if name not in CELLS:
-        raise InputError("no such recurrent cell", expected=f"one of {', '.join(CELLS)}", found=repr(name))
-    return CELLS[name]
+    return CELLS[require_one_of(name, CELLS, "recurrent cell")]
 
 
 class Cell(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.models.cells import cell_class
 
 #: Kinds of pooling in front of a classifier.
@@ -63,5 +63,4 @@ class RecurrentConfig(PretrainedConfig):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
                 raise InputError(f"{name} must be a probability", expected=f"0 <= {name} < 1", found=value)
-        if self.pooling not in POOLINGS:
-            raise InputError("no such pooling", expected=f"one of {', '.join(POOLINGS)}", found=repr(self.pooling))
+        require_one_of(self.pooling, POOLINGS, "pooling")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.decoder_attention import ATTENTIONS
 
@@ -55,10 +55,7 @@ class RecurrentEncoderDecoderConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.attention not in ATTENTIONS:
-            raise InputError(
-                "no such attention", expected=f"one of {', '.join(ATTENTIONS)}", found=repr(self.attention)
-            )
+        require_one_of(self.attention, ATTENTIONS, "attention")
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_hidden_layers
         self.encoder_config()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.ranks.ending import end_groups_at_exit
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class Topology:
     owners: str = "every"
 
     def __post_init__(self) -> None:
-        if self.owners not in OWNERS:
-            raise InputError("no such owners", expected=" or ".join(map(repr, OWNERS)), found=repr(self.owners))
+        require_one_of(self.owners, OWNERS, "owners")
 
     @classmethod
     def single(cls) -> Topology:

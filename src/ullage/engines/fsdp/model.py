@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.mesh import device_of_rank, mesh_of
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.ranks import Axis, Topology, together
 
 _ATTRIBUTE = "_ullage_parallel"
@@ -34,8 +34,8 @@ class Parallel:
         topology: of all ranks, with its groups.
         device: on which this rank computes.
         mesh: of dp, cp and tp; ``None`` on one process.
-        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged; ``None`` on one
-            process.
+        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged; ``None`` on
+            one process.
         cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
         autocast: dtype in which one process computes, where there is no FSDP to cast its weights.
     """
@@ -162,8 +162,7 @@ def _check(model: Any, topology: Topology, world: int) -> None:
 
 
 def _require_context(model: Any, topology: Topology, method: str, fallback: bool) -> None:
-    if method not in ("auto", "ulysses", "gather"):
-        raise InputError("no such cp_method", expected="'auto', 'ulysses' or 'gather'", found=repr(method))
+    require_one_of(method, ("auto", "ulysses", "gather"), "cp_method")
     cp = topology.cp.size
     if cp == 1:
         return

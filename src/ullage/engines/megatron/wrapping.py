@@ -23,7 +23,7 @@ from ullage.batch import RaggedBatch
 from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_items
 from ullage.engines.megatron.settings import Settings, is_dynamic
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.exchange.agreement import compare_ranks
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker
@@ -99,8 +99,7 @@ def packed_step(
     Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
     """
     settings, failure = tried(lambda: Settings.of(config))
-    if owners not in ("ends", "every"):
-        raise InputError("no such owners", expected="'ends' or 'every'", found=repr(owners))
+    require_one_of(owners, ("ends", "every"), "owners")
     dynamic = is_dynamic(config)
     topology = Topology.from_megatron(pg_collection, owners=owners, flatten_cp=dynamic)
     _compare_once(topology)
