@@ -75,7 +75,7 @@ def require_int(value: object, name: str, *, least: int) -> int:
     Raises ``InputError`` that calls the argument ``name``.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=value)
+        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=repr(value))
     return int(value)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 
 #: Default number of lengths of a mock distribution, upstream's too.
@@ -64,8 +64,8 @@ def mock_lengths(
     array([8192, 3473, 6564, 8192])
     """
     config = mock_config(config)
-    if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0):
-        raise InputError("n must be a count", expected="an integer >= 0", found=n)
+    if n is not None:
+        require_int(n, "n", least=0)
     if config["mode"] == "file":
         lengths = read_csv(config["path"])
         if n is not None:

@@ -28,13 +28,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ullage.engines.dealing import bins_of, fill_empty
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.cost import LINEAR_7B
 from ullage.planning.placement import slots_of
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
-from ullage.planning.request import as_positive
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 
@@ -63,7 +62,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
     [[2, 3, 4], [0, 1]]
     """
-    values, k = as_lengths(seqlen_list, "seqlen_list"), as_positive(k_partitions, "k_partitions")
+    values, k = as_lengths(seqlen_list, "seqlen_list"), require_int(k_partitions, "k_partitions", least=1)
     if len(values) < k:
         raise InputError("there are fewer items than partitions", expected=f"at least {k}", found=len(values))
     if equal_size and len(values) % k:
@@ -269,10 +268,12 @@ class DynamicCPScheduler:
         microbatch_group_size_per_vp_stage: int | None = None,
         min_cp_size: int = 1,
     ) -> None:
-        self.max_seqlen_per_dp_cp_rank = as_positive(max_seqlen_per_dp_cp_rank, "max_seqlen_per_dp_cp_rank")
-        self.ranks = as_positive(cp_size, "cp_size") * as_positive(dp_size, "dp_size")
-        self.multiple = as_positive(microbatch_group_size_per_vp_stage or 1, "microbatch_group_size_per_vp_stage")
-        self.min_cp_size = as_positive(min_cp_size, "min_cp_size")
+        self.max_seqlen_per_dp_cp_rank = require_int(max_seqlen_per_dp_cp_rank, "max_seqlen_per_dp_cp_rank", least=1)
+        self.ranks = require_int(cp_size, "cp_size", least=1) * require_int(dp_size, "dp_size", least=1)
+        self.multiple = require_int(
+            microbatch_group_size_per_vp_stage or 1, "microbatch_group_size_per_vp_stage", least=1
+        )
+        self.min_cp_size = require_int(min_cp_size, "min_cp_size", least=1)
         if self.ranks % self.min_cp_size:
             raise InputError("min_cp_size must divide the ranks", expected=f"a part of {self.ranks}", found=min_cp_size)
 

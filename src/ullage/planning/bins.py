@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ullage.errors import require_int
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.bounds import bin_bound
 from ullage.planning.placement import NO_LIMIT
-from ullage.planning.request import as_positive, refuse_oversize
+from ullage.planning.request import refuse_oversize
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.items import Room
 from ullage.planning.solver.ordering import falling_order, rows
@@ -39,7 +40,7 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     >>> ids.tolist(), cu_ids.tolist()
     ([0, 1, 2, 3], [0, 2, 4])
     """
-    given, capacity = as_lengths(lengths), as_positive(capacity, "capacity")
+    given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1)
     refuse_oversize(given, capacity, 1)
     n = len(given)
     order = run(falling_order, given, work=3 * n)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, require_one_of
+from ullage.errors import InputError, require_int, require_one_of
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
@@ -71,11 +71,11 @@ def plan(
     if strategy == "default_dynamic_cp" and context_parallel == 1:
         context_parallel = "auto"
     shape = _Shape(
-        ranks=request.as_positive(ranks, "ranks"),
-        capacity=request.as_positive(capacity, "capacity"),
-        pad_to_multiple_of=request.as_positive(pad_to_multiple_of, "pad_to_multiple_of"),
-        microbatch_multiple=request.as_positive(microbatch_multiple, "microbatch_multiple"),
-        max_sequences=NO_LIMIT if max_sequences is None else request.as_positive(max_sequences, "max_sequences"),
+        ranks=require_int(ranks, "ranks", least=1),
+        capacity=require_int(capacity, "capacity", least=1),
+        pad_to_multiple_of=require_int(pad_to_multiple_of, "pad_to_multiple_of", least=1),
+        microbatch_multiple=require_int(microbatch_multiple, "microbatch_multiple", least=1),
+        max_sequences=NO_LIMIT if max_sequences is None else require_int(max_sequences, "max_sequences", least=1),
         sync=require_one_of(sync, ("microbatch", "step"), "sync"),
         degree=request.largest_degree(context_parallel, int(ranks)),
         auto=context_parallel == "auto",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 from ullage.planning.checking import violations
@@ -113,11 +113,11 @@ class Plan(Placement):
 
     @classmethod
     def _from_record(cls, record: dict[str, Any]) -> Plan:
-        numbers = {name: record[name] for name in _NUMBERS}
-        for name, value in numbers.items():
-            least = 0 if name in ("per_microbatch", "communication") else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"a plan's {name} must be an integer", expected=f">= {least}", found=value)
+        may_be_zero = ("per_microbatch", "communication")
+        numbers = {
+            name: require_int(record[name], f"a plan's {name}", least=0 if name in may_be_zero else 1)
+            for name in _NUMBERS
+        }
         ranks, degrees = numbers["ranks"], record["degrees"]
         for row in degrees:
             if len(as_lengths(row, "degrees")) != ranks or min(row) < 1:

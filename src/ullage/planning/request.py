@@ -7,16 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError
+from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
-
-
-def as_positive(value: Any, name: str) -> int:
-    """``value`` as an int >= 1. Raises ``InputError``."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
-    if not whole or value < 1:
-        raise InputError(f"{name} must be an integer", expected=">= 1", found=repr(value))
-    return int(value)
 
 
 def largest_degree(context_parallel: Any, ranks: int) -> int:
@@ -25,7 +17,7 @@ def largest_degree(context_parallel: Any, ranks: int) -> int:
         return 1 << (ranks.bit_length() - 1)
     if isinstance(context_parallel, str):
         raise InputError("no such context_parallel", expected="'auto' or a degree", found=repr(context_parallel))
-    degree = as_positive(context_parallel, "context_parallel")
+    degree = require_int(context_parallel, "context_parallel", least=1)
     if ranks % degree:
         raise InputError("context_parallel must divide the ranks", expected=f"a divisor of {ranks}", found=degree)
     return degree
