@@ -33,6 +33,7 @@ from rich.table import Table
 import ullage
 from ullage.datasets.lengths import CAPACITIES, WORKLOADS
 from ullage.planning.bounds import bin_bound
+from ullage.planning.solver.compiled import compile_all
 
 SIZES = ((512, 8), (4096, 32))
 UNTUNED = ((600, 3), (1000, 7), (2048, 16), (8192, 64))
@@ -220,8 +221,7 @@ def show_bins(console: Console, n: int) -> list[dict[str, float]]:
 def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Path("benchmarks/results")) -> None:
     """Prints the tables and writes everything measured as JSON."""
     console = Console(width=130)
-    ullage.plan([1], ranks=1, capacity=1, context_parallel="auto")
-    ullage.plan([1], ranks=1, capacity=1, sync="step")
+    compile_all()
     rows: list[Row] = []
     for n, ranks in SIZES:
         names = [name for name in PLANNERS if trl or name != "TRL bfd"]

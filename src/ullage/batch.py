@@ -324,7 +324,8 @@ class RaggedBatch:
         self._require_token_aligned("labels")
         labels, layout = self._labels("labels"), self.layout
         ends = np.concatenate([layout.starts + layout.lengths, layout.starts + layout.slots]) - 1
-        last = torch.from_numpy(ends[np.tile(layout.lengths > 0, 2)]).to(labels.device)
+        there = np.concatenate([layout.lengths > 0, layout.slots > 0])
+        last = torch.from_numpy(ends[there]).to(labels.device)
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
         return RaggedBatch({**self._values, "shift_labels": shifted}, layout, self.per_sequence)
 

@@ -121,3 +121,9 @@ def test_a_packed_sequence_of_any_order_is_read():
         RaggedBatch({"x": torch.ones(2)}, Layout([2, 0])).to_packed_sequence("x")
     with pytest.raises(InputError, match=r"no such token-aligned field: expected one of \['x'\], found 'y'"):
         RaggedBatch({"x": torch.ones(2)}, Layout([2])).to_packed_sequence("y")
+
+
+def test_the_slot_of_an_empty_sequence_takes_no_label_of_the_next():
+    labels = torch.tensor([-100, -100, 5, 6, 7, -100])
+    batch = RaggedBatch({"labels": labels}, Layout.from_slots([0, 3], [2, 4]))
+    assert batch.with_shift_labels()["shift_labels"].tolist() == [-100, -100, 6, 7, -100, -100]

@@ -147,3 +147,15 @@ def test_order_of_arrival_does_not_change_the_quality() -> None:
     first = ullage.plan(lengths, ranks=4, capacity=1000).statistics()
     again = ullage.plan(lengths[generator.permutation(200)], ranks=4, capacity=1000).statistics()
     assert first.critical_path == again.critical_path
+
+
+def test_no_plan_is_below_its_bound_whatever_a_sequence_costs():
+    """Also where short sequences cost more than long ones, so that the most expensive one leads no bin by its size."""
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = generator.integers(1, 11, generator.integers(1, 9))
+        costs = generator.integers(1, 100, 11)
+        options = {"ranks": int(generator.integers(1, 4)), "capacity": 10, "cost": lambda n, costs=costs: costs[n]}
+        found = ullage.plan(lengths, **options).statistics()
+        assert found.critical_path >= found.critical_path_bound - 1e-9, (lengths, costs)
+        assert found.rank_imbalance >= found.rank_imbalance_bound - 1e-9, (lengths, costs)

@@ -12,7 +12,7 @@ import threading
 import time
 
 from ullage.cli import main
-from ullage.engines import fsdp
+from ullage.engines.fsdp import trainer as engine
 from ullage.training import Trainer
 
 case, *arguments = sys.argv[1:]
@@ -48,6 +48,6 @@ def after(function):
 
 
 Trainer.training_step = after(Trainer.training_step)
-fsdp.train_step = after(fsdp.train_step)
+engine.train_step = after(engine.train_step)
 sys.argv = ["ullage", "train", *arguments]
 main()

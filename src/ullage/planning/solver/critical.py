@@ -43,7 +43,8 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
         big = 2 * slots[i] > capacity
         if i > 0 and not big:
             continue
-        if i == 0 or apart % ranks == 0:
+        # The most expensive item leads a microbatch, which may hold `ranks` large items as well, whatever their cost.
+        if i == 0 or (apart > 0 and apart % ranks == 0):
             path += costs[i]
             leaders += 1
             if denser:
