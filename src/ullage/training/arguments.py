@@ -80,6 +80,8 @@ def form_process_group(arguments: Any) -> None:
     """
     alone = arguments.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if alone and not torch.accelerator.is_available():
+        # Told so, accelerate forms a gloo group from torchrun's variables. The devices were set up when the arguments
+        # were made, so forget that.
         arguments.use_cpu = True
         vars(arguments).pop("_setup_devices", None)
         arguments._setup_devices  # noqa: B018  a cached property that sets the devices up, now with a group

@@ -78,6 +78,7 @@ class Seq2SeqCollator:
         if self.flattened:
             rows = {name: target[name][None] for name in target.names}
             return {**_flattened(source), **rows, "decoder_cu_seq_lens_q": target.cu_seqlens}
+        # A RaggedBatch has one layout, here the sources'. Targets have other lengths, so they are per-sequence fields.
         values = {name: source[name] for name in source.names} | {name: target.to_nested(name) for name in target.names}
         return RaggedBatch(values, source.layout, (*source.per_sequence, *target.names))
 
@@ -129,6 +130,7 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
     real = np.flatnonzero(mask)
     if len(real) == 0:
         raise InputError("a sequence is all padding", where=f"sample {i}", hint="drop it")
+    # The mask is padding on either side, or both. A hole would shift positions if it were cut out.
     start, stop = int(real[0]), int(real[-1]) + 1
     if stop - start != len(real):
         raise InputError("attention_mask has holes", where=f"sample {i}", expected="one run of ones")

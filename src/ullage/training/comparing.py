@@ -110,6 +110,7 @@ def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping
                 found=_by_rank(values),
                 hint="start every process with the same arguments",
             )
+    # From coarse to fine: the first difference that is found explains the later ones.
     for names in (("kind",), ("length",), ("ends", "content")):
         if len({tuple(each.get(name) for name in names) for each in data}) == 1:
             continue

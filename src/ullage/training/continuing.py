@@ -46,7 +46,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Number of data-parallel ranks, and ZeRO stage; stage 0 is no DeepSpeed."""
+    """Layout of a run, as far as it decides how DeepSpeed cuts a checkpoint.
+
+    Attributes:
+        stage: of ZeRO; 0 without DeepSpeed.
+        ranks: data-parallel ranks.
+    """
 
     stage: int
     ranks: int
@@ -60,7 +65,13 @@ class ZeroConfig:
 class Conversion:
     """Conversion of a checkpoint before this run can continue from it. ``str()`` says it in one line.
 
-    ``is_there``: an earlier continuation made it.
+    Attributes:
+        source: DeepSpeed's folder ``global_stepN`` in the Trainer's checkpoint.
+        target: folder of the converted checkpoint, beside it.
+        format: ``"universal"`` under ZeRO, ``"safetensors"`` without DeepSpeed.
+        written: ranks and stage that wrote the source.
+        here: ranks and stage of this run.
+        is_there: whether an earlier continuation made the target.
     """
 
     source: Path
@@ -93,6 +104,7 @@ def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | Non
     if here.stage and prefers_universal(folder):
         return None
     is_native = (folder / _LATEST).is_file()
+    # There is a converter from DeepSpeed's partitions, and none to them from optimizer.pt.
     if here.stage and not is_native and (folder / _PLAIN).is_file():
         raise CheckpointError(
             "what was trained without DeepSpeed cannot be continued under ZeRO",
@@ -108,6 +120,7 @@ def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | Non
         if here.stage:
             return None
         raise
+    # Same layout: load as it is. Stage 0 never is the same, because Trainer cannot load DeepSpeed's files without it.
     written = ZeroConfig(inventory.written_by.stage or 0, inventory.written_by.dp)
     if here.stage and written == here:
         return None
@@ -144,6 +157,7 @@ class Continuation:
             return asked
         args = self._trainer.args
         several = args.world_size > 1
+        # A save that was killed between its two renames may have moved the only good checkpoint aside.
         with agreement(several, "looking for a checkpoint"):
             if args.local_process_index == 0:
                 put_back(Path(args.output_dir or ".") if asked is True else Path(asked).parent)
@@ -228,6 +242,7 @@ class Continuation:
         """Give a run without a step left to train the mean loss of the steps in its state."""
         trainer = self._trainer
         if trainer.state.global_step == trainer._initial_global_step > 0:
+            # _finalize_training divides this sum by max(steps, 0.001); no step was taken, so the mean is left.
             trainer._total_loss_scalar = _NO_STEPS * mean_loss(trainer.state)
 
 
@@ -236,6 +251,7 @@ def mean_loss(state: TrainerState) -> float:
     total, before = 0.0, 0
     for row in state.log_history:
         if "loss" in row:
+            # A logged loss is the mean over the steps since the last log, so it counts as often as there were steps.
             total += float(row["loss"]) * (int(row["step"]) - before)
             before = int(row["step"])
     return total / before if before else math.nan
@@ -281,10 +297,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
         if tensor.group is not None and source.steps.get(tensor.group) is not None
     }
     saved: dict[str, dict[str, Any]] = {name: {"step": torch.tensor(float(step))} for name, step in step_of.items()}
+    # Tensors are named "state:parameter", such as "exp_avg:lm_head.weight".
     for title, value in _tensors(conversion.target / "optimizer").items():
         key, _, name = title.partition(":")
         saved.setdefault(name, {})[key] = value
     names = _names(model)
+    # A state dict of an optimizer goes by position, so find the position of each name. Tied parameters have several.
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(trained):
@@ -292,6 +310,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
         if found is not None:
             state[index] = found
     absent = [names[parameter][0] for index, parameter in enumerate(trained) if index not in state]
+    # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
     if absent and saved:
         raise CheckpointError(
             "the checkpoint lacks the optimizer's state of these parameters",

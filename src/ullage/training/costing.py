@@ -35,6 +35,7 @@ def model_flops(cost: Cost, num_parameters: int, microbatches: Sequence[RaggedBa
     """
     tokens = sum(microbatch.numel() for microbatch in microbatches)
     if not isinstance(cost, TransformerCost):
+        # Two FLOPs per parameter and token forward, four backward.
         return 6 * tokens * num_parameters
     squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in microbatches)
     return int(cost.training_flops(tokens, squares))

@@ -37,6 +37,8 @@ def num_tokens(inputs: Any, main_input: str, pad_token_id: int | None = None) ->
         return 0
     if value.is_nested:
         return value.values().shape[0] if value.layout == torch.jagged else sum(len(row) for row in value.unbind())
+    # Padded rows: the batch's own marks first; the tokenizer's padding id only where there are none, as it may be a
+    # real token.
     mask = value_of(inputs, "attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return int((mask != 0).sum())
@@ -149,6 +151,7 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     ids = value.data if isinstance(value, PackedSequence) else value
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.numel() == 0:
         return
+    # One pass in the usual case that all ids are good; the search below runs only to name the bad one.
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocab_size:
         return

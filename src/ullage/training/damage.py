@@ -36,7 +36,11 @@ MARK = "damaged.txt"
 class Finding:
     """Result of examining a checkpoint; the same on every rank.
 
-    ``damage``: files that are not what was written. ``changed``: names of files that are not, and were let pass.
+    Attributes:
+        checkpoint: the folder.
+        has_manifest: whether any rank saw a manifest in it.
+        damage: files that are not what was written.
+        changed: names of files that are not what was written, and were allowed.
     """
 
     checkpoint: Path
@@ -83,6 +87,8 @@ def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = Fa
     manifest, identity = _seen(checkpoint)
     said = gather((identity, manifest is not None), several)
     has_manifest = any(own for _, own in said)
+    # Ranks of equal identity see one folder on one disk and divide its blocks; each other disk is read by its own
+    # ranks.
     group = [rank for rank, (other, _) in enumerate(said) if other == identity]
     part, parts = group.index(rank_here(several)), len(group)
     found: list[Damage] = []
@@ -91,11 +97,14 @@ def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = Fa
         found += manifest.damage
         found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
     elif identity and not has_manifest:
+        # Nowhere a manifest. Where only this rank sees none, it has nothing to compare and says nothing.
         found += _cut_files(checkpoint, part, parts)
     if allow_changed:
+        # Changed on purpose is only what its own format can still read; a file that is cut never passes.
         passing = {d.name for d in found if d.kind in ("size", "changed") and _cut(checkpoint / d.name) is None}
         changed, found = sorted(passing), [d for d in found if d.name not in passing]
     told = gather((found, changed), several)
+    # Later entries overwrite, so reversed: for each file the lowest rank's finding, the same everywhere.
     damage = {d.name: d for own, _ in reversed(told) for d in own}
     names = sorted({name for _, own in told for name in own} - damage.keys())
     return Finding(checkpoint, has_manifest, tuple(damage[name] for name in sorted(damage)), tuple(names))

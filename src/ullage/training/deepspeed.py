@@ -94,13 +94,16 @@ def load_universal(
     strict: bool = True,
     load_lr_scheduler_states: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """Loads a universal checkpoint into a DeepSpeed engine, whole: weights, optimizer, frozen parameters, buffers.
+    """Load a universal checkpoint completely into a DeepSpeed engine: weights, optimizer, frozen parameters, buffers.
 
-    ``engine``: what ``deepspeed.initialize`` returned, at ZeRO stage 1, 2 or 3 or with BF16_Optimizer; its config need
-    not ask for a universal checkpoint. ``folder``: as for ``engine.load_checkpoint``, the parent of the tag, with the
-    tag in ``latest_universal`` unless ``tag`` is given; the tag's own folder will do too. ``strict``: every frozen
-    parameter and every buffer that a state dict holds must be in the checkpoint; without it those that are not keep
-    their values (adapters over a frozen base that was not saved).
+    Args:
+        engine: what ``deepspeed.initialize`` returned, at ZeRO stage 1, 2 or 3 or with BF16_Optimizer; its config need
+            not ask for a universal checkpoint.
+        folder: the parent of the tag, as for ``engine.load_checkpoint``, or the tag's own folder.
+        tag: by default the one that ``latest_universal`` names.
+        strict: every frozen parameter and every buffer of a state dict must be in the checkpoint; without it those that
+            are not keep their values (adapters over a frozen base that was not saved).
+        load_lr_scheduler_states: as for ``engine.load_checkpoint``.
 
     Returns what ``engine.load_checkpoint`` returns: the path read and the client state. Collective: every rank calls
     it, and all raise if one does. Waits for the device. Raises ``CheckpointError`` for a checkpoint that is
@@ -112,6 +115,7 @@ def load_universal(
     parent, name, problems = Path(folder), "", []
     try:
         parent, name = universal_at(folder, tag)
+        # Everything is checked before anything is loaded, so that a refusal leaves the engine as it was.
         problems = problems_of(engine, parent / name, strict)
     except Exception as error:  # told to every rank, so that none waits for this one
         problems = [str(error)]
@@ -169,6 +173,8 @@ def _agree(problems: list[str], where: str | Path) -> None:
 
 def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tuple[str, dict[str, Any]]:
     """``engine.load_checkpoint``, except that a rank that fails in it tells the others, which would wait for it."""
+    # A rank enters _agree once: after the optimizer's part, or, if it failed before that, in the handler below. Both
+    # are the same gather, so a rank that fails early meets the others there. After it, agreed keeps it from a second.
     zero, agreed = engine.optimizer, False
 
     def load_state_dict(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +188,10 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
         _agree(failed, parent / tag)
 
     with contextlib.ExitStack() as around:
+        # Ask for the universal loader, whatever the engine's config says.
         around.enter_context(_replaced(engine._config, "load_universal_checkpoint", True))
+        # DeepSpeed looks for model states by the file name of this engine's stage; those of the other stages are read
+        # too.
         around.enter_context(_replaced(engine, "_get_all_ckpt_names", lambda *_: model_files(engine, parent / tag)))
         around.enter_context(_replaced(zero, "load_state_dict", load_state_dict))
         if is_stage3(zero):
@@ -200,6 +209,8 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """``owner.name`` is ``value`` within, on this one object; after it the object is as it was."""
+    # Shadow on the instance; the class is not touched. This function stands for "no attribute of its own", because None
+    # may be a value.
     own = vars(owner).get(name, _replaced)
     setattr(owner, name, value)
     try:
@@ -221,6 +232,9 @@ def _empty_fragments(zero: Any) -> Iterator[None]:
 
     lent = []
     for i, group in enumerate(getattr(zero, groups_name(zero))):
+        # _hp_mapping links a parameter to its fragment of this rank's flat fp32 partition. Where it is None throughout,
+        # the loader's list of steps is empty and steps[0] raises. An empty fragment reads the step and copies no
+        # element.
         if group and all(p._hp_mapping is None for p in group):
             nothing = torch.empty(0, device=group[0].device)
             group[0]._hp_mapping = tensor_fragment(
@@ -246,6 +260,7 @@ def _partition_reader(zero: Any) -> Callable[..., torch.Tensor]:
 
     def read(folder: str, key: str, param: Any = None) -> torch.Tensor:
         if key != "fp32" and not (Path(folder) / f"{key}.pt").is_file():
+            # The loader asks for exp_avg and exp_avg_sq by name, even for SGD. _mend_stage3 removes these zeros.
             return torch.zeros(param.ds_tensor.ds_numel)
         return type(zero).load_hp_checkpoint_state(zero, folder, key, param=param)
 
@@ -254,16 +269,21 @@ def _partition_reader(zero: Any) -> Callable[..., torch.Tensor]:
 
 def _mend_stage3(zero: Any, tensors: Path) -> None:
     """Gives each sub-group its own step and states, and each group its own hyperparameters."""
+    # A sub-group is one flat fp32 tensor of this rank's partitions, end to end in the order of its parameters; the
+    # inner optimizer keeps its state by that tensor.
     for i, group in enumerate(zero.fp16_groups):
         flat = zero.fp32_partitioned_groups_flat[i]
         state, first = zero.optimizer.state[flat], tensors / zero.param_names[group[0]]
         keys = {path.stem for path in first.glob("*.pt")} - {"fp32"}
         if "step" in keys:
+            # From the file, or a copy: the loader put the same tensor into each state, and the optimizer adds to it in
+            # place.
             state["step"] = read_file(first / "step.pt")
         elif torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
         elif state.get("step") is None:
             state.pop("step", None)
+        # Remove the zeros of _partition_reader: this optimizer has no such state.
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in keys:
                 state.pop(key, None)
@@ -271,9 +291,11 @@ def _mend_stage3(zero: Any, tensors: Path) -> None:
             state[key] = torch.zeros_like(flat)
             start = 0
             for p in group:
+                # The method of the class again: it cuts the whole tensor to this rank's part, padding included.
                 part = zero.load_hp_checkpoint_state(str(tensors / zero.param_names[p]), key, param=p)
                 state[key].narrow(0, start, part.numel()).copy_(part)
                 start += part.numel()
+    # Hyperparameters belong to parameter groups, not to sub-groups. The loader gave all of them those of group 0.
     saved = saved_groups(zero, read_file(tensors / "optimizer_state.pt"))
     assert saved is not None  # checked before
     for group, values in zip(zero.optimizer.param_groups, saved, strict=True):
@@ -281,7 +303,7 @@ def _mend_stage3(zero: Any, tensors: Path) -> None:
 
 
 def _place_steps(zero: Any) -> None:
-    """Fused and capturable torch optimizers count steps on the device, as ``Optimizer.load_state_dict`` knows."""
+    """Move step counts to the device for fused and capturable optimizers, as ``Optimizer.load_state_dict`` does."""
     if any(group.get("fused") or group.get("capturable") for group in zero.optimizer.param_groups):
         for flat, state in zero.optimizer.state.items():
             if torch.is_tensor(state.get("step")):
@@ -300,9 +322,11 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
         value = model_value(states, name, target, checkpoint, read_file)
         if value is None:
             continue
+        # Stages 1 and 2, and buffers at any stage: every rank holds the whole tensor.
         if not hasattr(target, "ds_id"):
             target.data.copy_(value.view(target.shape))
             continue
+        # Stage 3: gathered here, written by rank 0, and cut and sent out again at the end of the block. Collective.
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             if dist.get_rank() == 0:
                 target.data.copy_(value.view(target.shape))

@@ -57,14 +57,20 @@ class Evaluator:
         ignore_keys: list[str] | None,
         metric_key_prefix: str,
     ) -> EvalLoopOutput:
-        """Each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
+        """Evaluate each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
         Predictions and labels are lists with one array per sample in the order of the dataset (an array [N, ...] where
         there is one per sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
         the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
         the device. Raises ``InputError`` for a dataset that turns out to be empty.
 
-        ``prepare``: transformers' own loop, which prepares the model. The others are its parameters.
+        Args:
+            prepare: transformers' own loop, called over no batches because it prepares the model.
+            dataloader: batches of this rank; those of an :class:`EvaluationLoader` may end in repetitions.
+            description: ``"Evaluation"`` or ``"Prediction"``; only the former requires a loss.
+            prediction_loss_only: leave predictions and labels out; None takes the trainer's argument.
+            ignore_keys: outputs of the model that are no predictions.
+            metric_key_prefix: prefix of the metrics' names.
         """
         trainer = self._trainer
         loss_only: bool = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -91,6 +97,7 @@ class Evaluator:
             problem = error
         finally:
             self.is_running = False
+        # Only now is num_real certain: a stream tells it after its last batch.
         if problem is None and share is not None:
             record.cut(share.num_real)
         totals = self._reduce_or_raise(record, problem)
@@ -117,8 +124,10 @@ class Evaluator:
                 return metrics, None
             except Exception as error:
                 problem = error
+            # A repeated batch is evaluated, as sharded models need all ranks, but contributes nothing.
             real = share is None or len(record.batches) <= share.num_real
             ranks = self._meet(record, real, problem)
+            # One gather per batch, on every rank: equally many batches each, and a failed rank still comes to this one.
             if ranks is None:
                 break
             try:
@@ -132,6 +141,7 @@ class Evaluator:
     def _prepared(self, prepare: Callable[..., Any], description: str) -> nn.Module:
         """The model as transformers prepares it for evaluation: its own loop, over nothing."""
         trainer = self._trainer
+        # Nothing was prepared yet: evaluation without training. That is what transformers times too.
         first = len(trainer.accelerator._models) == 0
         start = time.time()
         prepare(_Nothing(), description, True)
@@ -155,6 +165,7 @@ class Evaluator:
         if loss is None and description == "Evaluation" and not reader.overridden("prediction_step"):
             fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [reader.main_input]
             raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
+        # A mean is weighed by the labels that it is over; without labels to count, by samples (Record.add).
         rows = self._rows_of(inputs)
         elements = reader.label_elements(inputs)
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
@@ -242,6 +253,7 @@ class Evaluator:
         loss = None
         with torch.no_grad(), trainer.compute_loss_context_manager():
             if has_labels or (not names and trainer.can_return_loss):
+                # compute_loss pops the labels, of a copy here: the caller has them in the same dict.
                 loss, outputs = trainer.compute_loss(
                     model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
                 )
@@ -268,6 +280,7 @@ class Evaluator:
         totals = torch.zeros(4, dtype=torch.float64)
         if problem is None:
             totals[:3] = record.totals()
+        # The fourth number tells of a failure: a rank that failed comes to the reduction like the others, with zeros.
         totals[3] = float(problem is not None)
         args, reduced = self._trainer.args, totals
         if args.world_size > 1:

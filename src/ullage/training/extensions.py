@@ -35,11 +35,13 @@ def remove_abandoned_locks(folder: Path | None = None, grace: float = 0.5) -> li
 
 
 def _locks(folder: Path) -> list[Path]:
+    # <folder>/<extension>/lock, or one level deeper: torch's default has a folder per Python and CUDA version.
     return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
 
 
 def _unheld(locks: list[Path]) -> list[Path]:
     """Those that exist and that no process has open."""
+    # By inode number without the device: a file of the same number elsewhere only keeps a lock that could have gone.
     wanted = {lock.stat().st_ino: lock for lock in locks if lock.exists()}
     if wanted:
         for handle in Path("/proc").glob("[0-9]*/fd/*"):

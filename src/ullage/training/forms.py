@@ -59,6 +59,7 @@ def form_of(model: nn.Module) -> str:
     model = bare(model)
     parameters = inspect.signature(model.forward).parameters
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    # In order of preference: what computes no padding, then padded rows with lengths, then a mask.
     if "cu_seq_lens_q" in parameters:
         return "flattened"
     if attention in PADDING_FREE:
@@ -85,12 +86,15 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
     """
     if form == "flattened":
         keywords = batch.to_flattened()
+        # to_flattened sets each sequence's first label to -100, so that a shift never crosses a boundary. Without a
+        # shift that label counts: put it back.
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
     padded = _with_padded_targets(batch.to_padded())
     if form == "mask":
         return padded
+    # pack_padded_sequence wants the longest first; SampleRows.order undoes it in the outputs.
     order = _longest_first(batch.layout)
     del padded["attention_mask"]
     index = torch.from_numpy(order).to(batch.device)
@@ -118,8 +122,14 @@ def _longest_first(layout: Layout) -> np.ndarray:
 class SampleRows:
     """Places of the samples of a batch in the model's inputs, hence in its outputs.
 
-    ``num``: samples. ``layout``: of a flat row, if the inputs are flat. ``packed``: a PackedSequence among the inputs.
-    ``starts``, ``lengths`` and ``width`` of padded rows; ``order``: which sample each row holds.
+    Attributes:
+        num: number of samples.
+        layout: of the one row of flat inputs, in which samples lie end to end.
+        packed: a PackedSequence among the inputs, for its order.
+        starts: [rows], position of the first real token in each padded row.
+        lengths: [rows], real tokens of each padded row.
+        width: of padded rows.
+        order: [rows], the sample that each row holds; None if row *i* holds sample *i*.
     """
 
     num: int
@@ -148,6 +158,8 @@ class SampleRows:
             return [tuple(part[i] for part, _ in parts) for i in range(self.num)], tuple(each for _, each in parts)
         if value.is_nested:
             return list(value.unbind()), True
+        # A shape may fit both readings, [N, L] per token and [N, C] per sequence. Per token is tried first, unless the
+        # caller knows better.
         rows_fit = value.ndim >= 1 and value.shape[0] == self.num
         if not (per_row and rows_fit and value.ndim <= 2):
             tokens = self._tokens(value)
@@ -172,6 +184,8 @@ class SampleRows:
             spans = [slice(start, start + length) for start, length in zip(self.starts, self.lengths)]
             if value.ndim == 4 and value.shape[2] == value.shape[3] == self.width:  # attention [N, heads, L, L]
                 return self._reordered([value[i, :, span, span] for i, span in enumerate(spans)])
+            # pad_packed_sequence pads to the longest sequence, which may be narrower than the rows that came in; with
+            # padding on the left that cannot be undone.
             whole = value.shape[1] == max(self.lengths, default=0) and not any(self.starts)
             if value.shape[1] == self.width or whole:
                 return self._reordered([value[i, span] for i, span in enumerate(spans)])
@@ -213,6 +227,7 @@ def sample_rows(inputs: Any, form: str | None, main_input: str) -> SampleRows:
         return SampleRows(len(inputs))
     packed = next((value for value in inputs.values() if isinstance(value, PackedSequence)), None)
     if packed is not None:
+        # Outputs may be packed alike, bare data in the same order, or padded again: all three can be told apart.
         layout = RaggedBatch.from_packed_sequence(packed).layout
         return SampleRows(
             layout.num_items,
@@ -240,6 +255,7 @@ def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> SampleRows:
     width = int(main.shape[1])
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and tuple(mask.shape) == (num, width):
+        # argmax of a mask is the first real position: 0 for padding on the right.
         host = (mask != 0).cpu().numpy()
         return SampleRows(num, None, None, tuple(host.argmax(1).tolist()), tuple(host.sum(1).tolist()), width)
     for name in _LENGTHS_NAMES:
@@ -263,9 +279,9 @@ def target_rows(labels: Tensor) -> SampleRows:
 
 
 def by_sample(inputs: Any, name: str, rows: SampleRows, *, per_row: bool = False) -> tuple[list[Any], Any]:
-    """A field of the batch as it was collated, by sample, and whether it is one entry a token.
+    """A field of the batch as it was collated, by sample, and whether it has one entry per token.
 
-    ``per_row``: it is known to be one entry a sequence, whatever its shape looks like.
+    ``per_row``: it is known to have one entry per sequence, whatever its shape looks like.
     """
     if isinstance(inputs, RaggedBatch):
         if inputs[name].is_nested:

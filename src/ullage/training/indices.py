@@ -25,6 +25,7 @@ class RecordedBatches:
         self._waiting: deque[list[int]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
+        # A new queue per epoch. The generator keeps its own, so that one left half read cannot add to the next epoch's.
         self._waiting = waiting = deque()
 
         def batches() -> Iterator[Any]:
@@ -76,6 +77,8 @@ class SampleIndices:
         if indices is None or position >= len(indices):
             return None
         try:
+            # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
+            # compared; what the batch padded is cut off.
             again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
             (sample,) = counting.samples_of(again, main_input)
             same = torch.equal(sample, counting.samples_of(batch, main_input)[position][: len(sample)])

@@ -58,6 +58,7 @@ def loss_name(model: nn.Module) -> str | None:
     author = _author_of_loss(model)
     if _package(author) not in _NOT_OF_OTHERS:
         return None
+    # The longest, because names contain each other: DeformableDetrForObjectDetection and ForObjectDetection.
     return max((name for name in LOSS_MAPPING if name in author.__name__), key=len, default=None)
 
 
@@ -73,8 +74,10 @@ def loss_shifts(model: nn.Module) -> bool | None:
     names, variables = _words_of_forward(author)
     if _package(author) != "ullage":
         if "loss_function" in names:
+            # PreTrainedModel.loss_function falls back to ForCausalLM for a loss_type that is not in the mapping.
             name = name if getattr(model, "loss_type", None) in LOSS_MAPPING else "ForCausalLM"  # its default
         elif _package(author) == "transformers" and names & {"CrossEntropyLoss", "cross_entropy"}:
+            # Older heads compute the cross-entropy themselves; those that shift give the shifted tensors these names.
             return bool(variables & {"shift_labels", "shift_logits"})
     return None if name is None else LOSS_MAPPING[name] is ForCausalLMLoss
 
@@ -146,6 +149,7 @@ def _aligned(logits: Any, labels: Any) -> tuple[Tensor, Tensor]:
         labels, _ = pad_packed_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
     elif labels.is_nested:
         rows = labels.unbind()
+        # One row as long as all labels together: sequences end to end. Otherwise one padded row per sequence.
         end_to_end = logits.shape[0] == 1 and logits.shape[1] == sum(len(row) for row in rows)
         labels = torch.cat(rows)[None] if end_to_end else torch.nested.to_padded_tensor(labels, float(IGNORED_LABEL))
     return logits, labels
@@ -183,7 +187,7 @@ def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
     """The word of ``packing_loss`` of the Trainer or of its class for this loss; None if it has none.
 
     A declaration holds for the ``compute_loss`` of its class and of the classes under it. Whoever overrides the method
-    once more declares anew. Raises ``InputError`` for an unknown word.
+    once more has to declare the division of its own loss. Raises ``InputError`` for an unknown word.
     """
     word = getattr(trainer, "packing_loss", None)
     if word is not None and word not in DIVISIONS:
@@ -195,6 +199,8 @@ def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
         )
     owner = None if own is None else own.owner
     if word is not None and owner is not None and "packing_loss" not in vars(trainer):
+        # Earlier in the order is nearer to the trainer's class. A declaration behind the owner was made for another
+        # loss.
         order = type(trainer).__mro__
         declaring = next(each for each in order if "packing_loss" in vars(each))
         if order.index(declaring) > order.index(owner):
@@ -209,9 +215,13 @@ def division_of(
 ) -> tuple[Division, str | None]:
     """The division of a packed microbatch's loss, and a warning where it was assumed.
 
-    ``divides_by_count``: whether the model's own loss is a sum over ``num_items_in_batch``. ``labels``: the field of
-    labels with one entry per token, if there is one. ``counted``: whether the step has labels to count. Raises
-    ``InputError`` where the division is not declared and cannot be read off.
+    Raises ``InputError`` where the division is not declared and cannot be read off.
+
+    Args:
+        trainer: whose loss it is.
+        divides_by_count: whether the model's own loss is a sum over labels, divided by ``num_items_in_batch``.
+        labels: name of the field of labels with one entry per token; None if there is none.
+        counted: whether the step has labels to count.
     """
     own = OwnLoss.of(trainer)
     division = declared_division(trainer, own)
@@ -229,6 +239,7 @@ def division_of(
         if counted:
             return ("sum" if divides_by_count else "token_mean"), None
         raise _undeclared("the model's loss", "there are no labels to count")
+    # From here on a loss of the user's own that is not declared. What can be read off its signature:
     if own.owner is None and own.name == "compute_loss_func" and own.takes_count and counted:
         return "sum", None  # that is what transformers asks of such a function
     if labels is not None and (not own.takes_count or trainer.loss_is_scaled_for_ga is False):

@@ -120,6 +120,7 @@ class TokenMeter:
             sum(layout.num_tokens for layout in layouts),
             sum(layout.size for layout in layouts),
             sum(layout.num_items for layout in layouts) * longest,
+            # Empty microbatches count as capacity too: this rank could have had tokens in them.
             plan.num_microbatches * plan.capacity,
             flops,
         )
@@ -159,6 +160,7 @@ class TokenMeter:
 
     def _reduce(self) -> list[float]:
         """Counts of all ranks since the last log. They are added to those of the run."""
+        # float64 holds token counts exactly up to 2**53; float32 would stop at 16.8 million.
         sums = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)

@@ -142,6 +142,7 @@ class RaggedTrainerMixin(_Base):
 
         NEFTune's noise is scaled by sequence, not by row.
         """
+        # train() has just put transformers' own hook on the embedding; ours takes its place and its handle.
         if self.neftune_noise_alpha is not None:
             self.neftune_hook_handle.remove()
             model: Any = self.accelerator.unwrap_model(self.model)

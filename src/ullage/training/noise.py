@@ -29,6 +29,8 @@ class NoiseHooks:
 
     def __init__(self, model: nn.Module, embedding: nn.Module) -> None:
         self._lengths: Tensor | None = None
+        # A recurrent backbone reorders tokens before it embeds them, so a hook on its embedding could not tell whose
+        # they are. There the pre-hook embeds instead. Elsewhere one hook notes lengths and the other adds noise.
         owners = (m for m in model.modules() if isinstance(m, RecurrentModel) and m.get_input_embeddings() is embedding)
         recurrent = next(owners, None)
         self._handles: list[RemovableHandle]
@@ -55,11 +57,13 @@ class NoiseHooks:
             self._lengths = lengths.repeat_interleave(lengths)
         elif packed is not None:  # step t holds the first batch_sizes[t] sequences, the longest first
             widths = packed.batch_sizes
+            # Sequence i takes part in every step that is wider than i, so its length is the number of those steps.
             lengths = (widths[:, None] > torch.arange(int(widths[0]))).sum(0)
             self._lengths = torch.cat([lengths[: int(width)] for width in widths])
 
     def _add(self, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         lengths = self._lengths
+        # Also where something embeds other tokens than the batch's, such as a second call within forward.
         if lengths is None or output.shape[:-1].numel() != len(lengths):
             return neftune_post_forward_hook(embedding, inputs, output)
         return self._noisy(embedding, output, lengths.view(output.shape[:-1])) if embedding.training else output
@@ -85,6 +89,7 @@ class NoiseHooks:
         lengths = torch.bincount(items, minlength=sequences.num_sequences)[items]
         values = self._noisy(embedding, embedding(flat), lengths)
         noisy = values[None] if end_to_end else sequences.unflatten(values)
+        # Give the embeddings in place of the ids, wherever those stood.
         given = (None, *positional[1:]) if positional else ()
         return given, {**keywords, **({} if positional else {"input_ids": None}), "inputs_embeds": noisy}
 

@@ -43,7 +43,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """This rank's part of a global batch: as many microbatches as the plan has, some of them empty."""
+    """This rank's part of a global batch.
+
+    Attributes:
+        microbatches: as many as the plan has, the same number on every rank; some may be empty.
+        plan: of the global batch, the same on every rank.
+    """
 
     microbatches: tuple[RaggedBatch, ...]
     plan: Plan
@@ -72,7 +77,7 @@ class Packer:
         self._cost: Cost | None = None
         self._num_parameters: int | None = None
         self._divided: Division | None = None
-        #: The part of the step over all ranks that the running microbatch is.
+        #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
 
     @property
@@ -154,6 +159,8 @@ class Packer:
         assert options is not None
         ranks = self._trainer.args.world_size
         limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
+        # Sharded parameters are gathered in every forward, so ranks wait for each other in each microbatch and the plan
+        # has to balance each; otherwise they wait once, at the reduction of gradients.
         meets_every_microbatch = self._zero_stage == 3 or self._trainer.is_fsdp_enabled
         made = plan(
             lengths,
@@ -164,6 +171,7 @@ class Packer:
         )
         if made.num_microbatches:
             return made
+        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
         return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
     def flops(self, batch: PackedBatch) -> int:
@@ -177,6 +185,7 @@ class Packer:
 
         A rank whose data have ended brings none.
         """
+        # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         gathered = gather_lengths(lengths, self._topology)
         schedule = self._plan(gathered.lengths)
@@ -196,16 +205,21 @@ class Packer:
         shares = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
+        # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
+        # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
+        # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
         with self._weighed(division), self._gradients_meet_once(model) as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
-                # How many such microbatches a step has: divided by that, and averaged over ranks, its share is left.
+                # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
+                # its share is left. A share of zero is a division by infinity, hence zero.
                 self._share_of_step = share
                 number = 1 / (share * accelerator.num_processes) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 batch = self._runnable(inputs, microbatch, division)
                 with self._deferred(model, k < last):
                     losses.append(run(model, batch, count if division == "sum" else None))
+        # Trainer goes on to optimizer.step(), which accelerate skips without the flag; coalescing has left it False.
         accelerator.gradient_state._set_sync_gradients(True)
         return torch.stack(losses).sum()
 
@@ -225,7 +239,11 @@ class Packer:
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
-        """The part of the step over all ranks that each microbatch is, by real tokens, labels, or sequences."""
+        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences.
+
+        Over all ranks and microbatches the fractions add up to one.
+        """
+        # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
             parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
         elif division == "token_mean":
@@ -236,8 +254,13 @@ class Packer:
 
     @contextlib.contextmanager
     def _weighed(self, division: Division) -> Iterator[None]:
-        """Makes transformers multiply a mean by its microbatch's share, and leave a sum as it is."""
+        """Make transformers multiply a mean by its microbatch's share, and leave a sum unchanged.
+
+        A context manager: the trainer's own settings are restored after it.
+        """
         trainer = self._trainer
+        # An instance attribute over the class's None. training_step divides the loss by
+        # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
         before = vars(trainer).get("loss_is_scaled_for_ga")
         trainer.loss_is_scaled_for_ga = division == "sum"
         try:
@@ -249,21 +272,24 @@ class Packer:
                 trainer.loss_is_scaled_for_ga = before
 
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
-        """The microbatch, or what stands in for one that counts for nothing, because every rank runs equally many.
+        """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
 
-        A sum over no labels is zero. A mean over nothing is not a number, and would stay so at weight zero; so the
-        shortest sequence of this rank that counts is run in its place.
+        A sum over no labels is zero, so a placeholder will do. A mean over no labels is nan, and nan times a weight of
+        zero is still nan; so the shortest sequence of this rank that has something to count runs instead.
         """
         if division == "sum":
             return microbatch if len(microbatch) else microbatch.placeholder()
         if self._share_of_step > 0:
             return microbatch
         by_label = division == "token_mean"
+        # The stand-in is computed in full and counts for nothing, so take the shortest.
         samples = [sample for other in batch.microbatches if len(other) for sample in other.samples()]
         batches = [RaggedBatch.from_samples([s], per_sequence=microbatch.per_sequence) for s in samples]
         counting = [each for each in batches if not by_label or self._reader.num_labels(each) > 0]
         if counting:
             return min(counting, key=lambda each: each.numel())
+        # No sequence of this rank counts: make one of zeros, which is a valid id and a valid label. Two tokens, so that
+        # a loss that shifts still has one label to take the mean over.
         values = {name: microbatch[name] for name in microbatch.names}
         sizes = {name: 1 if name in microbatch.per_sequence else 2 for name in values}
         values = {name: tensor.new_zeros((sizes[name], *tensor.shape[1:])) for name, tensor in values.items()}
@@ -285,6 +311,8 @@ class Packer:
         engine = getattr(wrapper, "engine", None)
         optimizer = getattr(engine, "optimizer", None)
         options = self.options
+        # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
+        # them, as it does at stage 0.
         able = hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")
         if (
             engine is None
@@ -293,6 +321,8 @@ class Packer:
         ):
             yield False
             return
+        # Leaving the block reduces, and restores the boundary that accelerate set to False before each backward. The
+        # step that accelerate would have made at the last backward is made here, at a boundary.
         with engine.coalesce_grad_reduction():
             yield True
         engine.set_gradient_accumulation_boundary(is_boundary=True)
@@ -320,6 +350,8 @@ class Packer:
         factor = self._auxiliary_factor
         if auxiliary is None or factor is None:
             return loss
+        # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
+        # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
         ranks = self._trainer.accelerator.num_processes
         return loss - (1 - self._share_of_step) * factor * ranks * auxiliary.to(loss.device)
 
@@ -331,6 +363,7 @@ class Packer:
         alike = self._zero_stage == 3 or self._trainer.is_fsdp_enabled  # sharded models run equally often on every rank
         if options is None or alike or batch.layout.size <= options.capacity:
             return [batch]
+        # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
         capacity = max(options.capacity, batch.max_seqlen)
         schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
         return materialize(schedule, batch, 0)
@@ -338,6 +371,8 @@ class Packer:
 
 def pack_attention(model: nn.Module) -> None:
     """Put an attention that keeps packed sequences apart into a model that needs one, or raise."""
+    # A model whose forward does not name the boundaries hands them to its attention function as keywords; one that
+    # ignores them would attend across sequences.
     if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
         if not packed_attention.supports_packing(model):
             with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so

@@ -77,6 +77,7 @@ class BatchReader:
             return True
         if not self.overridden("prediction_step") and not self.overridden("compute_loss"):
             return False
+        # A loss of its own over columns without labels: there is nothing for our evaluation to count.
         self._trainer._set_signature_columns_if_needed()
         return not set(self._trainer.label_names) & set(self._trainer._signature_columns or ())
 
@@ -103,6 +104,7 @@ class BatchReader:
         inspected = unwrap_peft_model(self._trainer.model)
         if self.model in (self._trainer.model, inspected):
             return chosen
+        # transformers reads the columns off forward; of a compiled or other wrapper that is (*args, **kwargs).
         wrapper = inspect.signature(inspected.forward).parameters
         if not set(wrapper) <= set(chosen):  # not chosen by transformers' own method
             return chosen

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ullage.errors import InputError
 
-#: Whether an entry has one value a token; nested as the entry is.
+#: Whether an entry has one value per token; a tuple or dict of such where the entry is a tuple or dict.
 Ragged = Any
 
 
@@ -52,7 +52,7 @@ class Record:
         self.ragged[name] = _either(self.ragged.get(name), ragged)
 
     def cut(self, num_real: int) -> None:
-        """Forgets the batches that were repetitions."""
+        """Drop all batches after the first ``num_real``: they repeated samples to keep the ranks in step."""
         del self.batches[num_real:]
 
     def totals(self) -> Tensor:
@@ -79,10 +79,14 @@ class Record:
     ) -> Any:
         """All entries of a kind in the order of the dataset, as :func:`combined` gives them; None if there are none.
 
-        Without ``concatenate``, a list with such a thing for each step of all ranks.
+        Without ``concatenate``, a list with one such result per step, each of all ranks' batches. Collective for
+        ``world > 1``: ``gather`` is called once.
         """
+        # Each rank sends its entries by batch, and which of them are ragged: None if it has no entries.
         mine = [([batch.entries.get(name, []) for batch in self.batches], self.ragged.get(name))]
         ranks = gather(mine) if world > 1 else mine
+        # Batch b belongs to rank b mod world, so the k-th batches of all ranks, in rank order, are consecutive in the
+        # dataset.
         steps = [
             [(batches[k], ragged) for batches, ragged in ranks if k < len(batches)]
             for k in range(max(len(batches) for batches, _ in ranks))

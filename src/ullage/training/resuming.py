@@ -26,6 +26,7 @@ def require_whole(checkpoint: Path, several: bool, *, allow_changed: bool = Fals
     if not finding.damage:
         return list(finding.notes)
     older = [path for path in _listed(checkpoint.parent, several) if -1 < step_of(path) < step_of(checkpoint)]
+    # Lazily, the newest first: each look reads a whole checkpoint. Collective, and `older` is the same on every rank.
     before = next((path for path in older if not _problem(_examined(path, several, allow_changed), several)), None)
     hint = f"take {before}, the newest whole one before it" if before else "there is no whole one before it"
     if any(damage.kind in ("size", "changed") for damage in finding.damage):
@@ -49,6 +50,7 @@ def newest_whole(
         if problem is None:
             return path, [*lines, *finding.notes]
         lines.append(f"{path} is damaged and left as it is: {problem}")
+    # None is whole: raise what is wrong with the newest.
     if listed:
         require_checkpoint(listed[0], optimizer)
         require_whole(listed[0], several, allow_changed=allow_changed)
@@ -71,6 +73,7 @@ def state_notes(checkpoint: Path, several: bool) -> list[str]:
         who = ", ".join(lacking[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
         none = f", none for rank {who}" if count else ""
         notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")
+    # As rank 0 sees it.
     own = gather([file for file in ("optimizer.pt", "scheduler.pt") if not (checkpoint / file).is_file()], several)[0]
     sharded = any(path.is_dir() and ("optimizer" in path.name) for path in checkpoint.glob("*"))
     if own and not sharded and not (checkpoint / "latest").is_file() and checkpoint.is_dir():

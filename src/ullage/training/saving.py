@@ -47,7 +47,10 @@ else:
 
 
 class WholeCheckpointMixin(_Base):
-    """Put before ``transformers.Trainer`` among the bases; nothing else changes."""
+    """Checkpoints of a Trainer that appear under their names only when they are whole.
+
+    Put it before ``transformers.Trainer`` among the bases of a class.
+    """
 
     _staging: Path | None = None
     _push_later: str | None = None
@@ -67,10 +70,14 @@ class WholeCheckpointMixin(_Base):
         best_step = self.state.best_global_step
         if best_step:
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
+            # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
+            # here.
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
         def write(place: Path) -> None:
+            # Trainer writes to _get_output_dir()/checkpoint-N, which is `place` from here on. Its own rotation looks
+            # into that folder too, and finds nothing to delete.
             self._staging = place.parent
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
@@ -80,10 +87,12 @@ class WholeCheckpointMixin(_Base):
             finally:
                 self._staging = None
                 self.state.best_global_step = best_step
+            # The state was written without its best step: write it again.
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
 
         save_checkpoint(run_dir, self.state.global_step, write, self.args, best=self.state.best_model_checkpoint)
+        # An upload from the staging folder would race with the rename.
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
@@ -116,6 +125,7 @@ class WholeCheckpointMixin(_Base):
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too."""
+        # Without a limit Trainer deletes nothing here; rotate() does it below and leaves damaged checkpoints alone.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             output = super()._finalize_training(trial, *args, **kwargs)
@@ -138,8 +148,13 @@ def save_checkpoint(
 ) -> None:
     """Makes ``checkpoint-<step>`` of a run, whole or not at all, and rotates older ones out. Collective.
 
-    ``write`` and ``check`` are as for :func:`ullage.training.staging.write_whole`. ``arguments``: of the Trainer.
-    ``best``: the checkpoint that is kept whatever its age.
+    Args:
+        run_dir: the folder of the run.
+        step: optimizer steps trained so far, for the name.
+        write: as for :func:`ullage.training.staging.write_whole`.
+        arguments: of the Trainer; the local rank, the ranks and ``save_total_limit`` are read.
+        best: path of the checkpoint that is kept whatever its age.
+        check: as for :func:`ullage.training.staging.write_whole`; by default, that the state and weights are there.
     """
     final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     several, first = arguments.world_size > 1, arguments.local_process_index == 0
@@ -175,6 +190,7 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
     """The checkpoints for which there is a folder of the name that ``name_of`` gives."""
+    # _checkpoint-8.partial -> checkpoint-8.
     found = (run_dir / path.name[1:].rpartition(".")[0] for path in run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
     return [final for final in found if step_of(final) >= 0 and name_of(final).is_dir()]
 
@@ -190,6 +206,7 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     kept = {path.resolve() for path in (keep, Path(best) if best else None) if path is not None}
     protected = [path for path in whole if path.resolve() in kept]
     others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
+    # Protected ones count towards the limit, and stay even where they are more than it allows.
     for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 class _Share:
-    """This rank's batches of a stream of batches: ``num_real`` of them, after which come repetitions.
+    """This rank's batches: ``num_real`` of its own, then repetitions whose results do not count.
 
-    Of a dataset of unknown size ``num_real`` is known once its last real batch was read; until then it is no bound.
+    For a dataset of unknown size ``num_real`` is ``sys.maxsize`` until the last real batch has been read.
     """
 
     num_real: int
@@ -41,6 +41,7 @@ class _ShareOfIndices(_Share, Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for k in range(len(self)):
+            # Batch 0 stands in where this rank has run out: it is there in every dataset, and its result is cut off.
             batch = self.rank + k * self.world if k < self.num_real else 0
             start = batch * self.batch_size
             yield list(range(start, min(start + self.batch_size, self.size)))
@@ -54,6 +55,7 @@ class _ShareOfStream(_Share, IterableDataset):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
+        # The length is unknown until the end, so the samples of batch 0 are kept in case this rank has to repeat them.
         first: list[Any] = []
         count = 0
         for count, sample in enumerate(self.dataset, start=1):
@@ -62,6 +64,8 @@ class _ShareOfStream(_Share, IterableDataset):
                 first.append(sample)
             if batch % self.world == self.rank:
                 yield sample
+        # Only the last batch of all can be short, and it is in the last round; so the rank that has it repeats nothing,
+        # and DataLoader, which cuts the samples into batches again, mixes no repeated samples into it.
         batches = -(-count // self.batch_size)
         self.num_real = len(range(self.rank, batches, self.world))
         if self.num_real < -(-batches // self.world):
@@ -82,11 +86,20 @@ class EvaluationLoader(DataLoader):
     def over(
         cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any
     ) -> EvaluationLoader:
-        """Batches of ``batch_size`` samples for one rank.
+        """Make the loader of one rank.
 
         A dataset without indices is read in this process: worker processes would each read all of it.
+
+        Args:
+            dataset: the whole evaluation dataset, the same on every rank.
+            batch_size: samples per batch of a rank.
+            rank: of this process.
+            world: number of ranks.
+            num_workers: worker processes, for a dataset with indices.
+            options: further keywords of ``DataLoader``.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            # Options that need worker processes.
             for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"):
                 options.pop(name, None)
             share = _ShareOfStream(dataset, batch_size, rank, world)

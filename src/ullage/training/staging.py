@@ -37,7 +37,7 @@ PARTIAL = "_partial"
 
 _MARK = ".rank-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: What a system says that cannot swap two names.
+#: Errors of a system that cannot swap two names: no such call, not on this file system, or forbidden in a sandbox.
 _CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 #: What libraries say when a file cannot be written, other than OSError.
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
@@ -83,11 +83,14 @@ def write_whole(
     first_of_machine: bool = True,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Makes the folder ``target``, with a manifest; one of that name is replaced, or set aside if it is damaged.
+    """Make the folder ``target``, with a manifest; one of that name is replaced, or set aside if it is damaged.
 
-    ``write`` is called with the path of the folder to make, which is not there yet; its name is that of ``target``.
-    ``check`` is called with it before it is renamed, on rank 0, and raises if something is missing. ``several``: other
-    processes do the same with the same ``target``, and all succeed or all raise.
+    Args:
+        target: the folder to make, the same path on every rank.
+        write: called with the path to write to, which has the name of ``target`` and is not there yet.
+        several: whether other processes do the same with the same ``target``; then all succeed or all raise.
+        first_of_machine: whether this process makes the staging folder of its machine, in place of an old one.
+        check: called with the written folder before it is renamed, on rank 0; raises if something is missing.
     """
     target = require_same_folder(Path(target), several)
     staging = staging_of(target)
@@ -100,10 +103,13 @@ def write_whole(
             check(place)
 
     with _staged(staging, target, lambda _: write(place), look, several, first_of_machine) as owner:
+        # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
         damaged = bool(examine(target, several).damage)
         blocks, crcs = _summed(place, owner, several)
         with agreement(several, "putting a checkpoint in its place"), _one_line(target):
             if owner == rank_here(several) and place.is_dir():
+                # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is
+                # given.
                 write_manifest(place / manifest_name(owner), blocks, crcs)
                 _flush(place)
                 _put(place, target, damaged or is_damaged(target))
@@ -126,6 +132,7 @@ def write_into(
         if owner == rank_here(several):
             _flush(staging)
             for entry in sorted(staging.iterdir()):
+                # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
                 if not entry.name.startswith(_MARK):
                     _put(entry, folder / entry.name)
 
@@ -147,15 +154,20 @@ def _staged(
         if first_of_machine:
             if target.is_file():
                 raise CheckpointError("a file lies where the folder should", where=str(target))
+            # write_into stages inside its target, which it never moves: there is nothing to recover.
             if staging.parent != target:
                 recover(target)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True, exist_ok=True)
     with agreement(several, "writing a checkpoint"), _one_line(target):
         if first_of_machine:
+            # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
+            # separate disks each folder has its own; so the lowest mark names one owner per disk. Meeting before this
+            # block has made sure that no first rank removes the folder after another has marked it.
             (staging / f"{mark}{rank}").touch()
         write(staging)
     with agreement(several, "checking what was written"):
+        # No mark with this token: another process has removed the folder and perhaps made one of its own.
         owner = min((int(path.name.removeprefix(mark)) for path in staging.glob(f"{mark}*")), default=None)
         if owner is None:
             raise _vanished(target, staging)
@@ -181,6 +193,8 @@ def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[i
     with agreement(several, "listing a checkpoint"), _one_line(place):
         files = files_in(place) if owner == rank else None
     told = gather((owner, files), several)
+    # Ranks that see the same disk. Each sums a share of the blocks; neighbouring shares in rank order join in block
+    # order.
     group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
     blocks = blocks_of(told[owner][1])
     with agreement(several, "summing a checkpoint"), _one_line(place):
@@ -190,22 +204,26 @@ def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[i
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
     """Renames ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
+    # What an earlier kill left comes first, so that .replaced is free and holds nothing that is needed.
     recover(target)
     if damaged and os.path.lexists(target):
         target.rename(name_for_damaged(target))
     if not target.is_dir():
         place.replace(target)
     elif not _swap(place, target):
+        # Here is a moment without `target`. A kill in it leaves .replaced, which recover() puts back.
         old = old_of(target)
         target.rename(old)
         place.rename(target)
         shutil.rmtree(old, ignore_errors=True)
+    # The rename is an entry of the parent: it lasts when that is on the disk.
     _flush_entry(target.parent)
 
 
 def _swap(one: Path, other: Path) -> bool:
     """Swaps two names in one step; False where the system or the file system cannot."""
     try:
+        # Python has no renameat2; glibc has it since 2.28.
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
         return False
@@ -237,7 +255,7 @@ def _one_line(target: Path) -> Iterator[None]:
 
 
 def _flush(folder: Path) -> None:
-    """Has the disk hold every file below ``folder``: a rename may outlive a power cut that the content does not."""
+    """Flush every file below ``folder`` to disk: after a power cut a rename may be there and the content lost."""
     for root, _, files in os.walk(folder):
         for name in files:
             _flush_entry(Path(root) / name)

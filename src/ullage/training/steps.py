@@ -131,8 +131,12 @@ class StepSource:
         )
         if not resumes or not steps_trained_in_current_epoch:
             return begun
+        # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
+        # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = begun.steps = steps_trained_in_current_epoch
         begun.given[:] = begun.steps
+        # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
+        # ended). Those ahead are skipped here in addition; a rank with fewer has nothing left.
         if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
             begun.given = np.array(drawn["given"], np.int64)
             begun.live = begun.given >= begun.steps
@@ -152,10 +156,13 @@ class StepSource:
             return [], None
         if self._packer.options is not None:
             return self._packed_step(epoch, epoch_iterator, device)
+        # Every branch below is taken from gathered numbers, so all ranks enter the same collectives.
         batches, problem = self._draw(epoch, epoch_iterator, num_batches)
         met = self._count_together(batches, device, problem)
         fewest = int(met.batches.min())
         epoch.ended = fewest < num_batches
+        # An unequal step: keep what every rank has, and count labels again, because the first count has those of
+        # batches that are now left out.
         if fewest < met.batches.max():
             self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
             batches = batches[:fewest]
@@ -170,11 +177,13 @@ class StepSource:
         """Up to ``number`` batches, and what is wrong with them."""
         batches: list[Any] = []
         try:
+            # Read and drop the batches that earlier steps took; their indices are dropped with the next ones.
             for _ in itertools.islice(iterator, epoch.ahead):
                 epoch.recorded += 1
             epoch.ahead = 0
             for batch in itertools.islice(iterator, number):
                 batches.append(batch)
+                # The indices of skipped batches come first; the last ones popped are those of this batch.
                 indices = None
                 for _ in range(epoch.recorded + 1):
                     indices = None if self._indices is None else self._indices.next_batch()
@@ -240,6 +249,9 @@ class StepSource:
         rank, wanted = self._trainer.args.process_index, self._trainer.args.world_size
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
+        # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
+        # has ended, and the next round asks the others for what is missing. given, live and wanted change by gathered
+        # numbers only, so every rank leaves the loop after the same round.
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
             batches, problem = self._draw(epoch, iterator, int(quota[rank]))
@@ -260,6 +272,9 @@ class StepSource:
         packed = self._packer.pack(drawn)
         statistics = packed.plan.statistics()
         self._meter.add_packed(packed.microbatches, packed.plan, self._packer.flops(packed), statistics)
+        # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
+        # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
+        # labels to look for.
         labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
         if complete and (statistics.num_dropped or statistics.num_truncated):
             labels = self._count_together([batch for batch in packed.microbatches if len(batch)], device).labels
@@ -296,6 +311,8 @@ class StepSource:
             except Exception as error:
                 problem = error
         complete = len(counts) == len(batches)
+        # Everything the ranks must know before a step travels in this one gather. The row [5] of each rank: labels,
+        # whether every batch has labels, whether it failed, batches drawn, and the signal it was asked to stop by.
         mine = [sum(counts), int(complete), int(problem is not None), len(batches), int(self._stop.requested)]
         ranks = self._gathered(mine, device)
         _, all_complete, failed, drawn, stops = ranks.cpu().numpy().T
@@ -309,6 +326,7 @@ class StepSource:
         mine = torch.tensor([numbers], device=device)
         if self._trainer.args.world_size == 1:
             return mine
+        # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
         return ranks
@@ -326,6 +344,7 @@ class StepSource:
             self._meet_an_empty_step()
         if not self._trainer.args.average_tokens_across_devices:
             total = labels[self._trainer.args.process_index if self._trainer.args.world_size > 1 else 0]
+        # Trainer averages the losses of nn.DataParallel's replicas, each of which is divided by this number.
         if self._trainer.args.world_size == 1:
             total = total // max(self._trainer.args.n_gpu, 1)
         return total.clamp(min=1)
@@ -358,6 +377,8 @@ class StepSource:
         """
         if not self._is_empty:
             return loss
+        # 0/0 in the loss can make nan of gradients too. A parameter whose gradient is finite keeps it: it may come from
+        # what the loss has beside the labels.
         for parameter in model.parameters():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 parameter.grad.zero_()

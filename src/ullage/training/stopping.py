@@ -76,10 +76,14 @@ class StopOnSignal(EarlyEnd):
         if stop.number:
             sys.exit(stop.exit_status)
 
-    ``trainer``: one of ours. ``signals``: those to take. ``at_once``: called with the number of the second signal, in
-    a thread; without it the process ends as it would without a handler. Use it in the main thread, on every rank
-    alike: the end of the block is collective unless an error leaves it. Raises ``InputError`` beside transformers'
-    ``enable_jit_checkpoint``, which takes SIGTERM for itself.
+    Use it in the main thread, on every rank alike: the end of the block is collective unless an error leaves it.
+    Raises ``InputError`` beside transformers' ``enable_jit_checkpoint``, which takes SIGTERM for itself.
+
+    Args:
+        trainer: one of ours.
+        signals: those to take.
+        at_once: called with the number of the second signal, in a thread; without it the process ends as it would
+            without a handler.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class StopOnSignal(EarlyEnd):
     def __enter__(self) -> StopOnSignal:
         self._trainer.stop.clear()
         self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
+        # Python handlers stay in place beside the thread: without one the signal would end the process in C.
         self._watch = _Watch.started(self._received)
         self._trainer.add_callback(self)
         _active.append(self)
@@ -131,6 +136,8 @@ class StopOnSignal(EarlyEnd):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stop = self._trainer.stop
+        # A rank's own request may be newer than the agreement before this step. Ranks that acted on it would stop after
+        # different steps.
         if stop.agreed or (args.world_size == 1 and stop.requested):
             self.end(control)
 
@@ -154,6 +161,7 @@ class StopOnSignal(EarlyEnd):
         Ctrl-C in a terminal reaches it too, and must not take the batches of the running step away.
         """
         if self._watch is not None:
+            # The pipe is the parent's: what this process wrote to it would be a signal to the parent.
             signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             if number == signal.SIGINT:
@@ -171,9 +179,11 @@ class _Watch:
 
     @classmethod
     def started(cls, received: Callable[[int], None]) -> _Watch | None:
-        """None where something else, an event loop, hears of the signals already."""
+        """Start the thread; None where an event loop or other code has set a wakeup descriptor of its own."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
+        # Python's C handler writes a signal's number to this pipe at once, on whatever thread; the Python handler runs
+        # only when the main thread is back in the interpreter. Not blocking, because set_wakeup_fd demands it.
         other = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         if other == -1:
             return cls(received, reading, writing)
@@ -184,6 +194,7 @@ class _Watch:
 
     def end(self) -> None:
         signal.set_wakeup_fd(-1)
+        # No signal has number 0, so it ends the thread.
         os.write(self._writing, b"\0")
         self._thread.join()
         os.close(self._reading)

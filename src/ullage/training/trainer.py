@@ -39,6 +39,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         loss = None
+        # The loss is computed by forward, on the whole batch; generation below sees the prompts only.
         if has_labels:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         labels = inputs.get(self._reader.label_name) if self._reader.label_name is not None else None
@@ -67,6 +68,8 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         end, pad = settings.eos_token_id, settings.pad_token_id
         ends = [] if end is None else list(end) if isinstance(end, (list, tuple)) else [end]
         main, mask = prompts.get(self._reader.main_input), prompts.get("attention_mask")
+        # width: tokens before the first generated one. An encoder-decoder's rows begin with its start token, which may
+        # be the padding or end id; decoder-only rows begin with their prompt, padded on the left up to `starts`.
         width, starts = 1, [0] * len(rows)
         if not getattr(getattr(self._reader.model, "config", None), "is_encoder_decoder", False):
             width = main.shape[1] if isinstance(main, Tensor) else 0

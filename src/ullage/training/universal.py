@@ -85,10 +85,13 @@ def _tensor_problem(path: Path, name: str, shape: torch.Size, engine: Any) -> li
     if not path.is_file():
         return [f"{name}: not in the checkpoint"]
     held = _describe(path)
+    # DeepSpeed's own converter writes bare flat tensors for stage 3, otherwise dicts that hold the tensor in its shape
+    # under "param". The loaders of stages 1 and 2 need the dict.
     if not isinstance(held, dict):  # by DeepSpeed's converter, flat
         if not is_stage3(engine.optimizer):
             return [f"{name}: written for stage 3 only, without its shape; convert the original with ullage convert"]
         held, shape = {"param": held}, torch.Size([shape.numel()])
+    # Tensors that the loader cuts for tensor or expert parallelism, or pads (vocabulary), need not have the shape here.
     whole = engine.mpu is None and not held.get("vocab_tensor") and not held.get("is_expert_param")
     if whole and tuple(held["param"].shape) != tuple(shape):
         return [f"{name}: {list(held['param'].shape)} in the checkpoint, {list(shape)} here"]
@@ -109,6 +112,7 @@ def model_value(
     states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path, read: Callable[[Path], Any]
 ) -> Any:
     """The tensor ``name`` of the model states, which stage 3 leaves empty; else of its own folder; else ``None``."""
+    # Stage 3 leaves tensors of no elements in the model states for what it shards, so a name alone proves nothing.
     value = states["module"].get(name)
     if value is not None and math.prod(value.shape) == _shape(target).numel():
         return value
@@ -150,6 +154,7 @@ def saved_groups(zero: Any, saved: dict[str, Any]) -> list[dict[str, Any]] | Non
     """Hyperparameters by group, from where the loader of this stage looks; ``None`` if it would find nothing."""
     if not is_stage3(zero):
         return saved.get("param_groups")
+    # The stage 3 loader indexes ['optimizer_state_dict']['state'][0]['step'] without looking first.
     inner = saved.get("optimizer_state_dict") or {}
     return inner.get("param_groups") if "step" in inner.get("state", {}).get(0, {}) else None
 
@@ -167,6 +172,7 @@ def model_states(engine: Any, checkpoint: Path, read: Callable[[Path], Any]) -> 
     files = model_files(engine, checkpoint)
     if not files:
         raise CheckpointError("the universal checkpoint has no model states", where=str(checkpoint))
+    # The same choice as in engine._load_checkpoint: neighbouring ranks share a file where there are fewer files.
     return read(Path(files[engine.checkpoint_mp_rank * len(files) // engine.mp_world_size]))
 
 

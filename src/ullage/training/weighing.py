@@ -30,10 +30,16 @@ class LossRule:
         return_outputs: bool,
         num_items_in_batch: Any,
     ) -> Any:
-        """The model's loss; a mean of its own is weighed by its share of the step's labels.
+        """The model's loss; where the model returns a mean, it is weighed by its share of the step's labels.
 
-        Outputs are asked for only where they are needed, because some trainers have none to give. ``compute``:
-        transformers' ``compute_loss``; the others are its parameters.
+        Asks for outputs only where they are needed: some trainers return none. Returns what ``compute_loss`` does.
+
+        Args:
+            compute: transformers' ``compute_loss``, or the override of the trainer under the mixin.
+            model: as the training loop calls it.
+            inputs: keywords of the model.
+            return_outputs: whether the caller wants the outputs too.
+            num_items_in_batch: labels that count in the step, over all ranks; None where none were counted.
         """
         inputs = self._with_decoder_inputs(inputs)
         if num_items_in_batch is not None and not self._reader.divides_by_count:
@@ -52,13 +58,18 @@ class LossRule:
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
     ) -> Any:
         """The mean that a model gives, times its share of the step's labels, such that the step's losses add up."""
+        # With num_items_in_batch=None the model returns its own mean, and compute_loss multiplies by nothing. Σ over
+        # batches of mean · labels in it / labels in the step is the mean over the step; the ranks are there because
+        # reducing gradients divides by them.
         elements = self._reader.label_elements(inputs)
         assert elements is not None
         count = counting.count_labels(elements)
         loss, outputs = compute(model, inputs, True, num_items_in_batch=None)
         ranks = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
         weight = count / num_items_in_batch * ranks
+        # training_step must not divide by the number of batches as well.
         self._trainer.loss_is_scaled_for_ga = True
+        # A mean over no labels is nan, which a weight of zero would keep.
         loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
 
@@ -68,12 +79,15 @@ class LossRule:
         transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
         to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
         """
+        # compute_loss pops the labels for a loss function or label smoothing; the model would then shift no labels into
+        # decoder_input_ids by itself.
         labels = counting.value_of(inputs, "labels")
         shift = getattr(self._reader.model, "prepare_decoder_input_ids_from_labels", None)
         taken = self._trainer.compute_loss_func is not None or self._trainer.label_smoother is not None
         if not taken or shift is None or not isinstance(labels, Tensor) or "decoder_input_ids" in inputs:
             return inputs
         bounds = inputs.get("decoder_cu_seq_lens_q")
+        # Shift each target by itself: shifted as one row, a target would begin with the last token of the one before.
         if labels.is_nested:
             rows = [shift(labels=row[None])[0] for row in labels.unbind()]
             read = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
