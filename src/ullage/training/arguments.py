@@ -57,7 +57,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def join_deepspeed(arguments: Any) -> None:
-    """Tells DeepSpeed of the process group, which accelerate does on accelerators only.
+    """Tell DeepSpeed of the process group, which accelerate does on accelerators only.
 
     A model made at stage 3 is cut at once, by what DeepSpeed believes the world size is. Does nothing for arguments
     that ask for no DeepSpeed.
@@ -73,7 +73,7 @@ def join_deepspeed(arguments: Any) -> None:
 
 
 def form_process_group(arguments: Any) -> None:
-    """Joins the processes that torchrun started on a machine without an accelerator.
+    """Join the processes that torchrun started on a machine without an accelerator.
 
     Unless told ``use_cpu``, accelerate forms no group there, and each process would train a model of its own into the
     same folder. Called for arguments of any class before a Trainer is made.
@@ -89,7 +89,7 @@ def form_process_group(arguments: Any) -> None:
 
 
 def require_sharding(arguments: Any) -> None:
-    """Raises ``InputError`` on every rank where FSDP was asked for and every rank would hold the whole model.
+    """Raise ``InputError`` on every rank where FSDP was asked for and every rank would hold the whole model.
 
     accelerate shards on accelerators alone; on CPUs it takes DistributedDataParallel without a word.
     """
@@ -107,7 +107,15 @@ def require_sharding(arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """The arguments of packing, read once."""
+    """The arguments of packing, read once.
+
+    Attributes:
+        capacity: tokens of a microbatch on one rank, at most.
+        strategy: name of the planning strategy.
+        oversize: what becomes of a sequence over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
+        coalesce_gradients: whether ZeRO reduces gradients once per step.
+        peak_flops: FLOP/s that one device could do, for ``mfu``; None without it.
+    """
 
     capacity: int
     strategy: str

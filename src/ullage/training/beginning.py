@@ -1,4 +1,4 @@
-"""Checks before the first step: data that can be trained on, and ranks that mean the same run."""
+"""Checks before the first step: data that can be trained on, and the same arguments and data on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunCheck:
         self._trainer, self._reader, self._packer = trainer, reader, packer
 
     def require_agreement(self) -> None:
-        """Refuse data that cannot be trained on, and ranks that mean different things. Collective.
+        """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
 
         Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the
         capacity; ``DistributedError`` on every rank where one failed, and where arguments or data differ.

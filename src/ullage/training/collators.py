@@ -21,15 +21,19 @@ _TARGETS = ("labels", "decoder_input_ids")
 
 @dataclass(frozen=True)
 class RaggedCollator:
-    """Collates samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
+    """Collator of samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
 
     A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
     that a tokenizer padded come out without padding. ``label`` and ``label_ids`` become ``labels``.
 
-    ``flattened``: give a plain dict of keywords for padding-free models instead, for any other trainer.
-    ``labels_from``: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
-    model. ``pad_to_multiple_of``: round each sequence's slot up. ``per_sequence``: names of array fields with one
-    entry per sequence. Raises ``InputError`` that names sample and field.
+    Raises ``InputError`` that names sample and field.
+
+    Attributes:
+        flattened: give a plain dict of keywords for padding-free models instead, for any other trainer.
+        labels_from: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
+            model.
+        pad_to_multiple_of: each sequence's slot is rounded up to a multiple of this many tokens.
+        per_sequence: names of array fields with one entry per sequence.
     """
 
     flattened: bool = False
@@ -47,16 +51,18 @@ class RaggedCollator:
 
 @dataclass(frozen=True)
 class Seq2SeqCollator:
-    """Collates samples of a source and a target to a :class:`RaggedBatch` of sources that carries the targets along.
+    """Collator of samples with a source and a target to a :class:`RaggedBatch` of sources that carries the targets.
 
     A sample's ``labels``, and ``decoder_input_ids`` if it has any, are the target; its other arrays are the source.
     A batch has one layout, that of the sources; targets have another, so they are jagged nested tensors [n, j], one
-    row a sequence. The Trainer hands both to a recurrent encoder-decoder as they are, and pads them for a model that
+    row per sequence. The Trainer hands both to a recurrent encoder-decoder as they are, and pads them for a model that
     takes padded rows. ``attention_mask`` and ``decoder_attention_mask`` are used up.
 
-    ``flattened``: give a plain dict of keywords of :class:`RecurrentEncoderDecoder` instead, for any other trainer.
-    ``per_sequence``: names of array fields with one entry a sequence. Raises ``InputError`` that names sample and
-    field.
+    Raises ``InputError`` that names sample and field.
+
+    Attributes:
+        flattened: give a plain dict of keywords of :class:`RecurrentEncoderDecoder` instead, for any other trainer.
+        per_sequence: names of array fields with one entry per sequence.
     """
 
     flattened: bool = False
@@ -85,7 +91,7 @@ class Seq2SeqCollator:
 
 @dataclass(frozen=True)
 class PackedSequenceCollator:
-    """Collates samples to a dict of ``PackedSequence`` for each token-aligned field, and tensors [N] for the others.
+    """Collator of samples to a dict: a ``PackedSequence`` per token-aligned field, tensors [N] for the others.
 
     ``labels_from`` and ``per_sequence`` as in :class:`RaggedCollator`. Sequences keep the order of the samples
     (``sorted_indices`` are set). Raises ``InputError`` that names sample and field.

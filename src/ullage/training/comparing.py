@@ -99,7 +99,10 @@ def random_states_kept() -> Iterator[None]:
 
 
 def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``DistributedError`` where ranks differ, with the value of each. One entry a rank, the same everywhere."""
+    """Raise ``DistributedError`` where ranks differ, with the value of each.
+
+    Both sequences have one entry per rank, and are the same on every rank.
+    """
     for name in dict.fromkeys(name for each in arguments for name in each):
         values = [each.get(name, "not there") for each in arguments]
         if len(set(values)) > 1:

@@ -142,7 +142,7 @@ def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
 
 
 class Continuation:
-    """The checkpoint that ``trainer`` continues from: whole, of any layout, to the last step."""
+    """Choice, conversion and loading of the checkpoint that ``trainer`` continues from."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -213,13 +213,13 @@ class Continuation:
             self._conversion = None
 
     def loads_weights(self, model: torch.nn.Module | None) -> bool:
-        """Load converted weights into ``model``, the trainer's without one, if there are any; whether there are."""
+        """Load the converted weights, if any, into ``model`` (None: the trainer's). Returns whether there were any."""
         if self._conversion is not None:
             load_weights(self._trainer.model if model is None else model, self._conversion)
         return self._conversion is not None
 
     def loads_optimizer(self, checkpoint: str | None) -> bool:
-        """Load the converted state of the optimizer, and the schedule, if there are any; whether there are."""
+        """Load the converted state of the optimizer, if any, and the schedule. Returns whether there was any."""
         if self._conversion is None or self._trainer.is_deepspeed_enabled:
             return False
         assert checkpoint is not None
@@ -239,7 +239,7 @@ class Continuation:
         return True
 
     def settle_loss(self) -> None:
-        """Give a run without a step left to train the mean loss of the steps in its state."""
+        """Set the training loss that a run with no step left reports: the mean over the logged steps of its state."""
         trainer = self._trainer
         if trainer.state.global_step == trainer._initial_global_step > 0:
             # _finalize_training divides this sum by max(steps, 0.001); no step was taken, so the mean is left.
@@ -261,7 +261,7 @@ def mean_loss(state: TrainerState) -> float:
 
 
 def load_weights(model: torch.nn.Module, conversion: Conversion) -> None:
-    """Copies the converted weights and buffers into ``model``. Waits for the device.
+    """Copy the converted weights and buffers into ``model``. Waits for the device.
 
     Raises ``CheckpointError`` that names everything that does not fit, before anything is copied.
     """
@@ -285,7 +285,7 @@ def load_weights(model: torch.nn.Module, conversion: Conversion) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, conversion: Conversion) -> None:
-    """Puts the converted state into ``optimizer``, by the names of ``model``'s parameters.
+    """Put the converted state into ``optimizer``, by the names of ``model``'s parameters.
 
     Hyperparameters stay as they are: they are this run's arguments. Raises ``CheckpointError`` for a parameter whose
     state the checkpoint lacks.

@@ -143,7 +143,7 @@ def samples_of(inputs: Any, name: str) -> list[Tensor]:
 
 
 def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
-    """Raises ``SampleError`` for an id outside ``[0, vocab_size)``, with its sample in the batch and its position.
+    """Raise ``SampleError`` for an id outside ``[0, vocab_size)``, with its sample in the batch and its position.
 
     Reads the ids where they lie; host tensors do not wait for a device.
     """
@@ -170,7 +170,7 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
 
 
 def require_capacity(batch: RaggedBatch, capacity: int) -> None:
-    """Raises ``SampleError`` for the first sequence of more than ``capacity`` tokens. Host values only."""
+    """Raise ``SampleError`` for the first sequence of more than ``capacity`` tokens. Host values only."""
     large = np.flatnonzero(batch.layout.lengths > capacity)
     if len(large):
         raise over_capacity(int(large[0]), capacity, int(batch.layout.lengths[large[0]]))

@@ -79,10 +79,10 @@ class Finding:
 
 
 def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = False) -> Finding:
-    """Looks at every file that the manifest of ``checkpoint`` lists, and at all of its content. Collective.
+    """Compare every file that the manifest of ``checkpoint`` lists with it, in full. Collective.
 
-    ``allow_changed``: files of other content or size are no damage where they can be read at all. Reads what it
-    compares; raises nothing of its own.
+    ``allow_changed``: files of other content or size count as changed, not as damaged, if they can be read at all.
+    Reads all files once, shared by the ranks of a disk; returns damage instead of raising.
     """
     manifest, identity = _seen(checkpoint)
     said = gather((identity, manifest is not None), several)
@@ -121,7 +121,10 @@ def is_damaged(checkpoint: Path) -> bool:
 
 
 def remember(finding: Finding) -> None:
-    """Writes down in the checkpoint what was found, or removes what was, if it is whole again; where that can be."""
+    """Write the damage that was found into ``damaged.txt`` in the checkpoint; remove the file if it is whole again.
+
+    Does nothing where the folder cannot be written to.
+    """
     with contextlib.suppress(OSError):
         mark = finding.checkpoint / MARK
         if finding.damage:
@@ -140,7 +143,10 @@ def name_for_damaged(checkpoint: Path) -> Path:
 
 
 def _seen(checkpoint: Path) -> tuple[Manifest | None, str]:
-    """The manifest, and what is equal on all ranks that see this folder on this disk; "" where there is no folder."""
+    """The manifest, and an identity that only ranks which see the same folder on the same disk have in common.
+
+    The identity is "" where there is no folder.
+    """
     try:
         manifest = read_manifests(checkpoint)
         status = checkpoint.stat()

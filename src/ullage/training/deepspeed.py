@@ -159,7 +159,7 @@ def resume_from_universal() -> Iterator[None]:
 
 
 def _agree(problems: list[str], where: str | Path) -> None:
-    """Raises the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
+    """Raise the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
     found = list(dict.fromkeys(problem for rank in gather(problems, True) for problem in rank))
     if found:
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
@@ -268,7 +268,7 @@ def _partition_reader(zero: Any) -> Callable[..., torch.Tensor]:
 
 
 def _mend_stage3(zero: Any, tensors: Path) -> None:
-    """Gives each sub-group its own step and states, and each group its own hyperparameters."""
+    """Give each sub-group its own step and states, and each group its own hyperparameters."""
     # A sub-group is one flat fp32 tensor of this rank's partitions, end to end in the order of its parameters; the
     # inner optimizer keeps its state by that tensor.
     for i, group in enumerate(zero.fp16_groups):
@@ -314,7 +314,7 @@ def _place_steps(zero: Any) -> None:
 
 
 def _load_untrained(engine: Any, checkpoint: Path) -> None:
-    """Copies frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
+    """Copy frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
     import deepspeed
 
     states = model_states(engine, checkpoint, read_file)

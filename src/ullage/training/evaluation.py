@@ -158,6 +158,7 @@ class Evaluator:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None,
     ) -> None:
+        # One batch, on the host: record its loss and, unless only the loss is wanted, the results of its samples.
         reader, args = self._reader, self._trainer.args
         reader.require_ids(inputs)
         predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
@@ -265,9 +266,10 @@ class Evaluator:
         return loss, _predictions(outputs, ignore_keys, loss is not None), labels
 
     def _divisor_of(self, inputs: Any) -> Tensor | None:
-        """The divisor of a loss function of one's own in evaluation: the labels of this batch, on this rank alone.
+        """The divisor for the user's ``compute_loss_func`` in evaluation: the labels of this batch on this rank.
 
-        transformers multiplies what it gives by the processes, where labels are counted over all of them.
+        Multiplied by the processes where ``compute_loss`` multiplies the loss by them, so that a mean is left. None
+        without such a function or without labels.
         """
         elements = self._reader.label_elements(inputs) if self._trainer.compute_loss_func is not None else None
         if elements is None:

@@ -1,4 +1,4 @@
-"""Locks that a killed process left in torch's folder of compiled extensions, and that the next would wait for, forever.
+"""Removal of abandoned locks among torch's compiled extensions, for which the next process would wait forever.
 
 torch compiles an extension under a lock: a file that exists while a process holds it open. Whoever is killed while it
 compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its own optimizers
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def remove_abandoned_locks(folder: Path | None = None, grace: float = 0.5) -> list[Path]:
-    """Removes the locks that no running process holds; returns them. Does nothing where /proc does not tell who does.
+    """Remove the locks that no running process holds, and return them. Does nothing on systems without /proc.
 
     ``folder``: torch's folder of extensions, found by itself. ``grace``: seconds between two looks, because a lock
     that is just being released is held by nobody for a moment.

@@ -54,7 +54,7 @@ class RecordedBatches:
 
 
 class SampleIndices:
-    """Finds the index of a sample of a training batch. Made for one dataloader, whose batch sampler it wraps.
+    """Data set indices of the samples of training batches. Made for one dataloader, whose batch sampler it wraps.
 
     A dataloader over an iterable, and one whose sampler gives batches itself, have no indices to record.
     """

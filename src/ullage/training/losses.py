@@ -38,7 +38,7 @@ _NOT_OF_OTHERS = ("ullage", "transformers")
 def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:
     """The first class in the method resolution order that defines ``name`` and is neither ours nor transformers'.
 
-    ``below``: look only at what comes after this class, which is what a mixin of ours was put before.
+    ``below``: look only at the classes after this one in the order, that is, under a mixin of ours.
     """
     order = kind.__mro__
     if below is not None:
@@ -157,7 +157,13 @@ def _aligned(logits: Any, labels: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A loss that a Trainer computes by itself: its ``function``, its ``name``, and the class that defines it."""
+    """A loss that a Trainer computes itself, in place of the model's.
+
+    Attributes:
+        name: for messages.
+        function: ``compute_loss`` or ``compute_loss_func``.
+        owner: the class that defines ``compute_loss``; None for a function, and for a method set on the instance.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -184,7 +190,7 @@ class OwnLoss:
 
 
 def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
-    """The word of ``packing_loss`` of the Trainer or of its class for this loss; None if it has none.
+    """The value of ``packing_loss`` that holds for this loss, or what is known of a Trainer's source; None if neither.
 
     A declaration holds for the ``compute_loss`` of its class and of the classes under it. Whoever overrides the method
     once more has to declare the division of its own loss. Raises ``InputError`` for an unknown word.

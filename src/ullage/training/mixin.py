@@ -116,12 +116,12 @@ class RaggedTrainerMixin(_Base):
     def train(
         self, resume_from_checkpoint: Any = None, *args: Any, allow_changed_checkpoint: bool = False, **kwargs: Any
     ) -> Any:
-        """As transformers' own; one of another layout is converted first, and one with no step left trains nothing.
+        """Train as transformers does; a checkpoint of another layout is converted first.
 
         ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
         is loaded; ``True`` takes the newest checkpoint that is whole. ``allow_changed_checkpoint`` takes files that
         were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
-        newest whole one before it, and for one of another model.
+        newest whole one before it, and for one of another model. With no step left, nothing is trained.
         """
         resume_from_checkpoint = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
@@ -138,9 +138,9 @@ class RaggedTrainerMixin(_Base):
         return self._continuation.conversion_for(checkpoint)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, once the ranks have agreed. Here a trial of a search has set its arguments.
+        """Run transformers' loop after a check that the ranks agree. A search has set a trial's arguments by now.
 
-        NEFTune's noise is scaled by sequence, not by row.
+        NEFTune's noise is scaled by the length of each sequence, not of the row.
         """
         # train() has just put transformers' own hook on the embedding; ours takes its place and its handle.
         if self.neftune_noise_alpha is not None:
@@ -160,7 +160,7 @@ class RaggedTrainerMixin(_Base):
         return super()._inner_training_loop(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, which asks for the last step only after it has trained one."""
+        """Run transformers' epoch, unless no step is left: upstream looks only after it has trained one."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -180,7 +180,7 @@ class RaggedTrainerMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model that packs as the first one did; what was known of the one before it is forgotten."""
+        """Make a fresh model for a trial, with packed attention under packing; forget what was read off the last."""
         model = super().call_model_init(trial)
         self._reader.forget_model()
         self._packer.forget_model()
@@ -273,7 +273,7 @@ class RaggedTrainerMixin(_Base):
         return None if self._evaluator.is_running else self._steps.num_items(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers'. A packed batch runs as all its microbatches; the loss of a step without labels is zero."""
+        """Train on one batch; a packed one runs as all its microbatches. The loss of a step without labels is zero."""
         run = super().training_step
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
@@ -292,7 +292,7 @@ class RaggedTrainerMixin(_Base):
         return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm, which is the same on every rank: where it is no number, all of them stop here."""
+        """The gradient norm, the same on every rank; ``TrainingError`` on all of them if it is not finite."""
         norm = super()._get_grad_norm(model, grad_norm)
         scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
         if norm is not None and not scaled and not torch.isfinite(torch.as_tensor(norm)):

@@ -43,12 +43,12 @@ class NoiseHooks:
             ]
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
     def _read_lengths(self, model: nn.Module, positional: Any, keywords: dict[str, Any]) -> None:
-        """Notes how long the sequence of each token is, [T] in the order of the row; None for padded rows."""
+        """Note how long the sequence of each token is, [T] in the order of the row; None for padded rows."""
         bounds = keywords.get("cu_seq_lens_q")
         packed = next((v for v in (*positional, *keywords.values()) if isinstance(v, PackedSequence)), None)
         self._lengths = None
@@ -69,7 +69,7 @@ class NoiseHooks:
         return self._noisy(embedding, output, lengths.view(output.shape[:-1])) if embedding.training else output
 
     def _embed_recurrent(self, model: RecurrentModel, positional: Any, keywords: dict[str, Any]) -> Any:
-        """Embeds in the backbone's place, in the order given: the backbone itself embeds in run order."""
+        """Embed in the backbone's place, in the order given: the backbone itself embeds in run order."""
         rows = positional[0] if positional else keywords.get("input_ids")
         if rows is None or not model.training:
             return None

@@ -154,7 +154,7 @@ class Packer:
         return 0 if plugin is None else int(plugin.zero_stage)
 
     def _plan(self, lengths: Any) -> Plan:
-        """The step's plan. One from which everything is dropped has a microbatch too, an empty one, on every rank."""
+        """The step's plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
         options = self.options
         assert options is not None
         ranks = self._trainer.args.world_size
@@ -181,9 +181,9 @@ class Packer:
         return model_flops(self._cost_of_model, self._num_parameters, batch.microbatches)
 
     def pack(self, batches: list[RaggedBatch]) -> PackedBatch:
-        """This rank's share of the global batch that the batches of all ranks make together. Collective.
+        """Plan and exchange the batches of all ranks as one global batch; returns this rank's part. Collective.
 
-        A rank whose data have ended brings none.
+        ``batches``: those that this rank has drawn; none if its data have ended.
         """
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
@@ -303,7 +303,7 @@ class Packer:
 
     @contextlib.contextmanager
     def _gradients_meet_once(self, model: nn.Module) -> Iterator[bool]:
-        """Under ZeRO, one reduction and one step for all microbatches where the engine can; tells whether it does.
+        """Make ZeRO reduce and step once for all microbatches, where the engine can; yields whether it does.
 
         Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
         """
@@ -330,7 +330,7 @@ class Packer:
 
     @property
     def adds_auxiliary(self) -> bool:
-        """Whether the loss of a packed microbatch is the model's own, and holds a mean over tokens beside the labels'.
+        """Whether a packed microbatch's loss is the model's own and adds a mean over tokens to that over labels.
 
         Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
         mixin with a loss of its own weighs it by itself.
@@ -345,7 +345,10 @@ class Packer:
         return getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
 
     def weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
-        """A mean over the microbatch that a model adds to its loss (experts' balance) counts by its real tokens."""
+        """Weigh the auxiliary loss that a model adds (experts' balance), a mean over tokens, by its share of the step.
+
+        ``loss``: as ``compute_loss`` returns it. ``outputs``: of the model, with ``aux_loss``.
+        """
         auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         factor = self._auxiliary_factor
         if auxiliary is None or factor is None:

@@ -85,8 +85,8 @@ class BatchReader:
     def divides_by_count(self) -> bool:
         """Whether what transformers' ``compute_loss`` gives is a sum divided by ``num_items_in_batch``.
 
-        Any ``**kwargs`` in a model's forward makes transformers believe it. A trainer under the mixin that computes its
-        own loss, and a function that does, divide as they please.
+        transformers assumes so of every model whose forward takes ``**kwargs``; here the source of the loss decides. A
+        trainer under the mixin with a loss of its own, and a ``compute_loss_func``, are taken at their word: True.
         """
         if self._trainer.compute_loss_func is not None or self.overridden("compute_loss"):
             return True

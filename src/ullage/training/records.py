@@ -22,6 +22,8 @@ Ragged = Any
 
 @dataclass
 class _Batch:
+    # Of one batch of the dataset: (mean, number of elements it is over) of each microbatch, samples of all of them, and
+    # by kind one array per sample.
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_samples: int = 0
     entries: dict[str, list[Any]] = field(default_factory=dict)
@@ -29,25 +31,31 @@ class _Batch:
 
 @dataclass
 class Record:
-    """Results of this rank, batch by batch: mean losses with their counts; predictions, labels, inputs by sample."""
+    """Results of this rank: mean losses with their counts by batch; predictions, labels and inputs by sample.
+
+    Attributes:
+        batches: in the order in which they were begun.
+        has_loss: whether any batch had a loss.
+        ragged: by kind of entry, whether its parts have one value per token.
+    """
 
     batches: list[_Batch] = field(default_factory=list)
     has_loss: bool = False
     ragged: dict[str, Ragged] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Starts a batch of the dataset; what follows belongs to it."""
+        """Start a batch of the dataset; what follows belongs to it."""
         self.batches.append(_Batch())
 
     def add(self, num_samples: int, loss: Tensor | None, count: Tensor | None) -> None:
-        """Counts samples, and a loss that is a mean over ``count`` label elements."""
+        """Count samples, and a loss that is a mean over ``count`` label elements."""
         self.batches[-1].num_samples += num_samples
         if loss is not None:
             self.has_loss = True
             self.batches[-1].losses.append((loss, torch.tensor(num_samples) if count is None else count))
 
     def keep(self, name: str, entries: list[Any], ragged: Ragged) -> None:
-        """Adds entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
+        """Add entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
         self.batches[-1].entries.setdefault(name, []).extend(_as_array(entry) for entry in entries)
         self.ragged[name] = _either(self.ragged.get(name), ragged)
 
@@ -71,7 +79,7 @@ class Record:
         return self.batches[-1].entries.get(name, []), self.ragged.get(name)
 
     def forget_batch(self) -> None:
-        """Drops the entries of the batch that was begun last; its losses stay."""
+        """Drop the entries of the batch that was begun last; its losses stay."""
         self.batches[-1].entries.clear()
 
     def gathered(

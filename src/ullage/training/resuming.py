@@ -17,7 +17,7 @@ _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
 
 
 def require_whole(checkpoint: Path, several: bool, *, allow_changed: bool = False) -> list[str]:
-    """Reads everything that the manifest of ``checkpoint`` lists. Returns what should be said of it. Collective.
+    """Read everything that the manifest of ``checkpoint`` lists. Returns what should be said of it. Collective.
 
     ``allow_changed``: files that differ from what was written, and can be read, are taken as they are. Raises
     ``CheckpointError`` on every rank that names the damaged file and the newest whole checkpoint before this one.

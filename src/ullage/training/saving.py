@@ -98,7 +98,7 @@ class WholeCheckpointMixin(_Base):
             self._push_from_checkpoint(str(final))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
+        """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
 
         Every rank calls it. Raises on every rank if one of them could not write.
         """
@@ -146,7 +146,7 @@ def save_checkpoint(
     best: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Makes ``checkpoint-<step>`` of a run, whole or not at all, and rotates older ones out. Collective.
+    """Make ``checkpoint-<step>`` of a run, whole or not at all, and rotate older ones out. Collective.
 
     Args:
         run_dir: the folder of the run.
@@ -166,7 +166,7 @@ def save_checkpoint(
 
 
 def _require_written(place: Path) -> None:
-    """Raises ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
+    """Raise ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
     files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
     weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
     missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
@@ -175,14 +175,14 @@ def _require_written(place: Path) -> None:
 
 
 def put_back(run_dir: Path) -> None:
-    """Puts checkpoints back that a killed save had moved aside, where a folder cannot be replaced in one step."""
+    """Put checkpoints back that a killed save had moved aside, where a folder cannot be replaced in one step."""
     for final in _left_by(run_dir, old_of):
         with contextlib.suppress(OSError):  # who cannot rename cannot save either, and hears of it there
             recover(final)
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Removes what killed saves left in the folder of a run, after putting back what they had moved aside."""
+    """Remove what killed saves left in the folder of a run, after putting back what they had moved aside."""
     put_back(run_dir)
     for final in _left_by(run_dir, staging_of):
         shutil.rmtree(staging_of(final), ignore_errors=True)
@@ -196,7 +196,7 @@ def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
 
 
 def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
-    """Deletes the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
+    """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
 
     Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
     """
@@ -265,7 +265,7 @@ _SHAPES = (
 
 
 def require_same_model(config: Any, folder: str | Path) -> None:
-    """Raises ``CheckpointError`` if ``folder`` is no checkpoint, or holds a model of other shapes than ``config``."""
+    """Raise ``CheckpointError`` if ``folder`` is no checkpoint, or holds a model of other shapes than ``config``."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found="nothing there")

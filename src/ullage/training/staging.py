@@ -1,4 +1,4 @@
-"""A folder that is whole or absent, whoever is killed while it is written, and whatever lay there before.
+"""Atomic writing of a folder: whole or absent, even if a process is killed while it is written.
 
 ``run/checkpoint-8`` is written to ``run/_checkpoint-8.partial/checkpoint-8``, listed in a manifest, flushed to disk,
 and renamed when every rank has written its part. The staging folder is named after what is made in it, so saving one
@@ -66,7 +66,7 @@ def not_written(folder: Path, missing: Sequence[str]) -> CheckpointError:
 
 
 def recover(target: Path) -> None:
-    """Puts back the folder that a killed process had moved aside; removes it if its successor is in place."""
+    """Put back the folder that a killed process had moved aside; remove it if its successor is in place."""
     old = old_of(target)
     if old.is_dir():
         if os.path.lexists(target):
@@ -118,7 +118,7 @@ def write_whole(
 def write_into(
     folder: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
 ) -> None:
-    """Calls ``write`` with an empty folder and moves each file it wrote into ``folder``, where others stay.
+    """Call ``write`` with an empty folder and move each file it wrote into ``folder``, where others stay.
 
     ``several``: as for :func:`write_whole`.
     """
@@ -146,7 +146,18 @@ def _staged(
     several: bool,
     first_of_machine: bool,
 ) -> Iterator[int]:
-    """Within it everything is written below ``staging``; gives the owner of this rank's disk. Removes it afterwards."""
+    """Write below ``staging`` on all ranks; yield the owner of this rank's disk, and remove the folder afterwards.
+
+    Collective. The owner is the lowest first rank of a machine that sees the same staging folder.
+
+    Args:
+        staging: the folder to write to; removed first if it is there.
+        target: what it becomes part of, for recovery and for messages.
+        write: called with ``staging`` on every rank.
+        check: called on rank 0 after all ranks have written; raises if something is missing.
+        several: whether there are other ranks.
+        first_of_machine: whether this rank makes the folder, and marks its disk.
+    """
     rank = rank_here(several)
     # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
     mark = f"{_MARK}{gather(uuid.uuid4().hex, several)[0]}-"
@@ -203,7 +214,7 @@ def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[i
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
-    """Renames ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
+    """Rename ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
     # What an earlier kill left comes first, so that .replaced is free and holds nothing that is needed.
     recover(target)
     if damaged and os.path.lexists(target):
@@ -221,7 +232,7 @@ def _put(place: Path, target: Path, damaged: bool = False) -> None:
 
 
 def _swap(one: Path, other: Path) -> bool:
-    """Swaps two names in one step; False where the system or the file system cannot."""
+    """Swap two names in one step; False where the system or the file system cannot."""
     try:
         # Python has no renameat2; glibc has it since 2.28.
         rename = ctypes.CDLL(None, use_errno=True).renameat2

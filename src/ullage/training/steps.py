@@ -47,10 +47,15 @@ _DRAWN = "ullage_batches_drawn"
 
 @dataclass
 class Epoch:
-    """Batches drawn in the running epoch. ``given`` [ranks]: batches; ``live`` [ranks]: whose data have not ended.
+    """Progress through the running epoch.
 
-    ``steps``: drawn so far; ``recorded``: batches whose indices were recorded and that are skipped on the way to the
-    first one; ``ahead``: batches to skip because a step before the checkpoint took them; ``ended``: on all ranks.
+    Attributes:
+        given: [ranks], batches drawn so far.
+        live: [ranks], whether a rank's data have not ended.
+        steps: drawn so far.
+        recorded: skipped batches of this rank whose indices were recorded before those of the first one drawn.
+        ahead: batches of this rank that are still to be skipped, because a step before the checkpoint took them.
+        ended: whether no rank draws any further step.
     """
 
     given: Int64
@@ -67,9 +72,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a step from every rank. ``labels`` [ranks], on the device: label elements that count.
+    """Counts of a step from every rank.
 
-    ``batches`` [ranks]: drawn by each; ``complete``: whether every batch has labels.
+    Attributes:
+        labels: [ranks], label elements that count, on the device.
+        batches: [ranks], batches drawn, on the host.
+        complete: whether every batch of every rank has labels.
     """
 
     labels: Tensor
@@ -78,7 +86,7 @@ class StepCounts:
 
 
 class StepSource:
-    """The batches of a trainer's steps, and what the ranks know together of each.
+    """The batches of a trainer's steps, and the counts of each that the ranks exchange.
 
     Args:
         trainer: whose arguments, state and accelerator count.
@@ -194,7 +202,7 @@ class StepSource:
         return batches, None
 
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
-        """Raises ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
+        """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
         options = self._packer.options
         if options is not None and not isinstance(batch, RaggedBatch):
             raise InputError(
@@ -218,7 +226,7 @@ class StepSource:
             raise error.at(place) from None
 
     def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:
-        """One warning in a run, that an epoch ends before a rank has used up its data. Collective.
+        """Warn once per run that an epoch ends before a rank has used up its data. Collective.
 
         ``number``: batches that this rank has drawn for nothing; what it would have drawn further is read to count it.
         """
@@ -245,7 +253,7 @@ class StepSource:
     def _packed_step(
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The step's one packed batch. It is made of as many batches as there are ranks, as long as there are any."""
+        """The step's one packed batch, made of as many batches as there are ranks, or of all that are left."""
         rank, wanted = self._trainer.args.process_index, self._trainer.args.world_size
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
@@ -352,7 +360,7 @@ class StepSource:
     # Steps in which no label counts.
 
     def _meet_an_empty_step(self) -> None:
-        """Counts the step, and warns once, or raises ``TrainingError`` if the arguments say so. Alike on every rank."""
+        """Count the step, and warn once, or raise ``TrainingError`` if the arguments say so. Alike on every rank."""
         where = f"step {self._trainer.state.global_step + 1}, field {self._reader.label_name!r}"
         if empty_step_of(self._trainer.args) == "error":
             raise TrainingError(
@@ -371,9 +379,9 @@ class StepSource:
             )
 
     def without_nan(self, model: nn.Module, loss: Tensor) -> Tensor:
-        """The loss of a step, after backward. Where no label counts, what a loss makes of 0/0 is zero.
+        """The loss of a step after backward; 0/0 in a step in which no label counts becomes zero, in gradients too.
 
-        What the loss has beside the labels counts.
+        Other steps pass unchanged, and so do finite terms that a loss has beside the labels.
         """
         if not self._is_empty:
             return loss

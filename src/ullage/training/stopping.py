@@ -2,8 +2,8 @@
 
 A signal reaches one rank or all of them, each at another moment. So the rank that gets one only notes it in a
 :class:`StopFlag`; the reduction of the label counts, which every rank enters before a step, carries it to the others,
-and all of them stop after that step. Who sends a second signal does not want to wait for a step: a thread reads the
-signals too, because the main thread may be inside a collective, where Python's own handlers do not run.
+and all of them stop after that step. A second signal ends the process without waiting for the step. For that a thread
+reads the signals too: the main thread may be inside a collective, where Python's own handlers do not run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def takes_sigterm(arguments: Any) -> bool:
 
 @dataclass
 class StopFlag:
-    """The request to stop after a step, by the number of a signal, 0 for none.
+    """The request to stop after a step, as the number of a signal, 0 for none.
 
-    ``requested``: on this rank; a handler may set it at any time. ``agreed``: the greatest of all ranks' requests,
-    known to each before every step.
+    Attributes:
+        requested: on this rank; a signal handler may set it at any time.
+        agreed: the greatest of all ranks' requests, known to each before every step.
     """
 
     requested: int = 0
@@ -51,7 +52,7 @@ class StopFlag:
 
 
 class EarlyEnd(TrainerCallback):
-    """Ends training after a step with a checkpoint. ``reached``: whether it did."""
+    """End training after a step with a checkpoint. ``reached``: whether it did."""
 
     reached = False
 

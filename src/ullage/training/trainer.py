@@ -82,7 +82,10 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
 
 
 def _same_shape(inputs: Any, *names: str) -> bool:
-    """Whether both are there and one shape: targets, and what the decoder reads where it is to predict them."""
+    """Whether the second field is absent or has the shape of the first.
+
+    Decoder inputs of the labels' shape were made from them, so they give away the answer; others are a prompt.
+    """
     first, second = (inputs.get(name) for name in names)
     if first is None or second is None:
         return second is None

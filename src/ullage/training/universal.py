@@ -111,7 +111,15 @@ def untrained(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def model_value(
     states: dict[str, Any], name: str, target: torch.Tensor, checkpoint: Path, read: Callable[[Path], Any]
 ) -> Any:
-    """The tensor ``name`` of the model states, which stage 3 leaves empty; else of its own folder; else ``None``."""
+    """The saved value of a tensor that is not trained, from the model states or its own folder; ``None`` if absent.
+
+    Args:
+        states: the model states that this rank reads.
+        name: of the tensor.
+        target: the tensor to load into; its shape tells an empty entry from a real one.
+        checkpoint: the tag's folder.
+        read: reads a file: its contents, or only their shapes.
+    """
     # Stage 3 leaves tensors of no elements in the model states for what it shards, so a name alone proves nothing.
     value = states["module"].get(name)
     if value is not None and math.prod(value.shape) == _shape(target).numel():

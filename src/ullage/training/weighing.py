@@ -57,7 +57,10 @@ class LossRule:
     def _mean_by_share(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
     ) -> Any:
-        """The mean that a model gives, times its share of the step's labels, such that the step's losses add up."""
+        """The mean that a model returns, times its share of the step's labels, so that losses add up over the step.
+
+        The parameters are those of :meth:`compute`.
+        """
         # With num_items_in_batch=None the model returns its own mean, and compute_loss multiplies by nothing. Σ over
         # batches of mean · labels in it / labels in the step is the mean over the step; the ranks are there because
         # reducing gradients divides by them.
