@@ -55,6 +55,8 @@ class RunCheck:
         large = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths > options.capacity)
         if lengths is None or not len(large):
             return
+        # A stored sequence may be longer than what is trained on, so ask the collator about the first one before
+        # refusing.
         first = int(large[0])
         if self._collated_length(dataset, first) <= options.capacity:
             return  # what is stored is padded, or cut by the collator: the steps will tell
@@ -65,6 +67,7 @@ class RunCheck:
     def _collated_length(self, dataset: Any, index: int) -> int:
         """Tokens of a sample as the collator gives it; 0 if that is not known."""
         trainer = self._trainer
+        # Reading a sample may draw random numbers; the run is to draw the same as without this look.
         with random_states_kept():
             try:
                 if type(dataset).__module__.startswith("datasets."):

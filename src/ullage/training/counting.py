@@ -69,6 +69,7 @@ def num_padded_tokens(inputs: Any, main_input: str) -> int:
     if isinstance(value, Tensor) and value.is_nested:
         lengths = [len(row) for row in value.unbind()]
         return len(lengths) * max(lengths, default=0)
+    # A flat row [1, T]: padded, it would be sequences times the longest.
     bounds = value_of(inputs, "cu_seq_lens_q")
     if isinstance(bounds, Tensor) and len(bounds) > 1:
         return (len(bounds) - 1) * int(bounds.diff().max())
@@ -107,6 +108,8 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
     if labels.is_nested:
         return torch.cat([row.flatten() for row in labels.unbind()])
     if isinstance(inputs, RaggedBatch):
+        # In a flat row the model gets the labels of to_flattened, the first of each sequence -100, unless its loss is
+        # known not to shift (forms.keywords_of). In padded rows a loss that shifts drops the first column: the same.
         if name in inputs.per_sequence or name != "labels" or not (shifts or (flattened and shifts is None)):
             return labels.flatten()
         return inputs.to_flattened()["labels"].flatten()

@@ -82,7 +82,7 @@ def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = Fa
     """Compare every file that the manifest of ``checkpoint`` lists with it, in full. Collective.
 
     ``allow_changed``: files of other content or size count as changed, not as damaged, if they can be read at all.
-    Reads all files once, shared by the ranks of a disk; returns damage instead of raising.
+    Reads what it compares, once per disk; returns damage instead of raising.
     """
     manifest, identity = _seen(checkpoint)
     said = gather((identity, manifest is not None), several)

@@ -136,6 +136,7 @@ class TokenMeter:
         imbalances, seconds = self._imbalances, time.perf_counter() - self._began
         tokens, computed, _, capacity, flops = self._reduce()
         rates: dict[str, float] = {}
+        # Nothing may have been trained since the last log; the ratios would then divide by zero.
         if tokens:
             rates["tokens_per_second"] = round(tokens / seconds, 1)
             rates["padding_computed"] = round(1 - tokens / computed, 4)

@@ -55,7 +55,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens of the global batch."""
+        """Real tokens of the global batch, without what the plan drops or truncates."""
         return int(self.plan.lengths.sum())
 
     def numel(self) -> int:
@@ -219,7 +219,7 @@ class Packer:
                 batch = self._runnable(inputs, microbatch, division)
                 with self._deferred(model, k < last):
                     losses.append(run(model, batch, count if division == "sum" else None))
-        # Trainer goes on to optimizer.step(), which accelerate skips without the flag; coalescing has left it False.
+        # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
         accelerator.gradient_state._set_sync_gradients(True)
         return torch.stack(losses).sum()
 
@@ -241,7 +241,7 @@ class Packer:
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
         """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences.
 
-        Over all ranks and microbatches the fractions add up to one.
+        Over all ranks and microbatches the fractions add up to one, or are all zero where nothing counts.
         """
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
@@ -321,8 +321,8 @@ class Packer:
         ):
             yield False
             return
-        # Leaving the block reduces, and restores the boundary that accelerate set to False before each backward. The
-        # step that accelerate would have made at the last backward is made here, at a boundary.
+        # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would
+        # have made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
         with engine.coalesce_grad_reduction():
             yield True
         engine.set_gradient_accumulation_boundary(is_boundary=True)

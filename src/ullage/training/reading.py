@@ -154,6 +154,8 @@ class BatchReader:
         if self.label_name is None:
             return None
         labels = counting.value_of(inputs, self.label_name)
+        # The data of a PackedSequence begin with the first element of every sequence, batch_sizes[0] of them. Our
+        # models shift within sequences, so those labels have no output before them.
         ours = isinstance(self.model, RecurrentPreTrainedModel)  # others' own losses count as they please
         if ours and self.shifts and isinstance(labels, PackedSequence):
             return labels.data[int(labels.batch_sizes[0]) :].flatten()  # first labels come first, and count nowhere

@@ -69,6 +69,7 @@ class Record:
         for batch in self.batches:
             totals[2] += batch.num_samples
             for loss, count in batch.losses:
+                # nan times zero is nan, so a mean over no labels is left out, not weighed by zero.
                 n = float(count)
                 if n > 0:
                     totals[:2] += torch.tensor([float(loss) * n, n], dtype=torch.float64)

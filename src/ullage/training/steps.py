@@ -381,7 +381,7 @@ class StepSource:
     def without_nan(self, model: nn.Module, loss: Tensor) -> Tensor:
         """The loss of a step after backward; 0/0 in a step in which no label counts becomes zero, in gradients too.
 
-        Other steps pass unchanged, and so do finite terms that a loss has beside the labels.
+        Other steps pass unchanged, and so do a finite loss and finite gradients of a step without labels.
         """
         if not self._is_empty:
             return loss

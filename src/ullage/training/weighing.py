@@ -82,8 +82,8 @@ class LossRule:
         transformers' collators do so if they are given the model. Labels are padded [n, L], jagged [n, j], or lie end
         to end [1, T] between the bounds ``decoder_cu_seq_lens_q``.
         """
-        # compute_loss pops the labels for a loss function or label smoothing; the model would then shift no labels into
-        # decoder_input_ids by itself.
+        # For a loss function and for label smoothing compute_loss pops the labels, from which the model would have made
+        # its decoder inputs.
         labels = counting.value_of(inputs, "labels")
         shift = getattr(self._reader.model, "prepare_decoder_input_ids_from_labels", None)
         taken = self._trainer.compute_loss_func is not None or self._trainer.label_smoother is not None
