@@ -43,10 +43,13 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1)
     refuse_oversize(given, capacity, 1)
     n = len(given)
+    # Largest first, as packing wants them; each item is one sequence. The L2 bound tells when no better packing
+    # exists.
     order = run(falling_order, given, work=3 * n)
     packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
     room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
     used = run(pack_items, given[order], ones, room, target, packed, work=50 * n)
+    # From the order by size back to that of the dataset.
     bins = np.empty(n, np.int64)
     bins[order] = packed
     return PackedBins(*run(rows, bins, used, work=n))

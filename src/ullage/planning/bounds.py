@@ -33,18 +33,25 @@ class PathBound(NamedTuple):
 
 def bin_bound(slots: Int64, capacity: int) -> int:
     """The least number of bins of ``capacity`` that can hold items of these sizes, in any order: the L2 bound."""
+    # ``rising[:half]`` are the items up to half the capacity; no two of the others share a bin.
     rising = np.sort(slots)
     cumulated = np.concatenate(([0], np.cumsum(rising)))
     n = len(rising)
     half = int(np.searchsorted(rising, capacity // 2, side="right"))
     small = rising[:half]
+    # Thresholds are the sizes > 0 that occur up to half: between two of them the bound does not change. ``first``:
+    # where each begins in ``rising``. All arrays below are per threshold.
     first = np.flatnonzero(np.concatenate((small[:1] > 0, small[1:] > small[:-1])))
     threshold = rising[first]
+    # ``alone``: items too large to share a bin with one of the threshold. ``paired``: the other items above half,
+    # each in a bin that has ``capacity − size`` left for small ones.
     alone = n - np.searchsorted(rising, capacity - threshold, side="right")
     paired = n - alone - half
     pair_total = cumulated[n - alone] - cumulated[half]
+    # What the small items from the threshold up need beyond the room in those bins.
     shared = cumulated[half] - cumulated[first] - (paired * capacity - pair_total)
     bound = alone + paired + np.maximum(0, -(-shared // capacity))
+    # The case without a threshold, and the plain sum, are bounds as well.
     return int(max(bound.max(initial=0), n - half, -(-int(cumulated[-1]) // capacity)))
 
 
@@ -70,16 +77,21 @@ def path_bound(plan: Placement) -> PathBound:
     microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
     costs = plan.costs[plan.order]
     degree = int(plan.degrees.max(initial=1))
+    # With several degrees, or with communication that depends on the degree, a cost per rank is not known.
     if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
+    # All ranks have one degree, so a block of ``degree`` ranks is one bin of ``degree`` times the capacity, and each
+    # of its ranks does one ``degree``-th of the work.
     order = run(falling_order, costs, work=3 * len(costs))
     slots = slots_of(plan.lengths[plan.order][order], plan.pad_to_multiple_of, degree)
     num_blocks = plan.ranks // degree
+    # What every rank pays per microbatch, whatever it holds: it is in the path, and in the mean rank.
     fixed = plan.per_microbatch * plan.num_microbatches
     ideal = int(costs.sum()) / plan.ranks + fixed
     capacity = min(plan.capacity * degree, 4 * int(slots.sum()) + 1)  # its multiples stay within 64 bits
     leaders = run(least_path, slots, costs[order], capacity, num_blocks, work=3 * len(costs))
     path = leaders / degree + fixed
+    # The rank that runs the most expensive sequence runs at least that.
     most_expensive = int(costs.max()) / degree + fixed
     return PathBound(max(1.0, path / ideal), max(1.0, most_expensive / ideal))
 
@@ -91,6 +103,8 @@ def mixed_path(plan: Placement) -> float:
     if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
         return float("inf")
     lengths, costs = plan.lengths[plan.order], plan.costs[plan.order]
+    # Slots and cost of each sequence at degree 1, 2, 4, ..., over all ranks that share it: communication is paid by
+    # ``degree`` ranks, ``(degree − 1)/degree`` of it each.
     degrees = [1 << e for e in range(plan.ranks.bit_length())]
     slots = np.array([slots_of(lengths, plan.pad_to_multiple_of, degree) for degree in degrees])
     work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])

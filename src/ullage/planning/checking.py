@@ -24,6 +24,7 @@ def _ids(ids: Int64) -> str:
 def _membership(plan: Placement) -> list[str]:
     problems = []
     n = plan.num_sequences
+    # Ids first: the counts below are of ids that exist.
     unknown = np.unique(plan.order[(plan.order < 0) | (plan.order >= n)])
     if len(unknown):
         problems.append(f"unknown: sequences {_ids(unknown)} are placed, but there are only {n}")
@@ -31,6 +32,7 @@ def _membership(plan: Placement) -> list[str]:
     twice = np.flatnonzero(times > 1)
     if len(twice):
         problems.append(f"duplicate: sequences {_ids(twice)} are placed more than once")
+    # A sequence kept at 0 tokens that had some was dropped on purpose; every other one must be placed.
     dropped = (plan.lengths == 0) & (plan.original_lengths > 0)
     missing = np.flatnonzero((times == 0) & ~dropped)
     if len(missing):
@@ -53,6 +55,9 @@ def _degrees(plan: Placement) -> list[str]:
     for microbatch, row in enumerate(plan.degrees.tolist()):
         if max(row) == 1 == min(row):
             continue
+        # From group to group. A group begins at a multiple of its degree, all its ranks name that degree, and its
+        # sequences stand at its first rank. After a bad one the walk goes on with the next rank, so that one mistake
+        # does not hide others.
         rank = 0
         while rank < plan.ranks:
             degree = row[rank]
@@ -67,6 +72,7 @@ def _degrees(plan: Placement) -> list[str]:
                 problems.append(f"mixed: {where} starts a group of degrees {row[rank : rank + degree]}")
                 degree = 1
             else:
+                # Where the bins behind the first rank begin and end in ``order``: all of them must be empty.
                 cuts = plan.offsets[microbatch * plan.ranks + rank + 1 : microbatch * plan.ranks + rank + degree + 1]
                 if cuts[0] != cuts[-1]:
                     lost = plan.order[cuts[0] : cuts[-1]]
@@ -82,6 +88,7 @@ def _sizes(plan: Placement) -> list[str]:
     bins = np.repeat(np.arange(count), np.diff(plan.offsets))[known]
     order = plan.order[known]
     degrees = np.maximum(plan.degrees.reshape(-1), 1)
+    # Slots per bin, at the degree of the bin. Ids that do not exist were reported above and are left out.
     held = np.zeros(count, np.int64)
     np.add.at(held, bins, slots_of(plan.lengths[order], plan.pad_to_multiple_of, degrees[bins]))
     for k in np.flatnonzero(held > plan.capacity * degrees).tolist():

@@ -5,7 +5,7 @@ attention sees pairs of tokens. Both sums are additive over sequences, so a batc
 Σlength² alone, whatever way it is packed. The linear term counts in the same unit as the quadratic one, so the
 default ``24576·L + L²`` is a 7B transformer of hidden size 4096 up to a factor.
 
-A cost model is any callable on an int64 array of lengths that returns one number a sequence. Costs are scaled by a
+A cost model is any callable on an int64 array of lengths that returns one number per sequence. Costs are scaled by a
 power of two where they would not fit, and rounded to int64 before anything is compared, so that every machine sees
 the same numbers and makes the same plan.
 """
@@ -37,9 +37,14 @@ _RESOLUTION_BITS = 40
 class TransformerCost:
     """Cost of a sequence of ``L`` tokens: ``linear·L + quadratic·L²``, in any unit.
 
-    ``per_microbatch``: what every microbatch costs besides its sequences. ``communication``: what a token costs to be
-    sent once around its context-parallel ranks; at degree ``d`` a sequence costs each of them
-    ``cost/d + communication·L·(d − 1)/d``. Raises ``InputError`` for numbers that are negative or not finite.
+    Raises ``InputError`` for numbers that are negative or not finite.
+
+    Attributes:
+        linear: cost per token.
+        quadratic: cost per pair of tokens.
+        per_microbatch: cost of every microbatch besides its sequences.
+        communication: cost per token of sending it once around its context-parallel ranks: at degree ``d`` a sequence
+            costs each of them ``cost/d + communication·L·(d − 1)/d``.
     """
 
     linear: float = LINEAR_7B
@@ -81,9 +86,14 @@ class RecurrentCost:
     """Cost of recurrence, where all rows of a batch take a time step together: each step costs ``step``, however many
     rows are in it, and ``row`` for each of them, in any unit.
 
-    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs, so a sequence of ``L`` tokens
-    is charged ``L·(row + step/rows)``, where ``rows`` is how many sequences usually share a time step. Raises
-    ``InputError`` for numbers that are negative or not finite.
+    A batch costs ``step·max(length) + row·Σlength`` (:meth:`batch`). A plan adds costs per sequence, so a sequence of
+    ``L`` tokens is charged ``L·(row + step/rows)``. Raises ``InputError`` for numbers that are negative or not finite.
+
+    Attributes:
+        step: cost per time step, however many rows take it.
+        row: cost per row and time step.
+        rows: number of sequences that usually share a time step.
+        per_microbatch: cost of every microbatch besides its sequences.
     """
 
     step: float = 0
@@ -119,7 +129,7 @@ _EXPERTS = frozenset(["mixtral", "qwen3_moe", "olmoe"])
 
 
 def _forward_terms(config: Any) -> tuple[int, int]:
-    """FLOPs a token and FLOPs a pair of tokens."""
+    """FLOPs per token and FLOPs per pair of tokens, of one forward pass."""
 
     def field(*names: str, default: Any = None) -> Any:
         for name in names:
@@ -130,13 +140,16 @@ def _forward_terms(config: Any) -> tuple[int, int]:
             raise InputError("a model config lacks a field", expected=" or ".join(names))
         return default
 
+    # Each size under the names that it has in the configs of Llama's, GPT-2's and T5's kind.
     kind = field("model_type", default="")
     hidden, layers = field("hidden_size", "n_embd", "d_model"), field("num_hidden_layers", "n_layer", "num_layers")
     heads = field("num_attention_heads", "n_head", "num_heads")
     head = field("head_dim", default=hidden // heads)
+    # Grouped-query attention has fewer heads for keys and values; without the field there are as many.
     keys = field("num_key_value_heads", default=heads)
     inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     gated = kind in _GATED or field("hidden_act", "activation_function", default="") in ("silu", "swish")
+    # Weights of one MLP per element of its inner dimension: up and down, and the gate.
     matrices = (3 if gated else 2) * hidden
     experts = field("num_experts", "num_local_experts", "n_routed_experts", default=0)
     if experts > 1 and (
@@ -149,18 +162,21 @@ def _forward_terms(config: Any) -> tuple[int, int]:
         )
     if experts > 1:
         inner = field("moe_intermediate_size", default=inner)
+        # The experts that a token goes through, and the router, which scores all of them.
         mlp = field("num_experts_per_tok") * matrices * inner + hidden * experts
     else:
         mlp = matrices * inner
+    # Query and output, key and value. Two FLOPs per weight: a multiplication and an addition.
     projections = 2 * hidden * heads * head + 2 * hidden * keys * head
     linear = 2 * (layers * (projections + mlp) + hidden * field("vocab_size"))
+    # Per pair of tokens: two FLOPs per element of a head for the scores, and two for the sum of values.
     return linear, 4 * layers * heads * head
 
 
 def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
     """The int64 cost of each sequence, and per-microbatch and communication costs in the same unit.
 
-    Raises ``InputError`` for a cost that is negative, not a number, or not one number a sequence.
+    Raises ``InputError`` for a cost that is negative, not a number, or not one number per sequence.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         raw = np.asarray(cost(lengths))
@@ -182,19 +198,23 @@ def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
             expected=">= 0",
             found=real[i],
         )
+    # Any callable is a cost model; these two attributes are optional.
     extra = [float(getattr(cost, name, 0)) for name in ("per_microbatch", "communication")]
     scale = _scale(real)
     return np.rint(real * scale).astype(np.int64), round(extra[0] * scale), round(extra[1] * scale)
 
 
 def _scale(costs: npt.NDArray[np.float64]) -> float:
-    """A power of two: 1 for integers that fit."""
+    """The power of two by which costs are multiplied before they are rounded to int64: 1 for integers that fit."""
     total, highest = float(costs.sum()), float(costs.max(initial=0.0))
     if highest == 0:
         return 1.0
+    # Too large: down to half the limit at most, so that rounding cannot carry the sum above it.
     if total >= _TOTAL_LIMIT:
         return 2.0 ** -int(np.ceil(np.log2(total / _TOTAL_LIMIT)) + 1)
+    # Integers that fit are exact as they are.
     if np.array_equal(costs, np.rint(costs)):
         return 1.0
+    # Fractions: up to ``_RESOLUTION_BITS`` bits for the most expensive, as far as the sum stays below the limit.
     room = int(np.floor(np.log2(_TOTAL_LIMIT / total)))
     return 2.0 ** min(max(0, _RESOLUTION_BITS - int(np.ceil(np.log2(highest)))), room)

@@ -24,7 +24,10 @@ ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
 
 
 def slot_multiple(pad_to_multiple_of: int, degree: int) -> int:
-    """The number that a slot is a multiple of where ``degree`` ranks share it."""
+    """The number that a slot is a multiple of where ``degree`` ranks share it.
+
+    With more than one rank it is twice the degree too: each rank takes two chunks of every slot, and chunks are alike.
+    """
     return pad_to_multiple_of if degree == 1 else math.lcm(pad_to_multiple_of, 2 * degree)
 
 
@@ -119,6 +122,7 @@ class Placement:
             raise InputError("no such microbatch", expected=f"0 to {self.num_microbatches - 1}", found=microbatch)
         if not 0 <= rank < self.ranks:
             raise InputError("no such rank", expected=f"0 to {self.ranks - 1}", found=rank)
+        # The first rank of the group that shares the bin.
         return microbatch * self.ranks + rank - rank % int(self.degrees[microbatch, rank])
 
     @cached_property
@@ -144,6 +148,8 @@ class Placement:
         # Costs are integers and a bin's sum stays exact in int64; float64 comes after.
         work = np.zeros(count, np.int64)
         np.add.at(work, placed, self.costs[self.order])
+        # A bin's members stand at the first of its ranks, and groups begin at multiples of their degree, so every
+        # rank finds the sum there and does its part of it.
         degrees = self.degrees.reshape(-1)
         rows = np.arange(count) % self.ranks
         first = np.arange(count) - rows % degrees

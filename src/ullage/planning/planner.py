@@ -66,8 +66,10 @@ def plan(
     >>> plan([5, 3, 4, 4], ranks=2, capacity=8).members(0, 1).tolist()
     [0, 1]
     """
+    # Everything that can be refused is refused before anything is computed.
     given = as_lengths(lengths)
     name = ALIASES.get(strategy, strategy)
+    # Megatron-LM's name for it implies that degrees are free; a degree that is given stands.
     if strategy == "default_dynamic_cp" and context_parallel == 1:
         context_parallel = "auto"
     shape = _Shape(
@@ -83,6 +85,7 @@ def plan(
     require_one_of(oversize, ("error", "truncate", "drop"), "oversize")
     place = None if name == PREASSIGNED else find_strategy(name)
     _refuse_contradictions(name, shape.auto, keep_together, assignment)
+    # Costs are those of what is kept: a truncated sequence is a shorter one.
     kept, placed = request.fit(given, shape.longest(), shape.pad_to_multiple_of, oversize)
     costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept)
     if place is None:
@@ -92,6 +95,7 @@ def plan(
         degrees = None
     else:
         order, offsets, microbatches, degrees = _place(place, shape, kept, costs, communication, placed, keep_together)
+    # With a fixed degree the strategy placed items on blocks of ranks; offsets and degrees go back to ranks.
     made = Plan(
         order=order,
         offsets=shape.spread(offsets),
@@ -142,6 +146,7 @@ class _Shape:
         most = 0
         degree = self.least_degree
         while degree <= self.degree:
+            # The capacity of ``degree`` ranks, rounded down: the slot is the length rounded up to ``multiple``.
             multiple = slot_multiple(self.pad_to_multiple_of, degree)
             most = max(most, self.capacity * degree // multiple * multiple)
             degree *= 2
@@ -176,6 +181,8 @@ def _place(
     place: Strategy, shape: _Shape, kept: Int64, costs: Int64, communication: int, placed: Int64, keep_together: Any
 ) -> tuple[Int64, Int64, int, Int64 | None]:
     """Ids bin by bin, where bins start, the number of microbatches, and the degrees if the strategy chose them."""
+    # From sequences to items: each its own item, or the sums over each group. At degree d the cost of an item is that
+    # of all its ranks together: the work once, and communication of ``(d − 1)/d`` on each of d ranks.
     lengths, costs = kept[placed], costs[placed]
     item = None if keep_together is None else request.groups(keep_together, len(kept), placed)
     count = len(lengths) if item is None else int(item.max(initial=-1)) + 1
@@ -195,9 +202,11 @@ def _place(
         shared_costs=np.array(work) if shape.auto else None,
     )
     if item is not None:
+        # A group fits if at some degree its slots on each rank do.
         fits = np.min([s // d for s, d in zip(slots, shape.degrees())], axis=0) if shape.auto else slots[0]
         request.refuse_large_groups(fits, counts, item, placed, task.capacity, task.max_sequences)
     answer = _sound(place(task), task)
+    # Back from items to sequences: all members of a group follow it.
     bins = answer.bins if item is None else answer.bins[item]
     order, offsets = run(rows, bins, answer.num_microbatches * task.ranks, work=len(bins))
     return placed[order], offsets, answer.num_microbatches, answer.degrees

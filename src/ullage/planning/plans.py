@@ -36,10 +36,18 @@ class Statistics:
     """Figures of a plan, with the lower bounds beside them. Token counts are exact integers.
 
     Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
-    + padding_tokens``. ``num_padded_tokens`` counts slots: lengths rounded up to the alignment. ``critical_path`` is
-    the sum over microbatches of the most expensive rank, and ``rank_imbalance`` the most expensive rank over the whole
-    step, both divided by the mean over ranks: 1.0 is perfect. The bounds hold for every plan of these sequences:
-    ``lower_bound`` on microbatches, ``critical_path_bound`` and ``rank_imbalance_bound`` on the ratios.
+    + padding_tokens``. The bounds hold for every plan of these sequences.
+
+    Attributes:
+        num_sequences: sequences that are placed.
+        num_empty: bins without sequences.
+        num_padded_tokens: slots in use: lengths rounded up to the alignment.
+        capacity_tokens: slots that all microbatches of all ranks can hold.
+        ullage: the part of ``capacity_tokens`` that holds no token.
+        rank_imbalance: cost of the most expensive rank over the whole step, divided by the mean rank; 1.0 is perfect.
+        critical_path: sum over microbatches of the most expensive rank, divided by the mean rank; 1.0 is perfect.
+        lower_bound: least number of microbatches.
+        rank_imbalance_bound, critical_path_bound: least values of these two ratios.
     """
 
     num_sequences: int
@@ -86,6 +94,7 @@ class Plan(Placement):
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps([_FORMAT, *(getattr(self, name) for name in _NUMBERS + _WORDS)]).encode())
         for name in ARRAYS:
+            # Each array behind its size: the same numbers, divided among the arrays in another way, are another plan.
             digest.update(np.int64(getattr(self, name).size).tobytes() + getattr(self, name).tobytes())
         return digest.hexdigest()
 
@@ -98,7 +107,7 @@ class Plan(Placement):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """The plan that :meth:`to_json` wrote. Raises ``InputError`` if the text is no plan or contradicts itself."""
+        """The plan that :meth:`to_json` wrote. Raises ``InputError`` if the text is not a plan or contradicts itself."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -118,6 +127,7 @@ class Plan(Placement):
             name: require_int(record[name], f"a plan's {name}", least=0 if name in may_be_zero else 1)
             for name in _NUMBERS
         }
+        # A plan from outside is checked as far as its methods index with it; :meth:`problems` tells the rest.
         ranks, degrees = numbers["ranks"], record["degrees"]
         for row in degrees:
             if len(as_lengths(row, "degrees")) != ranks or min(row) < 1:
@@ -148,6 +158,7 @@ class Plan(Placement):
 
 
 def _statistics(plan: Placement) -> Statistics:
+    # Per placed sequence: its tokens, and the number of ranks that run it.
     placed = plan.lengths[plan.order]
     degree = plan.degrees.reshape(-1)[plan.bins[plan.order]]
     dropped = plan.bins < 0
@@ -155,6 +166,7 @@ def _statistics(plan: Placement) -> Statistics:
     num_tokens, tokens_in = int(placed.sum()), int(plan.original_lengths.sum())
     dropped_tokens = int(plan.original_lengths[dropped].sum())
     capacity_tokens = plan.num_microbatches * plan.ranks * plan.capacity
+    # The mean rank: an equal part of the work, and what every microbatch costs besides. Both ratios divide by it.
     total = int(plan.costs[plan.order].sum())
     ideal = total / plan.ranks + plan.per_microbatch * plan.num_microbatches
     loads = plan.loads
@@ -190,6 +202,7 @@ def _statistics(plan: Placement) -> Statistics:
 
 def sum_of_squares(lengths: Int64) -> int:
     """Σlength², exact at any size."""
+    # Above 64 bits Python adds up; the estimate in float64 has two bits to spare.
     if len(lengths) and float(np.square(lengths, dtype=np.float64).sum()) >= 2.0**62:
         return sum(length * length for length in lengths.tolist())
     return int(np.dot(lengths, lengths))

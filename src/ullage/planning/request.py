@@ -58,7 +58,9 @@ def groups(keep_together: Any, n: int, placed: Int64) -> Int64:
     """
     numbers = _group_numbers(keep_together, n)[placed]
     alone = numbers < 0
+    # Numbers below 0 mean alone: each gets a new number of its own.
     numbers[alone] = numbers.max(initial=-1) + 1 + np.arange(np.count_nonzero(alone))
+    # Renumber by first appearance, so that items are in arrival order whatever numbers the caller chose.
     _, first, item = np.unique(numbers, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
@@ -114,8 +116,15 @@ def refuse_large_groups(
 def preassigned(assignment: Any, ranks: int, multiple: int, n: int, placed: Int64) -> tuple[Int64, Int64, int]:
     """``order`` and ``offsets`` of the schedule that the caller gives, and its number of microbatches.
 
-    ``assignment``: for each microbatch, for each rank, the ids in packing order; or the same bins in one flat list,
-    microbatch by microbatch. Raises ``InputError`` for an id that is missing, unknown, or there twice, and for a number
+    Args:
+        assignment: for each microbatch, for each rank, the ids in packing order; or the same bins in one flat list,
+            microbatch by microbatch.
+        ranks: bins of a microbatch.
+        multiple: the number of microbatches must be a multiple of it.
+        n: number of sequences.
+        placed: ids of those that were not dropped.
+
+    Raises ``InputError`` for an id that is missing, unknown, or there twice, and for a number
     of microbatches that is not a multiple of ``multiple``.
     """
     if assignment is None:
@@ -132,6 +141,7 @@ def preassigned(assignment: Any, ranks: int, multiple: int, n: int, placed: Int6
             expected=f"a multiple of {multiple}",
             found=microbatches,
         )
+    # Dropped sequences may be named; they are left out below. All others must be named exactly once.
     order = np.concatenate([np.zeros(0, np.int64), *bins])
     unknown = np.flatnonzero(order >= n)
     if len(unknown):
@@ -146,12 +156,14 @@ def preassigned(assignment: Any, ranks: int, multiple: int, n: int, placed: Int6
         if len(ids):
             shown = ", ".join(map(str, ids[:8].tolist())) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
             raise InputError(f"the assignment {what}", found=shown)
+    # Offsets count what is left of each bin.
     sizes = np.array([np.count_nonzero(wanted[part]) for part in bins], np.int64)
     return order[wanted[order] == 1], np.concatenate(([0], np.cumsum(sizes))), microbatches
 
 
 def _flat_bins(assignment: Any, ranks: int) -> list[Int64]:
     parts = list(assignment)
+    # Microbatches of ranks of ids, or bins of ids: the former hold sequences of ids two levels down.
     nested = any(not np.isscalar(inner) for part in parts for inner in part)
     if not nested:
         return [as_lengths(part, "assignment") for part in parts]

@@ -48,6 +48,7 @@ def next_fit(task: Task) -> Assignment:
 
 def balanced(task: Task) -> Assignment:
     """Equal work in every microbatch, or over the step with ``sync="step"``, in the fewest microbatches."""
+    # Improvement grows with the items up to a point: above ``_MANY`` a fixed budget keeps planning quick.
     least = task.least_microbatches()
     budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
     rest = _room(task), task.ranks, least, task.microbatch_multiple, budget
@@ -57,6 +58,7 @@ def balanced(task: Task) -> Assignment:
         return Assignment(*run(place, items, *rest, work=_EACH * task.num_items))
     shared = SharedItems(task.shared_slots, task.shared_costs, task.counts)
     places, exponents, microbatches = run(share_out, shared, *rest, work=_EACH_SHARED * task.num_items)
+    # The solver names the exponent at the first rank of a block; a plan names the degree at all of them.
     degrees = np.ones(len(exponents), np.int64)
     for k in np.flatnonzero(exponents > 0).tolist():
         degrees[k : k + (1 << exponents[k])] = 1 << exponents[k]
@@ -84,9 +86,10 @@ def strategy_names() -> list[str]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name, which is no alias. Raises ``InputError`` that lists the names."""
+    """The strategy of this name, which is not an alias. Raises ``InputError`` that lists the names."""
     if name in _REGISTERED:
         return _REGISTERED[name]
     require_one_of(name, strategy_names(), "strategy")
+    # Loaded when it is asked for, so that a broken distribution harms only who uses it.
     (entry, *_) = entry_points(group=ENTRY_POINTS, name=name)
     return entry.load()

@@ -46,10 +46,12 @@ def _packed(items: Items, room: Room, count: int) -> Bins:
 @kernel
 def _fill(items: Items, bins: Bins, room: Room, ranks: int, most: int, margin: int) -> bool:
     """Places all items, or returns false: at most ``most`` microbatches filled in turn, the rest heaviest first."""
+    # Operations that are a small multiple of one pass, so that a tight capacity fails soon.
     patience = 16 * (len(items.slots) + len(bins.load))
     filled = fill_steps(items, bins, room, ranks, most, margin)
     if heaviest_first(items, bins, room, filled * ranks, patience):
         return True
+    # Full microbatches may have holes that the last items need: try once more over all bins.
     return filled > 0 and heaviest_first(items, bins, room, 0, patience)
 
 
@@ -77,12 +79,15 @@ def _fill_and_compare(
             bins = no_bins(n, count)
             if not _fill(items, bins, room, ranks, most, margin):
                 continue
+        # Packing leaves bins as unequal as they come; it is for capacities too tight for the passes above.
         elif best < bound * 1.005:
             continue
         else:
             bins = _packed(items, room, count)
             if len(bins.load) > count:
                 continue
+        # The two best with different paths: two equal paths are mostly one placement found twice, and improving it
+        # twice gains nothing.
         path = path_of(bins.load, falling_order(bins.load), ranks)
         if path < best:
             first, second = bins, first
@@ -102,6 +107,7 @@ def first_placements(
     found for it, else more. The second may be empty: then no item has a home."""
     n = len(items.slots)
     if n > _MANY and (microbatches >= _MANY_MICROBATCHES or n > _VERY_MANY):
+        # Packing may need more bins than given: round up to whole microbatches, in their multiple.
         bins = _packed(items, room, microbatches * ranks)
         unit = ranks * microbatch_multiple
         count = -(-len(bins.load) // unit) * unit
@@ -132,6 +138,7 @@ def balance(
 
     Returns the bin of each item, ``microbatch·ranks + rank``, and the number of microbatches.
     """
+    # Most expensive first: from here on an item is its place in this order. ``order`` leads back at the end.
     order = falling_order(items.costs)
     items = Items(items.slots[order], items.costs[order], items.counts[order])
     n = len(order)
@@ -142,6 +149,7 @@ def balance(
     first, second, microbatches = first_placements(items, room, ranks, microbatches, microbatch_multiple, bound)
     path = path_of(first.load, falling_order(first.load), ranks)
     if path > bound * GOOD:
+        # The better placement gets half the budget, the other one the rest of it.
         half = budget // 2
         budget = improve(items, first, room, ranks, bound, _ROUNDS, half) + half
         if second.home[0] >= 0:
@@ -149,6 +157,7 @@ def balance(
             path = path_of(first.load, falling_order(first.load), ranks)
             if path_of(second.load, falling_order(second.load), ranks) < path:
                 first = second
+    # From bins to ``microbatch·ranks + rank``, and from sorted items to the caller's.
     places = deal_bins(first.load, ranks)
     for i in range(n):
         homes[order[i]] = places[first.home[i]]

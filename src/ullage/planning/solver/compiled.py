@@ -63,6 +63,8 @@ def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
     Ctrl-C raises ``KeyboardInterrupt`` within a fraction of a second, also while kernels are compiled or one runs for
     long. That one then ends on its own: the interpreter waits for it before it exits (seconds for millions of items).
     """
+    # Python for a small problem, as long as this process has spent little on such; from then on compiled code pays. A
+    # kernel that is compiled already is always run so.
     ready = _COMPILED.get(function)
     if ready is None:
         if work <= _SMALL and _Spent.seconds < _PATIENCE:
@@ -105,9 +107,12 @@ def compile_all() -> None:
 def _compile(function: Any) -> Callable[..., Any]:
     import numba
 
+    # Ctrl-C has ended the wait for this thread: compile no further callee.
     worker = threading.current_thread()
     if isinstance(worker, _KernelThread) and worker.abandoned:
         raise KeyboardInterrupt
+    # A copy of the function whose global names lead to the compiled forms of the kernels that it calls: numba
+    # resolves them when it compiles, so callees come first.
     names = dict(function.__globals__)
     for name in function.__code__.co_names:
         value = names.get(name)
@@ -119,6 +124,7 @@ def _compile(function: Any) -> Callable[..., Any]:
     # name of the cached file follows this one.
     copy.__qualname__ = f"{function.__qualname__}_{_digest()}"
     made: Any = numba.njit(_signature(function), cache=True, nogil=True)(copy)
+    # Say once per process, and on one rank of a machine, why the first plan takes so long.
     if made.stats.cache_misses and not _Spent.announced:
         _Spent.announced = True
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -136,6 +142,7 @@ def _digest() -> str:
 
 
 def _signature(function: Callable[..., Any]) -> Any:
+    # In the order of the parameters, with what they return last.
     hints = get_type_hints(function, include_extras=True)
     result = _type_of(hints.pop("return"))
     return result(*map(_type_of, hints.values()))
@@ -210,6 +217,7 @@ def _uninterrupted(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any
     handler = _signal.getsignal(_signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         return ready(*arguments)
+    # Record the signal instead of raising inside compiled code; the former handler gets it afterwards.
     arrived: list[tuple[Any, ...]] = []
     _signal.signal(_signal.SIGINT, lambda *received: arrived.append(received))
     try:

@@ -69,6 +69,7 @@ def _needed(items: SharedItems, capacity: int, share: int) -> Int64:
         for e in range(levels):
             if slots[e, i] > capacity << e:
                 continue
+            # Remember the degree that costs each rank the least, for items that no degree brings below ``share``.
             if needed[i] < 0 or costs[e, i] >> e < costs[needed[i], i] >> needed[i]:
                 needed[i] = e
             if costs[e, i] >> e <= share:
@@ -85,6 +86,7 @@ def _open(taken: Int64, begin: int, end: int, ranks: int, exponent: int, blocks:
     """
     degree = 1 << exponent
     for microbatch in range(begin, end):
+        # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as process groups do.
         rank = -(-taken[microbatch] // degree) * degree
         if rank + degree <= ranks:
             blocks.first[k] = microbatch * ranks + rank
@@ -254,6 +256,7 @@ def _without_empty(
     held = np.zeros(microbatches, np.int64)
     for home in homes:
         held[home // ranks] = 1
+    # Microbatches that hold something first, in their order; empty ones fill up to the multiple.
     order = np.concatenate((np.flatnonzero(held == 1), np.flatnonzero(held == 0)))
     left = max(-(-held.sum() // microbatch_multiple), 1) * microbatch_multiple
     moved = np.empty(microbatches, np.int64)
@@ -280,6 +283,7 @@ def share_out(
     place (−1 behind the first rank of a block and 0 for one rank), and the number of microbatches.
     """
     n = items.slots.shape[1]
+    # Most expensive at degree 1 first; the copies are contiguous, as compiled kernels require.
     order = falling_order(items.costs[0])
     items = SharedItems(items.slots[:, order].copy(), items.costs[:, order].copy(), items.counts[order])
     slots, costs = items.slots, items.costs
@@ -298,6 +302,7 @@ def share_out(
         mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
         for tolerance in _TOLERANCES:
+            # A tolerance that changes no degree gives the same plan, and all degrees 1 is the plan from above.
             needed = _needed(items, room.capacity, _allowed_share(mean, tolerance))
             if np.array_equal(needed, last) or needed.max() == 0:
                 continue
@@ -305,12 +310,14 @@ def share_out(
             home, exponents, lost = _place_giants(items, room, ranks, microbatches, needed, mean)
             if lost or not _place_rest(items, room, ranks, home, exponents, budget):
                 continue
+            # A plan of more microbatches than the best so far must be 2 % shorter to be taken.
             path = _path(_shares(home, exponents, costs), ranks)
             worth = 1.0 if microbatches == best_microbatches else _WORTH
             if best < 0 or path < best * worth:
                 best, best_home, best_exponents, best_microbatches = path, home, exponents, microbatches
         microbatches += microbatch_multiple
         extra += 1
+    # Back to the order in which the caller gave the items.
     homes = np.empty(n, np.int64)
     homes[order] = best_home
     return _without_empty(homes, best_exponents, ranks, best_microbatches, microbatch_multiple)
@@ -329,6 +336,8 @@ def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: i
         needed = _needed(items, capacity, _allowed_share(mean, tolerance))
         if n and needed.min() < 0:
             return -1
+        # Per rank of each microbatch. Widest items first, each on the aligned block that is free soonest and has the
+        # memory.
         load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
         fits = True
         for e in range(slots.shape[0] - 1, -1, -1):
@@ -340,12 +349,14 @@ def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: i
                 each = -(-slots[e, i] // width)
                 for microbatch in range(microbatches):
                     for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
+                        # A shared item begins when the last rank of its block is ready.
                         high = load[begin : begin + width].max()
                         if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
                             at, least = begin, high
                 fits = at >= 0
                 if fits:
                     for k in range(at, at + width):
+                        # All ranks of the block wait for the slowest, so all end at the same height.
                         load[k] = least + (costs[e, i] >> e)
                         held[k] += each
         if fits and (best < 0 or _path(load, ranks) < best):

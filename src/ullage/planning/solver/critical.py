@@ -19,11 +19,16 @@ from ullage.planning.solver.ordering import falling_order
 def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
     """A lower bound of the critical path, in cost, for items sorted by falling cost.
 
-    No two items above half the capacity share a bin, so the ``k`` microbatches that hold the first, the ``ranks +
-    1``-st, ... of them cost at least as much as these *leaders*. The other ``k·(ranks − 1)`` bins hold no more work
-    than that cost each, and no more than the most expensive of the other items that fit into their slots; what is left
-    over is work for other microbatches. More expensive items must be denser, as for every cost that grows faster than
-    length: where they are not, the leaders may lie in those bins too, and the densest items come first.
+    Two items above half the capacity never share a bin, so a microbatch holds at most ``ranks`` of them. Of these
+    items by falling cost, the first, the ``ranks + 1``-st, the ``2·ranks + 1``-st, ... are the *leaders*: the ``k``
+    most expensive microbatches cost at least as much as the first ``k`` leaders together. The other ``k·(ranks − 1)``
+    bins of these microbatches have two limits. Each costs no more than its leader, and all of them hold no more than
+    the densest items (cost per slot) that fit into their slots, the last one in part. Work beyond that lies in other
+    microbatches, which share it over ``ranks`` bins at best. The bound is the greatest over ``k``.
+
+    Where more expensive items are denser, as for every cost that grows faster than length, the order by cost is the
+    order by density, and the leaders are left out of the filling. Elsewhere they may be counted in it too, which makes
+    the bound lower and keeps it valid.
     """
     n = len(slots)
     order, denser = np.arange(n), True
@@ -34,7 +39,10 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
         density[i] = costs[i] / max(1, slots[i])
         denser = denser and (i == 0 or density[i] <= density[i - 1])
     if not denser:
+        # Radix sort takes integers: densities scaled to 50 bits.
         order = falling_order((density * (2.0**50 / max(1e-300, density.max()))).astype(np.int64))
+    # ``path``: cost of the ``leaders`` so far. ``apart``: items above half the capacity met so far. ``filled``,
+    # ``held``: cost and slots of the items filled into the other bins, which are ``order[:at]`` without leaders.
     best = work / ranks
     leads = np.zeros(n, np.bool_)
     path, leaders, apart = 0.0, 0, 0
@@ -49,9 +57,11 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
             leaders += 1
             if denser:
                 leads[i] = True
+                # It was filled in for an earlier leader: take it out again.
                 if i < at:
                     held -= slots[i]
                     filled -= costs[i]
+            # Each leader adds slots, so the filling only goes on from where it stopped.
             room = leaders * (ranks - 1) * capacity
             while at < n and (leads[order[at]] or held + slots[order[at]] <= room):
                 if not leads[order[at]]:
@@ -60,6 +70,7 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
                 at += 1
             part = density[order[at]] * (room - held) if at < n else 0.0
             inside = path + min((ranks - 1) * path, filled + part)
+            # ``(ranks − 1)·path``: what the other bins cost at most if each costs as much as its leader.
             best = max(best, path + (work - inside) / ranks)
         if big:
             apart += 1
@@ -87,18 +98,23 @@ def deal_bins(load: Int64, ranks: int) -> Int64:
     places = np.empty(len(load), np.int64)
     at = np.empty(len(load), np.int64)
     for first in range(0, len(load), ranks):
+        # The heaviest bin of this microbatch to the rank with the least so far, and so on.
         lightest = falling_order(total)[::-1]
         for j in range(ranks):
             k, rank = order[first + j], lightest[j]
             places[k] = first + rank
             at[first + rank] = k
             total[rank] += load[k]
+    # Exchanges of two bins of one microbatch, which leave the critical path as it is. Stop at 1/10,000 above the
+    # mean.
     mean = total.sum() // ranks
     for _ in range(4 * ranks):
         high = total.argmax()
         gain, one, other = 0, -1, -1
         if (total[high] - mean) * 10000 <= mean:
             break
+        # Of the exchanges with the four cheapest ranks, the one that lowers the higher of the two totals most: by
+        # ``shift``, or by ``apart − shift`` where it makes the other rank the more expensive one.
         for rank in falling_order(total)[-4:]:
             apart = total[high] - total[rank]
             for first in range(0, len(load), ranks):

@@ -22,6 +22,7 @@ _EXCHANGES = 6
 def link(items: Items, bins: Bins, head: Int64, following: Int64) -> None:
     """Lists the items of each bin by falling cost."""
     head[:] = -1
+    # Items are numbered by falling cost, so pushing them from the last to the first leaves every list in that order.
     for i in range(len(bins.home) - 1, -1, -1):
         k = bins.home[i]
         following[i] = head[k]
@@ -46,6 +47,7 @@ def _every_division(items: Items, pool: Int64, size: int, room: Room, target: in
 
     −1 if none is closer than ``closer``.
     """
+    # The second part is the whole without the first, so the sums over all items bound it.
     held_all, sequences_all = 0, 0
     for j in range(size):
         held_all += items.slots[pool[j]]
@@ -53,6 +55,8 @@ def _every_division(items: Items, pool: Int64, size: int, room: Room, target: in
     found = -1
     cost, held, num_sequences, mask = 0, 0, 0, 0
     for step in range(1, 1 << size):
+        # Gray code: the lowest set bit of ``step`` is the one item that changes sides, and the sums of the first part
+        # change by that item alone.
         j = 0
         while not (step >> j) & 1:
             j += 1
@@ -105,14 +109,15 @@ def _best_exchange(
 ) -> int:
     """The exchange that moves a cost closest to ``surplus`` > 0 from bin ``a`` to bin ``b``.
 
-    ours[:size_a], theirs[:size_b]: the items of ``a`` and of ``b``, by falling cost.
-    closer: the distance from ``surplus`` that an exchange must be below.
+    ``ours[:size_a]``, ``theirs[:size_b]``: the items of ``a`` and of ``b``, by falling cost. ``closer``: the distance
+    from ``surplus`` that an exchange must be below.
 
     Returns ``place in ours · (size_b + 1) + place in theirs``, the latter ``size_b`` for no item, or −1 without such an
     exchange.
     """
     found, at = -1, 0
     for p in range(size_a):
+        # Without a partner the exchange moves all of the item's cost.
         cost = items.costs[ours[p]]
         if abs(cost - surplus) < closer and _allowed(items, bins, room, a, b, ours[p], -1):
             closer = abs(cost - surplus)
@@ -120,6 +125,7 @@ def _best_exchange(
         # Both costs fall, so the partner that comes closest only moves on.
         while at < size_b and cost - items.costs[theirs[at]] < surplus:
             at += 1
+        # The two partners on either side of the best cost, in case the closest one is not allowed by the room.
         for q in range(max(0, at - 2), min(size_b, at + 2)):
             away = abs(cost - items.costs[theirs[q]] - surplus)
             if away < closer and _allowed(items, bins, room, a, b, ours[p], theirs[q]):
@@ -133,6 +139,7 @@ def _best_exchange(
 @kernel
 def _replace(pool: Int64, size: int, out: int, into: int) -> int:
     """Takes place ``out`` (−1: none) from ``pool[:size]`` and puts item ``into`` (−1: none) at its place in order."""
+    # The number of an item is its place by falling cost, so sorting by number is sorting by cost.
     if out >= 0:
         for j in range(out, size - 1):
             pool[j] = pool[j + 1]
@@ -178,8 +185,14 @@ def divide(
 ) -> int:
     """Divide the items of bins ``a`` and ``b`` again, so that ``a`` costs as close to ``target`` as it can.
 
-    head [bins], following [items]: the items of each bin as a linked list, by falling cost; kept up to date.
-    ours, theirs [items]: work arrays.
+    Args:
+        items: sorted by falling cost.
+        bins: receives the new homes and sums of both bins.
+        room: what a bin can hold.
+        head [bins], following [items]: the items of each bin as a linked list, by falling cost; kept up to date.
+        a, b: the two bins.
+        target: the cost that ``a`` should have.
+        ours, theirs [items]: work arrays.
 
     Returns the operations spent, negative if nothing changed.
     """

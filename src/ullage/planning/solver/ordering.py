@@ -11,6 +11,7 @@ import numpy as np
 from ullage.layout import Int64
 from ullage.planning.solver.compiled import kernel
 
+#: Bits per pass of the radix sort: 2048 counters of 8 bytes.
 _DIGIT = 11
 
 
@@ -23,10 +24,15 @@ def falling_order(keys: Int64) -> Int64:
         highest = max(highest, keys[i])
     order = np.arange(n)
     spare = np.empty(n, np.int64)
+    # Short lists take fewer bits per pass: clearing 2048 counters would cost more than sorting the items.
     digit = 8 if n < 1024 else _DIGIT
     mask = (1 << digit) - 1
     shift = 0
+    # One pass per digit, the least significant first. Each pass is stable, so it keeps the order of the passes before
+    # among equal digits. It ends with the last digit of the highest key.
     while highest >> shift:
+        # Count digits, then cumulate: ``starts[d]`` is where bucket d begins. ``mask - digit`` numbers the buckets
+        # from the highest digit down, which sorts from high to low without losing stability.
         starts = np.zeros(mask + 2, np.int64)
         for i in range(n):
             starts[mask - ((keys[i] >> shift) & mask) + 1] += 1
@@ -45,11 +51,13 @@ def falling_order(keys: Int64) -> Int64:
 @kernel
 def rows(bins: Int64, count: int) -> tuple[Int64, Int64]:
     """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
+    # Counting sort: the number of items per bin, cumulated to where each bin begins.
     offsets = np.zeros(count + 1, np.int64)
     for i in range(len(bins)):
         offsets[bins[i] + 1] += 1
     for k in range(count):
         offsets[k + 1] += offsets[k]
+    # ``following[k]``: the next free place of bin k. Items are met in order, so they stay in it within a bin.
     following = offsets[:-1].copy()
     order = np.empty(len(bins), np.int64)
     for i in range(len(bins)):

@@ -47,10 +47,12 @@ def _least_residual(
     residuals: Bitset, head: Int64, following: Int64, num_sequences: Int64, free: int, most: int
 ) -> int:
     """The least residual >= ``free`` with a bin of at most ``most`` sequences, that bin moved to the head, or −1."""
+    # Residuals upwards from ``free``; of each, the list of its bins until one has room for the sequences.
     while free >= 0:
         before, k = -1, head[free]
         while k >= 0:
             if num_sequences[k] <= most:
+                # To the head of its list, where the caller takes it from.
                 if before >= 0:
                     following[before] = following[k]
                     following[k] = head[free]
@@ -75,15 +77,19 @@ def best_fit(slots: Int64, counts: Int64, room: Room, bins: Int64) -> int:
     num_sequences = np.zeros(n + 1, np.int64)
     used = 0
     for i in range(n):
+        # Best fit: the least residual that holds the item. Only where the first bin of that residual has too many
+        # sequences, its other bins and larger residuals are searched.
         slot = slots[i]
         free = next_member(residuals, slot)
         if free >= 0 and num_sequences[head[free]] + counts[i] > room.max_sequences:
             most = room.max_sequences - counts[i]
             free = _least_residual(residuals, head, following, num_sequences, free, most)
         if free < 0:
+            # No bin has room: open one.
             k, free = used, room.capacity
             used += 1
         else:
+            # Take the bin from the list of its residual, and the residual from the set if it was the last one.
             k = head[free]
             head[free] = following[k]
             if head[free] < 0:
@@ -117,6 +123,8 @@ def _put(sizes: Bitset, available: Int64, size: int) -> None:
 @kernel
 def _pair(sizes: Bitset, available: Int64, free: int, most: int, least: int) -> int:
     """The larger of two available sizes that fill ``free`` exactly, none above ``most``, or −1."""
+    # The other size is at least ``least`` and at most this one. Going down from the largest, the pairs end where this
+    # size is the smaller one. 48 steps bound the search: it runs at every depth of every bin.
     size = previous_member(sizes, min(free - least, most)) if free <= 2 * most else -1
     for _ in range(48):
         if size < 0 or 2 * size < free:
@@ -212,9 +220,19 @@ def _fullest(
 
 @kernel
 def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bins: Int64) -> int:
-    """Bin completion of ``slots`` (falling): fills ``bins`` and returns the number of bins, or ``len(slots) + 1`` as
-    soon as there are ``enough`` and items are left."""
+    """Bin completion: open a bin with the largest item left and fill it as full as a bounded search can.
+
+    Args:
+        slots [items]: sizes > 0, falling; each item is one sequence.
+        room: what a bin can hold.
+        width, budget: bounds of the search in each bin, see :func:`_fullest`.
+        enough: number of bins that is no improvement.
+        bins [items]: receives the bin of each item.
+
+    Returns the number of bins, or ``len(slots) + 1`` as soon as there are ``enough`` and items are left.
+    """
     n = len(slots)
+    # A histogram: the items of a size lie side by side in ``slots``, from ``first[size]`` on.
     sizes = empty_set(room.capacity)
     available = np.zeros(room.capacity + 1, np.int64)
     first = np.zeros(room.capacity + 1, np.int64)
@@ -230,6 +248,7 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
     while left:
         count = _fullest(sizes, available, chosen, stack, tried, room, width, budget)
         # Repeat this filling as often as there are items of all its sizes.
+        # ``chosen`` falls, so the items of one size are a run ``chosen[start:end]``.
         times = left
         start = 0
         while start < count:
@@ -246,6 +265,7 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
                 _take(sizes, available, size)
         left -= times * count
         used += times
+        # No better than what is there: stop.
         if used >= enough and left:
             return n + 1
     return used
@@ -253,19 +273,32 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
 
 @kernel
 def pack_items(slots: Int64, counts: Int64, room: Room, target: int, bins: Int64) -> int:
-    """Packs ``slots`` (falling) and returns the number of bins; tries harder until ``target`` bins are enough."""
+    """Pack items into few bins: best-fit decreasing, then bin completion where that took more than ``target``.
+
+    Args:
+        slots, counts [items]: slots, falling, and sequences of each item.
+        room: what a bin can hold.
+        target: number of bins that is good enough, for example a lower bound.
+        bins [items]: receives the bin of each item.
+
+    Returns the number of bins, which may be above ``target``.
+    """
     n = len(slots)
     if room.capacity > _FINEST:
+        # Sizes round up and the capacity down, so what fits in units fits in slots too.
         unit = -(-room.capacity // _FINEST)
         room = Room(room.capacity // unit, room.max_sequences)
         slots = np.minimum(-(-slots // unit), room.capacity)
     used = best_fit(slots, counts, room, bins)
+    # Completion works on a histogram of sizes > 0: it cannot tell an item of two sequences from one of the same size
+    # with one, and size 0 is in no set.
     single = True
     for i in range(n):
         single = single and counts[i] == 1 and slots[i] > 0
     if used <= target or not single:
         return used
     other = np.empty(n, np.int64)
+    # A narrow search first. The wide one only where it is needed, and not above 20,000 items, where it is slow.
     for width, budget in ((3, 32), (6, 400)):
         if used > target and (width == 3 or n <= 20000):
             fewer = complete(slots, room, width, budget, used, other)

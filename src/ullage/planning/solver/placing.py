@@ -31,6 +31,7 @@ def put(items: Items, bins: Bins, i: int, k: int) -> None:
 @kernel
 def _sink(heap: Int64, load: Int64, size: int, at: int, last: int) -> None:
     """Moves ``last`` down from ``at`` in a heap of bins, the lightest first, ties by bin."""
+    # Children that are lighter than ``last`` move up, until it finds its place.
     while True:
         child = 2 * at + 1
         if child >= size:
@@ -49,12 +50,20 @@ def _sink(heap: Int64, load: Int64, size: int, at: int, last: int) -> None:
 
 @kernel
 def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: int) -> bool:
-    """Places each item that is nowhere into the lightest bin from ``begin`` on that has room for it.
+    """Place each item that is nowhere into the lightest bin that has room for it.
 
-    False if an item found none, or if ``patience`` bins were looked at beyond the lightest.
+    Args:
+        items: sorted by falling cost.
+        bins: receives the items.
+        room: what a bin can hold.
+        begin: the first bin to use.
+        patience: number of bins to look at beyond the lightest, over all items.
+
+    Returns false if an item found no bin, or if the patience is spent.
     """
     load, held, num_sequences = bins.load, bins.held, bins.num_sequences
     size = len(load) - begin
+    # A heap with the lightest bin at its root, built from the last parent up.
     heap = np.arange(begin, len(load))
     for at in range(size // 2 - 1, -1, -1):
         _sink(heap, load, size, at, heap[at])
@@ -62,10 +71,13 @@ def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: i
     for i in range(len(items.slots)):
         if bins.home[i] != NOWHERE:
             continue
+        # A root that cannot take even the smallest item leaves the heap for good.
         while size and (held[heap[0]] + least > room.capacity or num_sequences[heap[0]] >= room.max_sequences):
             size -= 1
             if size:
                 _sink(heap, load, size, 0, heap[size])
+        # The root is the lightest bin. Where it is too full for this item, every bin of the heap is looked at, in
+        # heap order, for the lightest one with room. That is linear, which is what ``patience`` is for.
         at, best = -1, NOWHERE
         slots_left, sequences_left = room.capacity - items.slots[i], room.max_sequences - items.counts[i]
         for q in range(size):
@@ -80,6 +92,7 @@ def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: i
         if best == NOWHERE or patience < 0:
             return False
         put(items, bins, i, best)
+        # The bin has only become heavier, so it can only move down.
         _sink(heap, load, size, at, best)
     return True
 
@@ -108,11 +121,21 @@ def _first_within(falling: Int64, most: int) -> int:
 
 @kernel
 def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, margin: int) -> int:
-    """Fills microbatches one after the other, each bin up to one goal, for at most ``most`` microbatches.
+    """Fill microbatches one after the other, all bins of one up to the same goal.
 
-    The goal is the cost of the most expensive item left, or what a bin of the rest carries on average and ``margin``
-    thousandths more if that is more; a negative margin stops where it is. Each bin in turn takes the most expensive
-    items left that fit both the goal and the capacity. Returns how many microbatches it filled.
+    The goal is the cost of the most expensive item left, if that is a giant: over 1 % above the mean cost of the bins
+    that are left. Otherwise it is that mean and ``margin`` more. Each bin in turn takes the most expensive items left
+    that fit both the goal and the capacity.
+
+    Args:
+        items: sorted by falling cost.
+        bins: empty; receives the items.
+        room: what a bin can hold.
+        ranks: bins of a microbatch.
+        most: number of microbatches to fill at most; one at least is left for the rest of the items.
+        margin: thousandths of the mean that the goal is above it; negative: stop where no giant is left.
+
+    Returns how many microbatches it filled.
     """
     slots, costs = items.slots, items.costs
     n, microbatches = len(slots), len(bins.load) // ranks
@@ -120,11 +143,13 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
     following = np.arange(n + 1)
     filled = 0
     while filled < most and filled < microbatches - 1:
+        # Items fall by cost, so the first one that has no bin is the most expensive one left.
         lead = _unplaced(following, 0)
         if lead == n:
             break
         mean = rest // ((microbatches - filled) * ranks)
         goal = costs[lead]
+        # No giant (over 1 % above the mean bin) is left, so the goal is the mean of the rest, or filling ends.
         if goal <= mean + mean // 100:
             if margin < 0:
                 break
@@ -132,6 +157,8 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
         for k in range(filled * ranks, (filled + 1) * ranks):
             at = 0
             while at < n:
+                # Skip what costs more than the bin may still take, and what has more slots than it has left; then go
+                # on to the next item without a bin. The skip by slots is exact where slots fall as costs do.
                 at = max(at, _first_within(costs, goal - bins.load[k]))
                 at = max(at, _first_within(slots, room.capacity - bins.held[k]))
                 at = _unplaced(following, at)
@@ -141,6 +168,7 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
                 if bins.held[k] + slots[at] <= room.capacity:
                     put(items, bins, at, k)
                     rest -= costs[at]
+                    # Placed: searches that come here go on to the next item.
                     following[at] = at + 1
                 at += 1
         filled += 1

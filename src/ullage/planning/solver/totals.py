@@ -39,8 +39,10 @@ _MANY = 32768
 
 @kernel
 def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: int) -> int:
-    """Levels the totals of ranks; ``at`` [bins]: the bin at each place ``microbatch·ranks + rank``. Returns the budget
-    left."""
+    """Level the totals of ranks by pairs of their bins that divide their items again. Returns the budget left.
+
+    ``at`` [bins]: the bin at each place ``microbatch·ranks + rank``. ``budget``: operations to spend.
+    """
     n, count = len(items.costs), len(bins.load)
     head, following = np.empty(count, np.int64), np.empty(n, np.int64)
     ours, theirs = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -50,6 +52,7 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
         total[place % ranks] += bins.load[at[place]]
     mean = total.sum() // ranks
     while budget > 0:
+        # The most expensive rank against the cheapest ones, the cheapest first, until one division succeeds.
         by_total = falling_order(total)
         high, moved = by_total[0], False
         if (total[high] - mean) * _LEVEL <= mean:
@@ -57,6 +60,8 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
         for j in range(ranks - 1, max(0, ranks - 1 - _PARTNERS), -1):
             low = by_total[j]
             tries = 0
+            # The bins of a rank stand every ``ranks`` places. Half the gap should move over, from any bin of the one
+            # to any of the other.
             for one in range(high, count, ranks):
                 for other in range(low, count, ranks):
                     gap = total[high] - total[low]
@@ -68,6 +73,7 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
                     target = before - gap // 2
                     if target < 0:
                         continue
+                    # Negative if nothing changed. 16 more pay for the attempt itself.
                     spent = divide(items, bins, room, head, following, a, b, target, ours, theirs)
                     budget -= abs(spent) + 16
                     total[high] -= before - bins.load[a]
@@ -83,14 +89,18 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
 @kernel
 def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes: Int64, budget: int) -> bool:
     """Fills ``homes`` [n] with ``microbatch·ranks + rank`` of each item, or returns false."""
+    # No rank's total can be below the mean, nor below the most expensive item, which is the first one.
     n = len(homes)
     total = 0.0
     for i in range(n):
         total += items.costs[i]
     bound = max(total / ranks, float(items.costs[0]))
+    # Cut, so that a number that means no limit stays within 64 bits when it is multiplied.
     most = min(room.max_sequences, (1 << 60) // microbatches) * microbatches
     held = items.slots.sum()
     for thousandths in _ROOMS:
+        # One bin per rank, as large as all its microbatches together. A little less leaves slack, so that its items
+        # can then be packed into them; less than one microbatch is never needed.
         whole = Room(max(room.capacity, microbatches * room.capacity * thousandths // 1000), most)
         if whole.capacity * ranks < held:
             return False
@@ -98,11 +108,13 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
         if not heaviest_first(items, bins, whole, 0, 1 << 40):
             continue
         improve(items, bins, whole, ranks, bound, _ROUNDS, budget)
+        # Totals more than 0.1 % above the bound are not level: try another size.
         if (bins.load.max() - bound) * 1000 > bound:
             continue
         members, starts = rows(bins.home, ranks)
         fits = True
         for rank in range(ranks):
+            # Pack the items of this rank, largest first, into its microbatches.
             mine = members[starts[rank] : starts[rank + 1]]
             mine = mine[falling_order(items.slots[mine])]
             at = np.empty(len(mine), np.int64)
@@ -132,6 +144,7 @@ def balance_totals(
 
     Arguments and result as those of :func:`~ullage.planning.solver.balancing.balance`.
     """
+    # Most expensive first, as every kernel below expects; ``order`` leads back at the end.
     order = falling_order(items.costs)
     items = Items(items.slots[order], items.costs[order], items.counts[order])
     n = len(order)
@@ -139,11 +152,13 @@ def balance_totals(
     if n == 0:
         return homes, microbatches
     bound = least_path(items.slots, items.costs, room.capacity, ranks)
+    # First choice: level totals, then microbatches, with one or two microbatches more if need be.
     for extra in range(_EXTRA + 1 if n <= _MANY else 0):
         if _rank_by_rank(items, room, ranks, microbatches + extra * microbatch_multiple, homes, budget):
             found = np.empty(n, np.int64)
             found[order] = homes
             return found, microbatches + extra * microbatch_multiple
+    # Second choice: microbatches first, dealt to ranks, and the totals levelled afterwards.
     bins, _, microbatches = first_placements(items, room, ranks, microbatches, microbatch_multiple, bound)
     places = deal_bins(bins.load, ranks)
     at = np.empty(len(places), np.int64)
