@@ -94,6 +94,7 @@ class RaggedBatch:
         mask = attention_mask != 0
         host = mask.cpu().numpy()
         _require_rows(host)
+        # Lengths are the sums of the rows, and the tokens are where the mask is: one index drops all padding.
         layout = Layout(host.sum(1))
         index = torch.from_numpy(np.flatnonzero(host)).to(attention_mask.device)
         declared = set(per_sequence)
@@ -124,6 +125,8 @@ class RaggedBatch:
         """
         batch_sizes = packed.batch_sizes.numpy()
         rows = np.arange(int(batch_sizes[0]) if len(batch_sizes) else 0)
+        # ``batch_sizes`` falls: sequence i (sorted) runs as long as batch_sizes[t] > i, so its length is the number
+        # of such time steps.
         sorted_lengths = np.searchsorted(-batch_sizes, -rows, side="left")
         order = rows if packed.sorted_indices is None else packed.sorted_indices.cpu().numpy()
         lengths = np.empty(len(rows), np.int64)
@@ -239,6 +242,7 @@ class RaggedBatch:
             raise InputError("padding has no such side", expected="'right' or 'left'", found=repr(side))
         layout = self.layout
         rows, width = layout.num_items, layout.max_seqlen
+        # Where each sequence begins in the flattened [N·L]; from there its tokens are a range.
         begin = np.arange(rows) * width + (width - layout.lengths if side == "left" else 0)
         index = torch.from_numpy(ranges(begin, layout.lengths)).to(self.device)
         padded: dict[str, Tensor] = {}
@@ -279,6 +283,8 @@ class RaggedBatch:
         """The field as a jagged nested tensor [N, j, ...]."""
         self._require_token_aligned(name)
         layout, values = self.layout, self._values[name]
+        # Offsets bound the slots; ``lengths`` tells the padding in them, and without padding a jagged tensor needs
+        # none.
         offsets = torch.from_numpy(layout.cu_seqlens_padded.astype(np.int64)).to(values.device)
         lengths = None if layout.num_tokens == layout.size else torch.tensor(layout.lengths, device=values.device)
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths, max_seqlen=layout.max_seqlen)
@@ -298,6 +304,7 @@ class RaggedBatch:
             if name in row:
                 row[name] = self._labels(name)[None]
         if "labels" in row:
+            # A loss that shifts would predict the first label from the last token of the sequence before it.
             starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
@@ -323,6 +330,8 @@ class RaggedBatch:
         """
         self._require_token_aligned("labels")
         labels, layout = self._labels("labels"), self.layout
+        # After the roll the last element of a slot holds the first label of the next slot, and the last token that of
+        # the padding: both become -100.
         ends = np.concatenate([layout.starts + layout.lengths, layout.starts + layout.slots]) - 1
         there = np.concatenate([layout.lengths > 0, layout.slots > 0])
         last = torch.from_numpy(ends[there]).to(labels.device)
@@ -362,6 +371,7 @@ class RaggedBatch:
         labels = holding_ignored(given)
         if labels is given or self.layout.num_tokens == self.layout.size:
             return labels
+        # Unsigned labels were padded with 0, which would be a label now.
         padding = torch.from_numpy(np.flatnonzero(self.layout.padding_mask())).to(labels.device)
         return labels.index_fill(0, padding, IGNORED_LABEL)
 
@@ -379,6 +389,7 @@ class RaggedBatch:
 
 def _require_rows(mask: np.ndarray) -> None:
     """Every row of the mask is one run of ones."""
+    # +1 where a run of ones begins, −1 behind its end.
     edges = np.diff(mask.astype(np.int8), axis=1, prepend=0, append=0)
     runs = (edges == 1).sum(1)
     bad = np.flatnonzero(runs != 1)

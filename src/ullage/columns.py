@@ -75,6 +75,7 @@ class Columns:
                     expected=", ".join(f"{field.name} {field}" for field in schemas[0].fields),
                     found=", ".join(f"{field.name} {field}" for field in schema.fields),
                 )
+        # The first part with samples decides the order of the fields.
         kinds = {field.name: [schema.fields[i] for schema in schemas] for i, field in enumerate(schemas[0].fields)}
         schema = Schema(tuple(_promoted(kinds[name], lambda: "batches") for name in present[0].values))
         values = {name: [value for part in present for value in part.values[name]] for name in schema.names}
@@ -83,6 +84,7 @@ class Columns:
     def rows(self, rows: Sequence[int], lengths: Int64) -> dict[str, list[Tensor]]:
         """The values of the samples ``rows``, cut to the first ``lengths`` tokens each: views."""
         values = {name: [column[row] for row in rows] for name, column in self.values.items()}
+        # Only truncated sequences need a view of their own.
         short = np.flatnonzero(lengths < self.lengths[np.asarray(rows, np.int64)]).tolist()
         for field in self.schema.fields if short and self.schema is not None else ():
             if not field.per_sequence:
@@ -129,11 +131,14 @@ def sample_value(
         raise problem from None
     if array.dtype.kind not in "biuf" and array.size:
         raise problem
+    # Python numbers and lists have no dtype of their own, and numpy's default for them depends on the platform or is
+    # float64: they become int64 and float32.
     if not isinstance(value, (np.ndarray, np.generic)):
         if array.dtype.kind in "iu" or array.size == 0:
             array = array.astype(np.int64)
         elif array.dtype.kind == "f":
             array = array.astype(np.float32)
+    # ``ascontiguousarray`` would give a 0-D array one dimension, and turn a number into a token-aligned field.
     return torch.from_numpy(np.array(array)) if array.ndim == 0 else torch.from_numpy(np.ascontiguousarray(array))
 
 
@@ -146,6 +151,7 @@ def _names(
             raise InputError(
                 "a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__
             )
+    # Without names the first sample decides, and a field that others have besides is an error: it would be lost.
     names = list(samples[0] if fields is None else fields)
     known = set(names)
     for i, sample in enumerate(samples):

@@ -36,6 +36,7 @@ class UllageError(Exception):
     ) -> None:
         self.what, self.where, self.expected, self.found, self.hint = what, where, expected, found, hint
         line = what if where is None else f"{what} ({where})"
+        # One line, whatever the parts hold: it is quoted in the errors of other ranks.
         facts = [f"{word} {fact}" for word, fact in (("expected", expected), ("found", found)) if fact is not None]
         if facts:
             line += ": " + ", ".join(facts)

@@ -1,5 +1,4 @@
-"""The one idea: segments laid end to end in a flat buffer, each followed by its own padding, the buffer cut by
-shard boundaries.
+"""Layouts: segments laid end to end in a flat buffer, each followed by its own padding, and cuts of that buffer.
 
 A packed microbatch, a ``PackedSequence``, a ZeRO parameter group and a ZeRO-3 parameter are all a :class:`Layout`.
 Item *i* occupies the slot ``[starts[i], starts[i] + slots[i])`` of the buffer, and its tokens are the first
@@ -51,8 +50,11 @@ class Pieces:
 class TimeMajor:
     """A layout transposed, as ``PackedSequence`` wants it: all first tokens, then all second tokens, and so on.
 
-    ``index`` [num_tokens] is the flat position of each token; ``batch_sizes`` [max length] counts the items that
-    still run at each time step; ``order`` [n] lists items by falling length (stable) and ``inverse`` undoes it.
+    Attributes:
+        index [num_tokens]: flat position of each token.
+        batch_sizes [longest length]: number of items that still run at each time step.
+        order [n]: items by falling length, equal lengths in their order.
+        inverse [n]: the place of each item in ``order``.
     """
 
     index: Int64
@@ -101,6 +103,7 @@ class Layout:
                 expected=f"at least {lengths[i]}",
                 found=int(slots[i]),
             )
+        # Past ``__init__``, which would round the lengths up.
         layout = object.__new__(cls)
         layout._fill(lengths, slots)
         return layout
@@ -180,13 +183,18 @@ class Layout:
             raise InputError("cuts must not fall", where=f"cut {k}", expected=f">= {cuts[k - 1]}", found=int(cuts[k]))
         shards = len(cuts) - 1
         ends = self.starts + self.lengths
+        # The first and the last shard that each item touches. Ends outside the cuts are clipped to the outermost
+        # shards; an item that lies outside altogether touches none.
         first = np.maximum(np.searchsorted(cuts, self.starts, side="right") - 1, 0)
         last = np.minimum(np.searchsorted(cuts, ends, side="left") - 1, shards - 1)
         counts = np.where(self.lengths > 0, np.maximum(last - first + 1, 0), 0)
+        # One candidate for each item and each shard that it touches; its ends are those of the item, cut off at the
+        # shard.
         item = np.repeat(np.arange(self.num_items), counts)
         shard = ranges(first, counts)
         begin = np.maximum(self.starts[item], cuts[shard])
         length = np.minimum(ends[item], cuts[shard + 1]) - begin
+        # Empty shards between two others have no piece.
         real = length > 0
         item, shard, begin, length = item[real], shard[real], begin[real], length[real]
         return Pieces(item, shard, begin - self.starts[item], begin - cuts[shard], length)
@@ -215,10 +223,13 @@ class Layout:
         # Slot i gives its ``left`` odd elements to chunks first, first + 1, ... (mod chunks): where slot i - 1 ended.
         first = starts_of(left) % chunks
 
+        # Each chunk has ``each`` elements of every slot, and one more if it got an odd one. Odd elements before a
+        # chunk: those given at or after ``first`` and below it, and those that went round to chunk 0.
         def begin(chunk: int) -> Int64:
             before, wrapped = np.clip(chunk - first, 0, left), np.clip(first + left - chunks, 0, chunk)
             return self.starts + chunk * each + before + wrapped
 
+        # Chunk by chunk within each slot: [slot, 2] flattened is the order of the row.
         mine = (rank, chunks - 1 - rank)
         starts = np.stack([begin(chunk) for chunk in mine], 1).reshape(-1)
         ends = np.stack([begin(chunk + 1) for chunk in mine], 1).reshape(-1)
@@ -256,8 +267,10 @@ class Layout:
                 raise InputError("order must list every item once, by falling length", found=order.tolist())
         inverse = np.empty_like(order)
         inverse[order] = np.arange(self.num_items)
+        # Items that still run at time t are those longer than t: all, less the ones of length <= t.
         ending = np.bincount(self.lengths, minlength=self.max_seqlen + 1)
         batch_sizes = (self.num_items - np.cumsum(ending))[: self.max_seqlen].astype(np.int64)
+        # At each time step the running items are the first of ``order``; token t lies t behind its start.
         row = counting(batch_sizes)
         time = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
         return TimeMajor(self.starts[order][row] + time, batch_sizes, order, inverse)
@@ -293,6 +306,7 @@ def ranges(starts: Int64, lengths: Int64) -> Int64:
     >>> ranges(np.array([10, 3]), np.array([2, 3])).tolist()
     [10, 11, 3, 4, 5]
     """
+    # Count through all elements, and shift each run from where it lies in the result to its own start.
     return np.arange(int(lengths.sum())) + np.repeat(starts - starts_of(lengths), lengths)
 
 
@@ -318,6 +332,7 @@ def _as_int64(values: Integers, name: str) -> Int64:
         raise InputError(f"{name} are not a flat list of integers", found=str(error)) from error
     if array.ndim != 1:
         raise InputError(f"{name} must have one dimension", expected="[n]", found=f"shape {list(array.shape)}")
+    # Whole numbers are accepted as floats too; an empty list has dtype float64.
     if array.dtype.kind == "f":
         bad = np.flatnonzero(~(np.isfinite(array) & (array == np.floor(array))))
         if len(bad):

@@ -33,6 +33,7 @@ def lazy_names(
     public = sorted({*home, *modules})
 
     def load(name: str) -> Any:
+        # Called for names that the package does not have yet, see PEP 562.
         if name in home:
             value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)
             setattr(sys.modules[package], name, value)  # the next use does not come here

@@ -47,10 +47,10 @@ def to_device(
     Args:
         value: tensors (nested ones too), ``RaggedBatch``, ``PackedSequence``, attention block masks, namedtuples,
             dataclasses, and any Mapping or Sequence of these, at any depth; strings, numbers, modules and unknown
-            objects are returned as they are
-        device: a device, its name, or its index
-        non_blocking: do not wait for the device, if the memory is pinned
-        float_dtype: the dtype to which floating tensors are cast; ``None`` keeps theirs
+            objects are returned as they are.
+        device: a device, its name, or its index.
+        non_blocking: do not wait for the device, if the memory is pinned.
+        float_dtype: the dtype to which floating tensors are cast; ``None`` keeps theirs.
 
     Register a type of your own::
 
@@ -111,6 +111,7 @@ def _(value: tuple, **how: Any) -> tuple:
     moved = [_move(item, **how) for item in value]
     if _same(moved, value):
         return value
+    # Past the constructor: a namedtuple's takes its fields one by one, and a subclass may take anything.
     rebuilt = tuple.__new__(type(value), moved)
     if hasattr(value, "__dict__"):
         rebuilt.__dict__.update(vars(value))
@@ -119,6 +120,7 @@ def _(value: tuple, **how: Any) -> tuple:
 
 @_move.register
 def _(value: Mapping, **how: Any) -> Mapping:
+    # It cannot be copied or refilled; a new one shows the moved items.
     if isinstance(value, MappingProxyType):
         return MappingProxyType(_move(dict(value), **how))
     # Only a copy of these is known to have items of its own; others are rebuilt from their attributes.
@@ -127,6 +129,7 @@ def _(value: Mapping, **how: Any) -> Mapping:
     moved = {key: _move(item, **how) for key, item in value.items()}
     if _same(moved.values(), value.values()):
         return value
+    # A shallow copy keeps the type, a default factory, and attributes; then each item is replaced.
     rebuilt = copy.copy(value)
     for key, item in moved.items():
         rebuilt[key] = item
@@ -148,6 +151,7 @@ def _(value: Sequence, **how: Any) -> Sequence:
 
 def _attributes(value: Any) -> list[str]:
     """The names of an object's attributes, in its dict and its slots."""
+    # ``__slots__`` may be one string, and every base class adds its own.
     slots = [name for base in type(value).__mro__ for name in _as_names(base.__dict__.get("__slots__", ()))]
     return [*getattr(value, "__dict__", ()), *(name for name in slots if name not in ("__dict__", "__weakref__"))]
 
@@ -165,6 +169,7 @@ def _refill_attributes(value: Any, names: list[str], how: dict[str, Any]) -> Any
     moved = {name: _move(getattr(value, name), **how) for name in names if hasattr(value, name)}
     if all(new is getattr(value, name) for name, new in moved.items()):
         return value
+    # ``object.__setattr__`` passes by a frozen dataclass, whose own refuses.
     rebuilt = copy.copy(value)
     for name, item in moved.items():
         object.__setattr__(rebuilt, name, item)

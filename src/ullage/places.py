@@ -21,9 +21,9 @@ class Places:
     """The place of each row, and the row in each place.
 
     Attributes:
-        place_of: int64 [rows], the place of each row; no two rows share one
-        row_of: int64 [places], the row in each place; any row where the place is padding
-        padding: int64 [places that hold no row]; ``None`` if there is none
+        place_of: int64 [rows], the place of each row; no two rows share one.
+        row_of: int64 [places], the row in each place; any row where the place is padding.
+        padding: int64 [places that hold no row]; ``None`` if there is none.
     """
 
     place_of: Tensor
@@ -34,6 +34,7 @@ class Places:
     def of(cls, place_of: Int64, num_places: int, device: torch.device) -> Places:
         """Places from a host array. Copies three indices to ``device`` without waiting for it."""
         row_of, is_padding = np.zeros(num_places, np.int64), np.ones(num_places, bool)
+        # Padding keeps row 0, any row will do: its values are overwritten with zeros.
         row_of[place_of] = np.arange(len(place_of))
         is_padding[place_of] = False
         padding = np.flatnonzero(is_padding) if num_places > len(place_of) else None
@@ -58,7 +59,11 @@ def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None, padding:
 
 
 class _Gather(torch.autograd.Function):
-    """``values[index]`` with zeros at ``empty``; ``inverse`` and ``empty_before`` say the same of the way back."""
+    """``values[index]`` with zeros at ``empty``.
+
+    ``inverse`` and ``empty_before`` are the ``index`` and the ``empty`` of the way back, so the gradient is the same
+    function with the two pairs exchanged, and can itself be differentiated.
+    """
 
     @staticmethod
     def forward(
@@ -70,6 +75,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, index, inverse, empty, empty_before = inputs
+        # In the order of the arguments of the way back.
         ctx.save_for_backward(inverse, index, empty_before, empty)
 
     @staticmethod

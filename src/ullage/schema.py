@@ -105,6 +105,7 @@ class Schema:
 
     def blocks(self, buffer: Tensor, start: int, num_sequences: int, num_tokens: int) -> dict[str, Tensor]:
         """The typed views of every field in the ``buffer`` of bytes from ``start``."""
+        # Field by field from ``start``, each on an aligned boundary: both ends of a transfer walk this order.
         views = {}
         for field in self.fields:
             entries = num_sequences if field.per_sequence else num_tokens
@@ -140,8 +141,10 @@ class Schema:
         """
         num_sequences = sum(layout.num_items for layout in layouts)
         if not num_sequences:
+            # No value tells the device then, so the caller names it.
             empty = {f.name: torch.empty(0, *f.shape, dtype=f.dtype, device=device) for f in self.fields}
             return [dict(empty) for _ in layouts]
+        # All microbatches are written as one long row per field, and split afterwards.
         gaps = np.concatenate([layout.slots - layout.lengths for layout in layouts])
         room = self._allocate(num_sequences, sum(layout.size for layout in layouts), values)
         parts = {}
@@ -162,6 +165,7 @@ class Schema:
         for dtype in dict.fromkeys(field.dtype for field in self.fields):
             fields = [field for field in self.fields if field.dtype == dtype]
             counts = [num_sequences if field.per_sequence else num_elements for field in fields]
+            # Elements of the common dtype, rounded up so that every field begins on an aligned boundary.
             sizes = [aligned(count * field.entry_bytes) // dtype.itemsize for field, count in zip(fields, counts)]
             block = torch.empty(sum(sizes), dtype=dtype, device=values[fields[0].name][0].device)
             for field, count, part in zip(fields, counts, block.split(sizes)):
@@ -177,6 +181,7 @@ def lay_out(field: Field, values: Sequence[Tensor], gaps: Int64, out: Tensor | N
     if field.per_sequence:
         return torch.stack(list(values), out=out)
     if gaps.any():
+        # One block of padding, of which each sequence takes what its slot lacks.
         blank = values[0].new_full((int(gaps.max()), *field.shape), field.padding)
         values = [part for value, gap in zip(values, gaps.tolist()) for part in (value, blank[:gap])]
     return torch.cat(list(values), out=out)

@@ -24,6 +24,7 @@ def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str,
     kind = kind_of(samples)
     if kind != MAP:
         return {"kind": kind, "dp": topology.dp.rank}
+    # A fingerprint reads samples, so only where it decides something: several readers, and no answer from the caller.
     alone = topology.dp.size == 1 or topology.owners == "first"
     digest = fingerprint(samples) if shared is None and not alone else None
     return {"kind": kind, "size": len(samples), "digest": digest, "dp": topology.dp.rank}
@@ -42,6 +43,7 @@ def compare_ranks(topology: Topology, record: dict[str, Any] | None, failure: Ex
         for axis in topology.axes:
             if axis.size > 1:
                 axis.require_group()
+    # Errors first: a rank that failed has no record to compare.
     agree(failure, world, "describing its samples and settings")
     records = gather_objects(mine, world)
     _require_same(records)
@@ -72,11 +74,13 @@ def _require_same(records: Sequence[Mapping[str, Any]]) -> None:
 
 def _require_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tuple[int, int, Sequence[int]]]) -> None:
     """Every coordinate is there once, and this rank's axes list the ranks that stand along them."""
+    # As many ranks as the grid has places: if no two share one, all places are taken.
     by_place = {tuple(record["coordinates"]): rank for rank, record in enumerate(records)}
     if len(by_place) != len(records):
         raise DistributedError("two ranks have the same coordinates in the topology", expected=f"{len(records)} places")
     here = [place[1] for place in places.values()]
     for number, (name, (size, _, ranks)) in enumerate(places.items()):
+        # Walk the axis through this rank: all other coordinates stay.
         along = tuple(by_place[(*here[:number], k, *here[number + 1 :])] for k in range(size))
         if ranks and along != tuple(ranks):
             raise DistributedError(f"ranks disagree on the {name} axis", expected=list(along), found=list(ranks))
@@ -85,6 +89,8 @@ def _require_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tup
 def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: bool | None) -> Stream:
     """The stream that all owners read together. Raises ``DistributedError`` on every rank if they cannot."""
     sources = [(rank, record["source"]) for rank, record in enumerate(records) if record["source"] is not None]
+    # Ranks with one dp coordinate read the same samples (tensor-parallel peers, pipeline ends); they count as one
+    # reader and must describe the same source.
     by_reader: dict[int, dict[str, Any]] = {}
     for rank, source in sources:
         other = by_reader.setdefault(source["dp"], source)
@@ -96,6 +102,7 @@ def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: 
     kind = sources[0][1]["kind"]
     if kind != MAP:
         return Stream(kind, streams, shared=False)
+    # Sizes per reader: of its own dataset, or of every ``streams``-th sample of the shared one.
     readers = [by_reader[k] for k in range(streams)]
     sizes = [reader["size"] for reader in readers]
     if shared is None:
@@ -110,6 +117,7 @@ def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: 
 def _found_shared(digests: Sequence[str | None]) -> bool:
     if len(digests) == 1:
         return True
+    # A digest is empty where two readings of a sample differ, for example by augmentation.
     if "" in digests:
         raise DistributedError(
             "it cannot be told whether ranks hold the same dataset",

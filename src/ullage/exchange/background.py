@@ -18,6 +18,7 @@ from ullage.ranks.ending import before_the_end
 
 T = TypeVar("T")
 
+# Weak: an iterator that nobody holds must not be kept alive by the handler at the end of the process.
 _running: WeakSet[Background[Any]] = WeakSet()
 
 
@@ -41,6 +42,7 @@ class Background(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._results)
             result, error = self._results[0]
+            # An error stays first in the queue too: every later call raises it again.
             if error is not None:
                 raise error
             if result is not None:  # the end stays where it is, for whoever asks again
@@ -66,9 +68,11 @@ class Background(Generic[T]):
         last = False
         while not last:
             with self._changed:
+                # Closing does not stop the thread early: it makes all it may, as the other ranks do, and ends then.
                 self._changed.wait_for(lambda: self._made < self._allowed or self._closing)
                 if self._made >= self._allowed:
                     return
+            # Without the lock, so that a result can be taken while the next one is made.
             result, error = None, None
             try:
                 result = self._make()

@@ -83,6 +83,7 @@ class PackedIterator:
             "pad_to_multiple_of": pad_to_multiple_of,
         }
 
+        # All that can fail on one rank alone runs inside ``tried``: its error reaches the others in the comparison.
         def local() -> dict[str, Any]:
             _require_numbers(numbers, prefetch, cp_order, plan_options)
             options = {name: _plain(value) for name, value in sorted(plan_options.items())}
@@ -91,6 +92,7 @@ class PackedIterator:
             return {"settings": settings, "source": describe(samples, topology, shared)}
 
         records = compare_ranks(topology, *tried(local))
+        # From here on every rank has the same records, so all make the same groups or raise alike.
         stream = stream_of(records, topology, shared)
         self._device = device
         self._prefetch = prefetch
@@ -130,6 +132,7 @@ class PackedIterator:
         if self._prefetch == 0:
             made = self._make()
         else:
+            # Nothing is made before it is asked for; ``load_state_dict`` ends the thread, the next call starts one.
             if self._background is None:
                 self._background = Background(self._make, self._prefetch)
             made = self._background.take()
@@ -137,6 +140,7 @@ class PackedIterator:
             self._ended = True
             self.close()
             raise StopIteration
+        # The position of this step, not that of the maker, which is ahead by what is prefetched.
         step, self._given = made
         return step if self._device is None else step.to(self._device, non_blocking=True)
 
@@ -162,6 +166,7 @@ class PackedIterator:
         if self._closed:
             raise InputError("the iterator is closed", hint="make a new one to resume")
         given = self._maker.stream.restore(state)
+        # What was made ahead is dropped; only then may the maker be moved.
         self._join()
         self._maker.seek(given)
         self._given, self._ended = given, False
@@ -191,10 +196,11 @@ def _planner(
     topology: Topology, capacity: int, pad_to_multiple_of: int, cp_order: str | None, options: Mapping[str, Any]
 ):
     cp = topology.cp.size
-    # A rank's part of a zigzag slot is two chunks of one size.
+    # Zigzag gives a rank two chunks of one size from each slot, so its part of a slot must be even. The plan is over
+    # dp: a microbatch of a dp coordinate lies on cp ranks and has cp times their capacity and alignment.
     part = pad_to_multiple_of
     if cp > 1 and cp_order != "contiguous" and part % 2:
-        part *= 2  # zigzag gives a rank two chunks of each slot
+        part *= 2
     multiple = cp * part
 
     def make_plan(lengths: np.ndarray):
@@ -220,6 +226,7 @@ def _plain(value: Any) -> Any:
 
 
 def _timeout(timeout: timedelta | float | None, topology: Topology) -> timedelta | None:
+    # A number is seconds. Without either, the iterator waits as long as the groups of the topology do.
     if timeout is not None:
         return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     group = next((axis.group for axis in topology.axes if axis.group is not None), None)

@@ -22,7 +22,14 @@ Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
 
 @dataclass
 class Lease:
-    """A topology whose groups nobody else uses until it is given back. ``number`` is the same on every rank."""
+    """A topology whose groups nobody else uses until it is given back.
+
+    Attributes:
+        topology: with gloo groups of its own.
+        number: of the lease, the same on every rank; 0 for a single rank, which has no groups.
+        key: the ranks along each axis, and the timeout; groups are lent again for an equal one.
+        world: the default process group at that time; ``None`` for a single rank.
+    """
 
     topology: Topology
     number: int
@@ -47,13 +54,17 @@ def lease(topology: Topology, timeout: timedelta | None) -> Lease:
         return Lease(topology, 0, key, None)
     end_groups_at_exit()
     world = dist.group.WORLD
+    # Groups of a world that was destroyed and initialised again are dead, even for equal ranks.
     _idle[:] = [held for held in _idle if held.world is world]
     mine = next((held for held in _idle if held.key == key), None)
+    # Each rank offers the lease that it would reuse. It is reused only if all ranks offer the same one: some may
+    # still have it in use, or may have failed on it.
     offers: list[tuple[int, int]] = gather_objects((0 if mine is None else mine.number, _last), Axis.world())
     _last = max(last for _, last in offers)
     if mine is not None and all(number == mine.number for number, _ in offers):
         _idle.remove(mine)
         return Lease(topology.with_groups({a.name: a.group for a in mine.topology.axes}), mine.number, key, world)
+    # One more than any rank has used, so that a number is never used for two sets of groups.
     _last += 1
     return Lease(topology.on_gloo(timeout), _last, key, world)
 

@@ -65,10 +65,14 @@ def gather_or_fail(mine: Int64 | None, failure: Exception | None, topology: Topo
     axis = topology.dp
     if mine is None and failure is None:
         mine = np.zeros(0, np.int64)
+    # First how many each rank has, or that it failed: ranks without an error learn of it here and join the agreement
+    # below, so all of them do.
     counts = gather_int64(np.array([_FAILED if mine is None else len(mine)]), axis)[:, 0]
     if (counts == _FAILED).any():
         agree(failure, axis, "reading its samples and their lengths")
     assert mine is not None
+    # An all-gather takes blocks of one size, so lengths are padded to the largest count, and the padding is left out
+    # by position and not by value: a length may be 0.
     widest = int(counts.max())
     padded = np.zeros(widest, np.int64)
     padded[: len(mine)] = mine

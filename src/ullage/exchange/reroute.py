@@ -65,14 +65,17 @@ class Route:
 
 def route(plan: Plan, gathered: Lengths, rank: int) -> Route:
     """The route of data-parallel ``rank``. No communication, no groups: works for any number of ranks."""
+    # Ids are positions among the gathered lengths, so a rank's own are a range; dropped ones go nowhere.
     mine = np.arange(gathered.offsets[rank], gathered.offsets[rank + 1])
     mine = mine[plan.bins[mine] >= 0]
     degrees = plan.degrees.reshape(-1)[plan.bins[mine]]
     ids = np.repeat(mine, degrees)
     # A sequence of a microbatch of degree k goes to k consecutive ranks.
     destination = plan.bins[ids] % plan.ranks + counting(degrees)
+    # By destination, then in packing order (the last key of lexsort is the first).
     order = np.lexsort((plan.inverse[ids], destination))
     wanted = members_of(plan, rank)
+    # The rank whose range of ids holds each wanted id: the last one that begins at or before it.
     source = np.searchsorted(gathered.offsets, wanted, side="right") - 1
     return Route(
         sends=ids[order],

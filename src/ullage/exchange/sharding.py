@@ -86,12 +86,16 @@ def shard(
     batch stays as it is; does not wait for the device. Raises ``InputError`` as :func:`shard_index` does.
     """
     index = shard_index(batch.layout, cp_size, cp_rank, order)
+    # The label of a chunk's last token is the first token of the next chunk, which another rank may hold. So labels
+    # are shifted while the row is whole.
     added = ()
     if shift_labels is None:
         shift_labels = "labels" in batch and "labels" not in batch.per_sequence and "tokens" not in batch
     if shift_labels and "shift_labels" not in batch:
         batch, added = batch.with_shift_labels(), ("shift_labels",)
+    # Positions count from the start of the sequence in the whole, as rotary embeddings need them.
     positions = batch.layout.positions()[index]
+    # Per-sequence fields stay whole: the slice has every sequence as an item, possibly an empty one.
     take = torch.from_numpy(index).to(batch.device)
     values = {
         name: batch[name] if name in batch.per_sequence or cp_size == 1 else batch[name].index_select(0, take)
@@ -133,6 +137,7 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
         if name in batch.per_sequence:
             values[name] = batch[name]
             continue
+        # Every element is in exactly one slice, so nothing stays unset.
         whole = batch[name].new_empty(first.layout.size, *batch[name].shape[1:])
         for part in shards:
             whole = whole.index_copy(0, torch.from_numpy(part.index).to(whole.device), part.batch[name])

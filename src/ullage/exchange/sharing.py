@@ -55,6 +55,7 @@ def share_or_fail(
     fields: Sequence[str] | None = None,
 ) -> list[RaggedBatch]:
     """:func:`share` from a source that may have failed already: then every rank raises."""
+    # The source does what may fail before the header, and tells its error in it.
     mine = axis.rank == source
     chosen: list[RaggedBatch] = []
     record: dict[str, Any] = {}
@@ -69,6 +70,7 @@ def share_or_fail(
         if failure is not None:
             raise failure
         return chosen
+    # With the header every rank knows the size of the payload, and whether it comes at all.
     header = json.loads(broadcast_record(dumps(record) if mine else None, axis, source))
     raise_failures(failure if mine else None, [header.get("failed", [])], "sharing microbatches", axis)
     schema, counts = Schema.from_list(header["schema"]), header["sequences"]
@@ -102,6 +104,8 @@ def _batch_bytes(schema: Schema, layout: Layout) -> int:
 
 
 def _payload(batches: list[RaggedBatch], schema: Schema, num_bytes: int, axis: Axis) -> Tensor:
+    # Per microbatch: lengths, slots (int64 each), then the fields in the order of the schema, every block on an
+    # aligned boundary. ``_unpack`` walks the same order.
     payload = torch.empty(num_bytes, dtype=torch.uint8, device=device_of(axis.require_group()))
     start = 0
     for batch in batches:
@@ -118,6 +122,7 @@ def _payload(batches: list[RaggedBatch], schema: Schema, num_bytes: int, axis: A
 def _unpack(payload: Tensor, schema: Schema, counts: list[int]) -> list[RaggedBatch]:
     batches, start = [], 0
     for count in counts:
+        # Lengths, then slots; the copy on the host does not keep the payload.
         arrays = []
         for _ in range(2):
             arrays.append(payload[start : start + 8 * count].view(torch.int64).cpu().numpy().astype(np.int64))

@@ -47,6 +47,7 @@ def fingerprint(samples: Any) -> str:
     count = len(samples)
     digest = hashlib.blake2b(str(count).encode(), digest_size=16)
     for i in sorted(set(np.linspace(0, count - 1, min(_PROBED, count)).astype(np.int64).tolist())):
+        # Read twice: random augmentation would make equal datasets look different.
         first, second = _digest(samples[i]), _digest(samples[i])
         if first != second:
             return ""
@@ -92,6 +93,7 @@ def deal(given: Int64, live: np.ndarray, wanted: int) -> Int64:
         level += 1
     while level > int(behind.min()) and int(np.maximum(level - behind, 0).sum()) > wanted:
         level -= 1
+    # Give up to the level; what is left goes one each to the first readers in turn that stand at it or below.
     part = np.maximum(level - behind, 0)
     rest = wanted - int(part.sum())
     part[np.flatnonzero(behind <= level)[:rest]] += 1
@@ -104,9 +106,9 @@ class Stream:
     """The facts of the stream that all ranks know.
 
     Attributes:
-        kind: of the readers.
+        kind: ``"map"`` or ``"iterable"``, as :func:`kind_of` says; the same for all readers.
         streams: number of readers.
-        sizes: [streams], samples of each reader; empty unless the datasets are map-style.
+        sizes [streams]: samples of each reader; empty unless the datasets are map-style.
         shared: whether the readers read one dataset that all of them hold.
     """
 
@@ -120,6 +122,8 @@ class Stream:
         sizes = np.array(self.sizes, np.int64)
         quota = np.zeros(self.streams, np.int64)
         while (missing := wanted - int(quota.sum())) > 0:
+            # A reader that has less left than its share gives what it has; the next turn deals the rest among the
+            # others.
             more = np.minimum(deal(given + quota, given + quota < sizes, missing), sizes - given - quota)
             if not more.any():
                 break
@@ -150,6 +154,7 @@ class Stream:
                 expected=f"{state['kind']} of {state['size']} samples" if state["size"] else state["kind"],
                 found=f"{self.kind} of {sum(self.sizes)} samples" if self.sizes else self.kind,
             )
+        # Another number of readers can go on if the state is a position of the whole stream.
         given = np.array(state["given"], np.int64)
         if len(given) != self.streams:
             given = self._redeal(given)
@@ -185,7 +190,7 @@ class Reader:
         self._iterator: Iterator[Any] | None = None
 
     def seek(self, given: int) -> None:
-        """Go on after the first ``given`` samples; an iterable is begun anew, and read up to there when next asked."""
+        """Go on after the first ``given`` samples; an iterable starts over, and is read up to there when next asked."""
         self._given, self._skip, self._iterator = given, given, None
 
     def take(self, count: int) -> list[Any]:
@@ -193,6 +198,7 @@ class Reader:
         if self._stream.kind == ITERABLE:
             if self._iterator is None:
                 self._iterator = iter(self._samples)
+                # The only way to a position in an iterable is to read up to it.
                 skipped = sum(1 for _ in itertools.islice(self._iterator, self._skip))
                 if skipped < self._skip:
                     raise InputError(

@@ -37,10 +37,14 @@ StageFields = Callable[[int, int], Sequence[str] | None]
 class PackedStep:
     """The microbatches that one rank runs until the optimizer's next step.
 
-    ``microbatches``: the whole packed microbatches of this data-parallel coordinate; one without sequences is an empty
-    batch whose ``placeholder()`` a rank can run. ``num_microbatches`` is the same on every rank. ``num_tokens`` and
-    ``sum_squared_lengths`` are of the real tokens of the global batch, exact integers, equal on every rank. ``plan``:
-    where every sequence went; ``shards``: this rank's context-parallel slices, one per microbatch, none without cp.
+    Attributes:
+        microbatches: the whole packed microbatches of this data-parallel coordinate; one without sequences is an empty
+            batch whose ``placeholder()`` a rank can run.
+        num_microbatches: the same on every rank.
+        num_tokens: real tokens of the global batch, an exact integer, equal on every rank.
+        sum_squared_lengths: Σlength² of the global batch, likewise.
+        plan: where every sequence went.
+        shards: this rank's context-parallel slices, one per microbatch; none without cp.
     """
 
     microbatches: list[RaggedBatch]
@@ -59,7 +63,15 @@ class PackedStep:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of making steps, the same on every rank."""
+    """Options of making steps, the same on every rank.
+
+    Attributes:
+        global_batch_size: sequences per step over all readers.
+        make_plan: from the gathered lengths to a plan; must give equal plans on all ranks.
+        per_sequence, fields: of samples, as :meth:`ullage.columns.Columns.read` takes them.
+        stage_fields: from pipeline stage and number of stages to the fields that the stage gets; ``None`` for all.
+        cp_order: how slices are cut, see :meth:`ullage.Layout.cut`; ``None`` cuts none.
+    """
 
     global_batch_size: int
     make_plan: Callable[[Int64], Plan]
@@ -72,6 +84,7 @@ class Options:
         """The fields that a pipeline stage gets, ``None`` for all."""
         if self.stage_fields is not None:
             return self.stage_fields(stage, topology.pp.size)
+        # Stages between the ends work on hidden states: without other instructions they get lengths only.
         inner = topology.owners == "ends" and 0 < stage < topology.pp.size - 1
         return () if inner else None
 
@@ -100,6 +113,8 @@ class StepMaker:
         ``failure``: of a rank that exchanges nothing and has failed already.
         """
         topology = self.topology
+        # Every rank joins the same collectives in the same order, failed or not: gather over dp, lengths to the ranks
+        # without data, agreement, exchange, microbatches to the ranks without data, agreement.
         columns, gathered = None, None
         if topology.exchanges:
             taken, failure = tried(self._take_and_gather)
@@ -109,12 +124,14 @@ class StepMaker:
             gathered, failure = _relay_lengths(gathered, failure, axis)
         _agree_on(failure, "" if gathered is None else gathered.digest, topology)
         assert gathered is not None
+        # The end of the stream, known to all. Nobody leaves before everybody has heard, see :func:`settle`.
         if not len(gathered):
             for axis in topology.axes:
                 settle(axis)
             return None
         step, failure = self._place(columns, gathered)
         _agree_on(failure, "" if step is None else step.plan.digest, topology)
+        # Only now: a step that failed anywhere leaves the state where it was.
         self.given = self.given + gathered.counts[: self.stream.streams]
         return step
 
@@ -155,6 +172,8 @@ class StepMaker:
             quota = 0 if mine is None else int(stream.quotas(self.given, wanted)[mine])
             samples, failure = tried(partial(self._read, quota))
             return samples or [], failure
+        # Ask each live reader for its share; those that end give less, and the others are asked for the rest. All
+        # ranks see the counts (−1: failed), so all make the same turns of this loop.
         given, taken = self.given.copy(), []
         while wanted and self._live.any():
             quota = deal(given, self._live, wanted)
@@ -165,6 +184,7 @@ class StepMaker:
             taken += samples or []
             given += counts
             wanted -= int(counts.sum())
+            # A reader that gave less than it was asked for has ended.
             self._live &= counts == quota
         return taken, None
 
@@ -178,6 +198,9 @@ class StepMaker:
 
     def _ways(self) -> list[Axis]:
         """The axes along which this rank hears from those that exchange, or tells others, from coordinate 0 on."""
+        # In the end every rank has heard once. An axis is used by a whole group of it or not at all. "ends": the
+        # first stage tells the other stages along pp (tp rank 0 only), then tp rank 0 of every stage tells its peers.
+        # "first": coordinate 0 tells cp, those ranks tell tp, and the whole first stage tells pp.
         cp, tp, pp = self.topology.cp, self.topology.tp, self.topology.pp
         if self.topology.owners == "every":
             ways = []
@@ -201,6 +224,7 @@ class StepMaker:
     def _finish(self, microbatches: list[RaggedBatch] | None, plan: Plan) -> PackedStep:
         topology, order = self.topology, self.options.cp_order
         own = self.options.fields_of(topology, topology.pp.rank)
+        # A stage that gets no fields: the plan gives its layouts.
         if microbatches is None:
             rank = topology.dp.rank
             microbatches = [RaggedBatch({}, plan.layout(k, rank)) for k in range(plan.num_microbatches)]
@@ -227,6 +251,7 @@ def _relay_microbatches(
 ) -> tuple[list[RaggedBatch] | None, Exception | None]:
     """From coordinate 0 of the axis to those that have none; whoever has its own keeps them."""
     source = axis.rank == 0
+    # The last stage has its own microbatches, and joins because a broadcast needs the whole group.
     got, error = tried(lambda: share_or_fail(microbatches, failure if source else None, axis, 0, fields))
     return (got if microbatches is None else microbatches), failure or error
 
@@ -235,6 +260,7 @@ def _relay_lengths(
     gathered: Lengths | None, failure: Exception | None, axis: Axis
 ) -> tuple[Lengths | None, Exception | None]:
     """From coordinate 0 of the axis; whoever gathered lengths of its own compares."""
+    # One byte says what follows: ``E`` an error, as JSON; ``L`` int64: the number of counts, counts, lengths.
     record = None
     if axis.rank == 0:
         if gathered is None or failure is not None:

@@ -39,8 +39,8 @@ def bin_bound(slots: Int64, capacity: int) -> int:
     n = len(rising)
     half = int(np.searchsorted(rising, capacity // 2, side="right"))
     small = rising[:half]
-    # Thresholds are the sizes > 0 that occur up to half: between two of them the bound does not change. ``first``:
-    # where each begins in ``rising``. All arrays below are per threshold.
+    # Thresholds: the sizes > 0 up to half that occur. One between two of them gives no more than the next larger
+    # size. ``first``: where each begins in ``rising``. All arrays below are per threshold.
     first = np.flatnonzero(np.concatenate((small[:1] > 0, small[1:] > small[:-1])))
     threshold = rising[first]
     # ``alone``: items too large to share a bin with one of the threshold. ``paired``: the other items above half,
@@ -77,7 +77,8 @@ def path_bound(plan: Placement) -> PathBound:
     microbatches. Where ranks share microbatches as each needs, only perfect balance is a bound."""
     costs = plan.costs[plan.order]
     degree = int(plan.degrees.max(initial=1))
-    # With several degrees, or with communication that depends on the degree, a cost per rank is not known.
+    # Where degrees differ or sharing costs communication, another plan may choose other degrees: only perfect balance
+    # is a bound then.
     if not costs.any() or np.any(plan.degrees != degree) or (plan.communication and degree > 1):
         return PathBound(1.0, 1.0)
     # All ranks have one degree, so a block of ``degree`` ranks is one bin of ``degree`` times the capacity, and each

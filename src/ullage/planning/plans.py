@@ -107,7 +107,7 @@ class Plan(Placement):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """The plan that :meth:`to_json` wrote. Raises ``InputError`` if the text is not a plan or contradicts itself."""
+        """Read the plan that :meth:`to_json` wrote. Raises ``InputError`` for another text and for a contradiction."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -202,7 +202,7 @@ def _statistics(plan: Placement) -> Statistics:
 
 def sum_of_squares(lengths: Int64) -> int:
     """Σlength², exact at any size."""
-    # Above 64 bits Python adds up; the estimate in float64 has two bits to spare.
+    # Near 64 bits numpy would wrap around, so Python adds up. float64 tells with a bit to spare.
     if len(lengths) and float(np.square(lengths, dtype=np.float64).sum()) >= 2.0**62:
         return sum(length * length for length in lengths.tolist())
     return int(np.dot(lengths, lengths))

@@ -131,12 +131,14 @@ def raise_failures(failure: BaseException | None, reports: Iterable[Report], doi
 
     Raises ``failure`` itself where there is one, and ``DistributedError`` elsewhere.
     """
+    # An error may come by several ways (axes, headers): one entry of each, by rank.
     failures = sorted({(int(rank), str(line)) for entries in reports for rank, line in entries})
     if failure is None and not failures:
         return
     with settling(*axes):
         if failure is None:
             raise _another_rank_failed(failures, doing)
+        # The others raise an error that quotes this one, so one rank's message is enough for a log.
         if isinstance(failure, UllageError) and axes:
             failure.told_to_all = True
         raise failure

@@ -37,10 +37,15 @@ OWNERS = ("every", "ends", "first")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as this rank sees it. ``rank`` is its coordinate, in ``[0, size)``.
+    """One axis of a topology as this rank sees it.
 
-    ``ranks``: the global rank at each coordinate, empty where nobody knows. ``group``: the process
-    group of those ranks, in whatever order it numbers them; ``None`` without one, or where the size is 1.
+    Attributes:
+        name: ``"dp"``, ``"cp"``, ``"tp"``, ``"pp"``, or another name for errors.
+        size: number of ranks along it.
+        rank: coordinate of this rank, in ``[0, size)``.
+        ranks [size]: the global rank at each coordinate; empty where nobody knows.
+        group: the process group of those ranks, in whatever order it numbers them; ``None`` without one, or where the
+            size is 1.
     """
 
     name: str
@@ -53,7 +58,7 @@ class Axis:
     def from_group(cls, group: ProcessGroup | None, name: str = "group") -> Axis:
         """The axis of a process group, or of this process alone for ``None``; coordinates are ranks in the group.
 
-        Raises ``InputError`` for what is no process group, and on a rank that is not in it.
+        Raises ``InputError`` for what is not a process group, and on a rank that is not in it.
         """
         ranks = _members(group, name)
         return cls(name, len(ranks), ranks.index(_global_rank()), tuple(ranks), group)
@@ -93,7 +98,7 @@ class Axis:
 
 
 def require_axis(axis: object) -> Axis:
-    """The same axis. Raises ``InputError`` for a process group or anything else that is no :class:`Axis`."""
+    """The same axis. Raises ``InputError`` for a process group or anything else that is not an :class:`Axis`."""
     if isinstance(axis, Axis):
         return axis
     raise InputError(
@@ -154,6 +159,8 @@ class Topology:
         world = math.prod(sizes.values())
         if not 0 <= rank < world:
             raise InputError("no such rank", expected=f"0 to {world - 1}", found=rank)
+        # Mixed radix: the first axis of ``order`` is the digit that changes fastest, and ``stride`` is the distance
+        # of two neighbours along an axis.
         axes, stride = {}, 1
         for name in order:
             size = sizes[name]
@@ -177,7 +184,7 @@ class Topology:
         """The topology of the process groups that this rank belongs to; ``None`` is an axis of one rank.
 
         A coordinate is the rank within the group. Raises ``InputError`` on every rank if the sizes do not multiply to
-        the world size, and on a rank that is no member.
+        the world size, and on a rank that is not a member.
         """
         given = {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
         topology = cls(**{name: Axis.from_group(group, name) for name, group in given.items()}, owners=owners)
@@ -215,6 +222,7 @@ class Topology:
             raise InputError("this rank is not in the device mesh", where=f"rank {_global_rank()}")
         axes: dict[str, Axis] = {}
         for dim, name in enumerate(names):
+            # All ranks along this dimension of the mesh, at this rank's other coordinates.
             index: list[Any] = list(coordinate)
             index[dim] = slice(None)
             ranks = tuple(mesh.mesh[tuple(index)].tolist())
@@ -238,6 +246,7 @@ class Topology:
         found = _parallel_state() if groups is None else groups
         names = ("dp_cp", "tp", "pp") if flatten_cp else ("dp", "cp", "tp", "pp")
         held = {name: getattr(found, name, None) for name in names}
+        # Some collections have no ``cp``. Where dp alone is as large as dp·cp, there is one rank along it.
         if held.get("cp", ...) is None and held["dp"] is not None:
             whole = getattr(found, "dp_cp", None)
             if whole is None or whole.size() == held["dp"].size():  # without context parallelism nobody needs it
@@ -295,6 +304,8 @@ class Topology:
         groups: dict[str, ProcessGroup | None] = {}
         for axis in self.axes:
             if axis.size > 1:
+                # ``use_local_synchronization``: without it every rank of the world would have to create every group,
+                # also those of other ranks, in one order.
                 group = dist.new_group(
                     list(axis.ranks),
                     timeout=timeout,
@@ -308,6 +319,7 @@ class Topology:
 
     def _require_world(self) -> None:
         world = dist.get_world_size() if _initialized() else 1
+        # Whoever talks between ranks has groups that must end before the interpreter does.
         if world > 1:
             end_groups_at_exit()
         if self.world_size != world:

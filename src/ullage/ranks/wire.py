@@ -31,6 +31,7 @@ _HEADER_BYTES = 1024
 # torch renames this collective; the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Per thread: an iterator's thread exchanges while the caller's may do so too.
 _scratch = threading.local()
 
 
@@ -76,6 +77,7 @@ def _gather(mine: Tensor, axis: Axis) -> Tensor:
         out = mine.new_empty(axis.size * mine.shape[0], *mine.shape[1:])
         _all_gather(out, mine, group=group)
         out = out.view(axis.size, *mine.shape).cpu()
+    # Gathered by rank in the group; returned by coordinate.
     return out[axis.order]
 
 
@@ -100,6 +102,8 @@ def gather_records(record: bytes, axis: Axis) -> list[bytes]:
     """The record of each rank, of any lengths. One collective where all are short, two otherwise."""
     if axis.size == 1:
         return [record]
+    # Blocks of one size for the all-gather: 8 bytes for the length of the record, then as much of it as fits. A
+    # second collective carries the rest of the longest one.
     room = _HEADER_BYTES - 8
     heads = _gather(_framed(record, room), axis).numpy()
     lengths = heads[:, :8].copy().view(np.int64)[:, 0]
@@ -115,6 +119,7 @@ def broadcast_record(record: bytes | None, axis: Axis, source: int) -> bytes:
     """The record of the rank at coordinate ``source``, everywhere. One collective if it is short, two otherwise."""
     if axis.size == 1:
         return record or b""
+    # Framed as in :func:`gather_records`. Other ranks learn from the frame whether a second part follows.
     room = _HEADER_BYTES - 8
     mine = record if axis.rank == source else None
     head = _broadcast(_framed(mine or b"", room), axis, source).numpy()
@@ -140,6 +145,7 @@ def _broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
     with _peers(axis):
         tensor = tensor.to(device_of(group)).contiguous()
         dist.broadcast(tensor, src=axis.ranks[source], group=group)
+        # A header is read on the host at once; a payload stays where the collective left it.
         return tensor.cpu() if tensor.numel() <= _HEADER_BYTES else tensor
 
 
@@ -152,6 +158,7 @@ def all_to_all_bytes(payload: Tensor, sends: Sequence[int], receives: Sequence[i
     """
     if axis.size == 1:
         return payload
+    # torch splits by rank in the group, while sizes are given by coordinate.
     group, order = axis.require_group(), block_order(axis)
     with _peers(axis):
         payload = payload.to(device_of(group))
