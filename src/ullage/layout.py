@@ -30,10 +30,15 @@ _INT32_LIMIT = 2**31
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The parts of items that lie in shards: five int64 arrays of one length, ordered by item, then by shard.
+    """The parts of items that lie in shards, ordered by item, then by shard. All arrays are int64 [pieces].
 
     Elements ``[item_start, item_start + length)`` of ``item`` are elements ``[shard_start, shard_start + length)``
     of ``shard``. No piece is empty.
+
+    Attributes:
+        item, shard: the item that the piece is of, and the shard that it lies in.
+        item_start, shard_start: where the piece begins, counted from the start of the item and of the shard.
+        length: elements of the piece.
     """
 
     item: Int64

@@ -42,7 +42,14 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One field: ``shape`` is that of one entry, ``per_sequence`` says whether entries are sequences or tokens."""
+    """One field of a batch.
+
+    Attributes:
+        name: of the field.
+        dtype: of its values.
+        shape: of one entry, without the dimension of tokens or sequences.
+        per_sequence: whether there is one entry per sequence, and not one per token.
+    """
 
     name: str
     dtype: torch.dtype

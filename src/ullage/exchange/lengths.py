@@ -23,8 +23,12 @@ _FAILED = -1
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """``lengths`` [n]: tokens of every sequence of the global batch, rank by rank; ``counts`` [dp]: how many of them
-    each rank holds. int64, the same on every rank. The position in ``lengths`` is the id that a plan uses."""
+    """Lengths of the global batch, int64, the same on every rank.
+
+    Attributes:
+        lengths [n]: tokens of every sequence, rank by rank; the position here is the id that a plan uses.
+        counts [dp]: number of sequences that each rank holds.
+    """
 
     lengths: Int64
     counts: Int64 = field(repr=False)

@@ -72,7 +72,7 @@ def route(plan: Plan, gathered: Lengths, rank: int) -> Route:
     ids = np.repeat(mine, degrees)
     # A sequence of a microbatch of degree k goes to k consecutive ranks.
     destination = plan.bins[ids] % plan.ranks + counting(degrees)
-    # By destination, then in packing order (the last key of lexsort is the first).
+    # By destination, then in packing order: ``lexsort`` sorts by its last key first.
     order = np.lexsort((plan.inverse[ids], destination))
     wanted = members_of(plan, rank)
     # The rank whose range of ids holds each wanted id: the last one that begins at or before it.

@@ -30,9 +30,14 @@ from ullage.layout import Int64, Layout
 class Shard:
     """One rank's slice of a microbatch.
 
-    ``batch``: its elements, with a layout of their own: item *i* is what this rank holds of sequence *i*, possibly
-    nothing. ``position_ids`` [elements]: each element's position in its sequence, int64, on the batch's device.
-    ``layout``: of the whole microbatch. ``added``: fields that the whole did not have.
+    Attributes:
+        batch: its elements, with a layout of their own: item *i* is what this rank holds of sequence *i*, possibly
+            nothing.
+        position_ids [elements]: each element's position in its sequence, int64, on the batch's device.
+        layout: of the whole microbatch.
+        cp_size, cp_rank: number of slices, and which of them this is.
+        order: how the row was cut, see :meth:`ullage.Layout.cut`.
+        added: fields that the whole did not have; :func:`unshard` leaves them out.
     """
 
     batch: RaggedBatch

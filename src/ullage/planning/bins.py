@@ -18,7 +18,12 @@ from ullage.planning.solver.packing import pack_items
 
 
 class PackedBins(NamedTuple):
-    """Bin *k* holds the sequences ``ids[cu_ids[k]:cu_ids[k + 1]]``, in the dataset's order. Both int64."""
+    """Bins in compressed rows: bin *k* holds the sequences ``ids[cu_ids[k]:cu_ids[k + 1]]``, in the dataset's order.
+
+    Attributes:
+        ids [n]: ids of the sequences, bin by bin, int64.
+        cu_ids [num_bins + 1]: where each bin begins in ``ids``, int64.
+    """
 
     ids: Int64
     cu_ids: Int64

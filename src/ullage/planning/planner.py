@@ -66,7 +66,7 @@ def plan(
     >>> plan([5, 3, 4, 4], ranks=2, capacity=8).members(0, 1).tolist()
     [0, 1]
     """
-    # Everything that can be refused is refused before anything is computed.
+    # Arguments are checked before any work is done.
     given = as_lengths(lengths)
     name = ALIASES.get(strategy, strategy)
     # Megatron-LM's name for it implies that degrees are free; a degree that is given stands.

@@ -60,8 +60,13 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """``bins`` [items]: ``microbatch·ranks + rank`` of each item; ``degrees`` [num_microbatches, ranks] if ranks share
-    bins, which then hold their items at the first of those ranks."""
+    """The answer of a strategy.
+
+    Attributes:
+        bins [items]: ``microbatch·ranks + rank`` of each item; the first of its ranks where several share a bin.
+        num_microbatches: their number, a multiple of the task's ``microbatch_multiple``.
+        degrees [num_microbatches, ranks]: number of ranks that share each bin; ``None`` if none is shared.
+    """
 
     bins: Int64
     num_microbatches: int

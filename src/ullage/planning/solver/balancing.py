@@ -103,8 +103,18 @@ def _fill_and_compare(
 def first_placements(
     items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, bound: float
 ) -> tuple[Bins, Bins, int]:
-    """Two first placements, the better one first, and the number of microbatches: the one given if a placement was
-    found for it, else more. The second may be empty: then no item has a home."""
+    """Find two first placements for improvement to start from.
+
+    Args:
+        items: sorted by falling cost.
+        room: what a bin can hold.
+        ranks: bins of a microbatch.
+        microbatches: number to try first.
+        microbatch_multiple: microbatches added where no placement was found.
+        bound: a lower bound of the critical path; a placement close to it ends the search.
+
+    Returns the better placement, the other one (without items if there is none), and the number of microbatches.
+    """
     n = len(items.slots)
     if n > _MANY and (microbatches >= _MANY_MICROBATCHES or n > _VERY_MANY):
         # Packing may need more bins than given: round up to whole microbatches, in their multiple.

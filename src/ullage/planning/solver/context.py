@@ -42,8 +42,13 @@ _LEVEL = 1.002
 
 
 class _Blocks(NamedTuple):
-    """Bins that begin at rank ``first`` (``microbatch·ranks + rank``) and belong to ``2**exponent`` ranks. ``held``,
-    ``num_sequences``, ``load``: slots, sequences and cost of their items, at that degree. All [bins]."""
+    """Bins that several consecutive ranks share. All arrays are [bins].
+
+    Attributes:
+        first: place of the first rank, ``microbatch·ranks + rank``.
+        exponent: the bin belongs to ``2**exponent`` ranks.
+        held, num_sequences, load: slots, sequences and cost of its items, at that degree.
+    """
 
     first: Int64
     exponent: Int64
@@ -86,7 +91,7 @@ def _open(taken: Int64, begin: int, end: int, ranks: int, exponent: int, blocks:
     """
     degree = 1 << exponent
     for microbatch in range(begin, end):
-        # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as process groups do.
+        # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as a sound plan must.
         rank = -(-taken[microbatch] // degree) * degree
         if rank + degree <= ranks:
             blocks.first[k] = microbatch * ranks + rank

@@ -116,7 +116,7 @@ def improve(items: Items, bins: Bins, room: Room, ranks: int, bound: float, roun
     best = np.inf
     idle = 0
     for turn in range(rounds):
-        # Bins have changed, so microbatches are cut anew. A round may make the path longer; the best one is kept.
+        # Bins have changed, so the microbatches are cut again. A round may make the path longer; the best one is kept.
         order = falling_order(bins.load)
         path = path_of(bins.load, order, ranks)
         if path < best * (1 - 1e-5):

@@ -17,7 +17,13 @@ NOWHERE = -1
 
 
 class Items(NamedTuple):
-    """Slots, cost and number of sequences of each item, each [items]."""
+    """Items to place, in any order or sorted by falling cost, as the kernel says.
+
+    Attributes:
+        slots [items]: slots that each item takes.
+        costs [items]: cost of each item, in the unit of the cost model.
+        counts [items]: sequences in each item; 1 unless sequences are kept together.
+    """
 
     slots: Int64
     costs: Int64
@@ -25,8 +31,13 @@ class Items(NamedTuple):
 
 
 class SharedItems(NamedTuple):
-    """Items that 1, 2, 4, ... ranks may share: ``slots`` and ``costs`` [exponents, items], summed over all ranks that
-    share the item, at degree ``2**exponent``; ``counts`` [items]."""
+    """Items that 1, 2, 4, ... ranks may share.
+
+    Attributes:
+        slots, costs [exponents, items]: slots and cost of each item at degree ``2**exponent``, summed over all ranks
+            that share it.
+        counts [items]: sequences in each item.
+    """
 
     slots: Table
     costs: Table
@@ -34,8 +45,14 @@ class SharedItems(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """``home`` [items]: the bin of each item, or ``NOWHERE``; ``load``, ``held``, ``num_sequences`` [bins]: cost, slots
-    and sequences of the items in each bin, kept up to date by whoever moves an item."""
+    """Bins and the items in them. A kernel that moves an item keeps all four arrays up to date.
+
+    Attributes:
+        home [items]: the bin of each item, or ``NOWHERE``.
+        load [bins]: cost of the items in each bin.
+        held [bins]: slots of the items in each bin.
+        num_sequences [bins]: sequences of the items in each bin.
+    """
 
     home: Int64
     load: Int64

@@ -52,7 +52,7 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
         total[place % ranks] += bins.load[at[place]]
     mean = total.sum() // ranks
     while budget > 0:
-        # The most expensive rank against the cheapest ones, the cheapest first, until one division succeeds.
+        # The most expensive rank against the cheapest ones, the cheapest first, until one of them has taken something.
         by_total = falling_order(total)
         high, moved = by_total[0], False
         if (total[high] - mean) * _LEVEL <= mean:
