@@ -42,7 +42,7 @@ _LEVEL = 1.002
 
 
 class _Blocks(NamedTuple):
-    """Bins that several consecutive ranks share. All arrays are [bins].
+    """Bins that belong to one rank or to several consecutive ranks. All arrays are [bins].
 
     Attributes:
         first: place of the first rank, ``microbatch·ranks + rank``.
