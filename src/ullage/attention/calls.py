@@ -76,6 +76,7 @@ def given() -> Given | None:
             model = call.module
         position_ids = call.argument("position_ids")
         if isinstance(position_ids, Tensor):
+            # Modules hand the same tensor down to their parts: keep it once.
             positions[id(position_ids)] = position_ids
         lengths = lengths or call.argument("cu_seq_lens_q") is not None
     return Given(tuple(positions.values()), lengths, model)

@@ -37,6 +37,8 @@ from ullage.schema import IGNORED_LABEL, fill_value
 #: How the attention of a row is shared.
 METHODS = ("auto", "ulysses", "gather")
 
+# Each thread has its own value, and a thread of the backward pass starts with the default: that is why a row also
+# remembers which context served it (``served_by``).
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
 
 
@@ -65,6 +67,7 @@ class _CutRows:
         self.num_cut += 1
         slices.number = self.num_cut
         self._waiting.add(slices.number)
+        # The callback gets the row's number, not the row, which it would keep alive. At exit nothing is left to count.
         finalize(slices, self._drop, slices.number).atexit = False
 
     def serve(self, slices: Slices) -> None:
@@ -99,18 +102,22 @@ class ContextParallel(contextlib.ContextDecorator):
         require_one_of(method, METHODS, "method")
         self.axis, self.size, self.rank = require_axis(axis), axis.size, axis.rank
         self.group = axis.require_group() if axis.size > 1 else None
+        # The all-to-alls address ranks of the group, the slices ranks of the axis: both must count alike.
         if axis.order != list(range(axis.size)):
             raise InputError("the process group counts its ranks otherwise than the axis", found=axis.order)
         self.method, self.fallback = method, fallback
         self._entered: list[tuple[Any, int]] = []
 
     def __enter__(self) -> ContextParallel:
+        # A stack, since the same object may be entered again within its own block. The number of calls so far shows on
+        # leaving whether any attention ran inside.
         self._entered.append((_ACTIVE.set(self), _CUT_ROWS.num_calls))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         token, num_calls = self._entered.pop()
         _ACTIVE.reset(token)
+        # Nobody used the rows that wait, and no attention ran in this block: the model has another attention.
         is_missed = _CUT_ROWS.waiting and num_calls == _CUT_ROWS.num_calls
         if _ACTIVE.get() is None:
             _CUT_ROWS.forget_gone()
@@ -129,6 +136,8 @@ class ContextParallel(contextlib.ContextDecorator):
         """
         _CUT_ROWS.num_calls += 1
         slices = self._agree(call.slices, lambda: call.require_exact(query, key), query, key)
+        # Every rank takes the same branch below, since method, fallback and heads were compared for the row's first
+        # layer.
         by_heads = self.uses_ulysses(query.shape[1])
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.size == 1:
@@ -167,7 +176,11 @@ class ContextParallel(contextlib.ContextDecorator):
             check()
         except UllageError as error:
             failure = error
+        # Later layers of a row skip the comparison, which waits for the device. A rank that failed takes part in it
+        # all the same: without its record the others would wait forever.
         if slices is None or slices.served_by is not self:
+            # What decides the branch and the sizes of the exchange. shape[1::2] is (heads, dim) without the tokens, of
+            # which the ranks may hold different numbers.
             facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
             self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
         if failure is not None:
@@ -185,6 +198,7 @@ class ContextParallel(contextlib.ContextDecorator):
         """Raise on every rank if one failed, or if the ranks have different digests."""
         if self.size == 1:
             return
+        # The same record (failed, digest) goes to each rank, so that the all-to-all acts as an all-gather.
         mine = torch.tensor([[int(failure is not None), digest]] * self.size, device=device)
         every, ones = torch.empty_like(mine), [1] * self.size
         dist.all_to_all_single(every, mine, ones, ones, group=self.group)
@@ -254,6 +268,7 @@ def serving(slices: Slices | None) -> ContextParallel | None:
         return None if found is None or found.size == 1 else found
     found = found or slices.served_by
     if found is None:
+        # A row cut into one slice is whole, so it needs no context around it.
         if slices.size == 1:
             return ContextParallel(Axis("cp"), "auto", fallback=True)
         raise InputError(
@@ -286,10 +301,12 @@ def shard_batch(batch: RaggedBatch, axis: Axis, order: str = "zigzag", *, num_it
     """
     size, rank = require_axis(axis).size, axis.rank
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
+    # Labels are shifted before the cut: the label of a slice's last token may lie on another rank.
     if has_labels and "shift_labels" not in batch:
         batch = batch.with_shift_labels()
     slices = Slices.of(batch.layout, size, rank, order)
     # A decoder needs a token on every rank: a row with too few gets one slot of padding more.
+    # 2·size places are one for each zigzag chunk, and so two for each rank.
     tail = 2 * size if min(slices.lengths) == 0 else 0
     if tail:
         lengths, slots = (np.append(batch.layout.lengths, 0), np.append(batch.layout.slots, tail))
@@ -299,6 +316,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, order: str = "zigzag", *, num_it
     row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
+        # The whole row's count on every rank, not the slice's, so that the ranks' losses add up to the row's.
         if num_items is None:
             num_items = (row["shift_labels"] != IGNORED_LABEL).sum().clamp(min=1)
         extra["num_items_in_batch"] = num_items
@@ -313,4 +331,5 @@ def shard_batch(batch: RaggedBatch, axis: Axis, order: str = "zigzag", *, num_it
 
 
 def _digest(text: str) -> int:
+    # 63 bits, because the digests travel as signed int64.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

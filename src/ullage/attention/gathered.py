@@ -86,7 +86,8 @@ def gathered(
 
     Does not wait for the device.
     """
-    # Keys and values travel side by side, in one all-to-all.
+    # Keys and values travel side by side, in one all-to-all. A key may go to several ranks: their gradients come back
+    # by the same way, and that of index_select adds them up.
     route = slices.remember(("route", window, query.device), lambda: _route(slices, window, query.device))
     rows = torch.cat([key.flatten(1), value.flatten(1)], 1).index_select(0, route.take)
     rows = all_to_all(rows, route.sends, route.receives, group)
@@ -104,7 +105,8 @@ def _route(slices: Slices, window: int | None, device: torch.device) -> _Route:
     owner, place = np.empty((2, slices.layout.size), np.int64)
     for rank, index in enumerate(slices.indices):
         owner[index], place[index] = rank, np.arange(len(index))
-    # To send: of the keys that each rank's queries see, those that this rank holds.
+    # To send: of the keys that each rank's queries see, those that this rank holds. Every rank derives this for all
+    # ranks from the lengths, so no sizes are exchanged; sender and receiver list a pair's keys in ascending order.
     every = [slices.needs(rank, window) for rank in range(slices.size)]
     wanted = [needs[owner[needs] == slices.rank] for needs in every]
     # To receive: the keys that this rank's queries see, in the order of the ranks that hold them.
@@ -132,12 +134,14 @@ def _by_varlen(
     pieces = slices.runs(slices.rank, window)
 
     def make() -> tuple[Tensor, ...]:
+        # Cumulated with a leading 0 and in int32, as the kernel takes them, once for queries and once for keys.
         lengths = (np.append(0, counts).cumsum() for counts in (pieces.queries, pieces.keys))
         sums = (torch.from_numpy(cumulated.astype(np.int32)) for cumulated in lengths)
         return tuple(tensor.to(query.device) for tensor in (_seen(pieces, route.where), *sums))
 
     seen, queries, keys = slices.remember(("varlen", window, query.device), make)
     longest = (int(pieces.queries.max()), int(pieces.keys.max()))
+    # A key is repeated for each piece that sees it: a later chunk of a sequence sees the keys of an earlier one again.
     key, value = key.index_select(0, seen), value.index_select(0, seen)
     return varlen_attention(query, key, value, queries, longest[0], keys=(keys, longest[1]), window=window, scale=scale)
 
@@ -188,12 +192,16 @@ def _call(query: Tensor, key: Tensor, value: Tensor, window: int | None, options
 
 def blocks(queries: int, keys: int, window: int | None) -> list[tuple[int, int]]:
     """Blocks of queries, (begin, end), in which a piece with more keys than queries is computed."""
+    # With a window, in_blocks has cut the piece already. Without one, smaller blocks compute less that is masked, but
+    # take more calls; -(-a // b) rounds up.
     size = queries if window is not None else max(_LEAST_BLOCK, -(-queries // _MOST_BLOCKS))
     return [(begin, min(begin + size, queries)) for begin in range(0, queries, size)]
 
 
 def _corner(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Mask of the keys that each query sees, bool [queries, keys], aligned at the end. Too large to cache."""
+    # Query i stands at key keys - queries + i: it sees keys up to there, and with a window not before that - window +
+    # 1.
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return seen if window is None else seen.triu_(keys - queries - window + 1)
 
@@ -202,11 +210,13 @@ def _calls(slices: Slices, route: _Route, window: int | None, device: torch.devi
     pieces = slices.runs(slices.rank, window)
     if window is not None:
         pieces = in_blocks(pieces, window)
-    # Stable, so that pieces of one shape keep the order of the slice.
+    # One call per shape (queries, keys).
     shapes, which, counts = np.unique(
         np.stack([pieces.queries, pieces.keys], 1), axis=0, return_inverse=True, return_counts=True
     )
+    # Stable, so that pieces of one shape keep the order of the slice. numpy 2.0 gives the inverse a second dimension.
     order = np.argsort(which.reshape(-1), kind="stable")
+    # From places in the row to places in this rank's slice, where the pieces lie end to end.
     local = starts_of(pieces.queries)
     queries = ranges(local[order], pieces.queries[order])
     sorted_pieces = Runs(pieces.start[order], pieces.queries[order], pieces.keys[order])
@@ -221,6 +231,7 @@ def _calls(slices: Slices, route: _Route, window: int | None, device: torch.devi
 def in_blocks(pieces: Runs, window: int) -> Runs:
     """Runs cut into blocks of a sliding window, each with the keys from the first one that its first query sees."""
     block = block_size(window)
+    # The blocks of each run, rounded up; ``part`` numbers them within their run, and the last may be shorter.
     parts = -(-pieces.queries // block)
     part = counting(parts)
     start = np.repeat(pieces.start, parts) + part * block

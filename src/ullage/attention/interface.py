@@ -104,6 +104,7 @@ def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: D
     """
     if mask.checked:
         return
+    # Before the look itself, which waits for the device: the layers of a forward share this object.
     mask.checked = True
     given = mask.given
     if given is not None and given.lengths:
@@ -115,6 +116,7 @@ def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: D
     positions = () if given is None else given.positions
     # Positions that a model computes from a mask start again at padding only.
     own = given is not None and not positions and mask.padded
+    # A layer may get other positions than the model was given; the same tensor needs no second look.
     if position_ids is not None and not own and all(position_ids is not other for other in positions):
         positions = (*positions, position_ids)
     for tensor in positions:

@@ -54,8 +54,11 @@ class DeferredMask:
         pattern: Callable[..., Any] = arguments["mask_function"]
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
         self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
+        # Read while the model's own call is on the stack. A layer that is recomputed in the backward pass has no model
+        # around it, but still has this mask.
         self.given = given()
         self.checked = False
+        # In a tuple, because None is a mask too.
         self._built: tuple[Tensor | None] | None = None
 
     def build(self) -> Tensor | None:
@@ -89,6 +92,7 @@ class DeferredMask:
         return None if mask is None else mask.contiguous()
 
     def __getattr__(self, name: str) -> Any:
+        # copy, pickle and torch probe for such names, and expect a plain AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise _no_hook(f"a use of its {name}")
@@ -108,6 +112,8 @@ def packed_mask(
     arguments.update(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
     )
+    # A cache lies in front of the queries. An offset that is a tensor counts as not zero, since its value lies on the
+    # device.
     if any(isinstance(offset, torch.Tensor) or offset for offset in (q_offset, kv_offset)) or q_length != kv_length:
         return sdpa_mask(**arguments)
     return DeferredMask(arguments)

@@ -103,6 +103,7 @@ class PackedCall:
         # The lengths themselves.
         _refuse_other_keys(module, self.cu_seqlens, self.key_cu_seqlens)
         # The model around the layer: what it is, and what it was called with.
+        # None for a mask of the model's own, for no mask, and under torch.compile.
         given = self.mask.given if isinstance(self.mask, DeferredMask) else None
         limit, dynamic = require_packable(module) if given is None else require_packable(module, given.model)
         if limit is not None:
@@ -139,11 +140,15 @@ class PackedCall:
     def _refuse_mixed_frequencies(self, limit: int, dynamic: bool) -> None:
         """Refuses sequences that would get the rotary frequencies of a longer one in their row or slice of it."""
         assert self.cu_seqlens is not None
+        # Nearly every call ends here, by a host integer and without waiting for the device.
         if self.max_seqlen is not None and self.max_seqlen <= limit:
             return
         lengths = [length for length in host_lengths(self.cu_seqlens) if length > 0]
         longest = max(lengths, default=0)
         is_cut = self.slices is not None and self.slices.size > 1
+        # Above the limit a row is exact only if it holds one sequence, or, with longrope, if all of its sequences are
+        # above it and so share frequencies. A cut row never is: transformers' dynamic_rope_update takes the largest
+        # position that it finds, and each rank finds that of its own slice.
         if longest > limit and (is_cut or (len(lengths) > 1 and (dynamic or min(lengths) <= limit))):
             raise refusal(
                 self.module,
@@ -239,6 +244,7 @@ def _refuse_other_keys(module: nn.Module, queries: Tensor | None, keys: Tensor |
         )
     if keys is None or keys is queries:
         return
+    # On CUDA values are not compared, since that would wait for the device in each layer.
     same = keys.shape == queries.shape and (keys.is_cuda or torch.compiler.is_compiling() or torch.equal(keys, queries))
     if not same:
         raise refusal(module, "cu_seq_lens_k differs from cu_seq_lens_q: queries and keys must have equal lengths")

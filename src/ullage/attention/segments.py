@@ -56,6 +56,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     """Order of computation for sequences of these lengths in tokens, copied to the device."""
     sizes = np.asarray(lengths, np.int64)
     starts = starts_of(sizes)
+    # A sequence no longer than the window sees all of itself, so it is plain causal.
     windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
     # One call per length, in the order in which lengths first occur: sequences of one length need not be moved at all.
     widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
@@ -74,6 +75,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     token = (np.repeat(starts[items], slots) + offset)[is_token]
     row = np.empty(len(token), np.int64)
     row[token] = np.flatnonzero(is_token)
+    # The windowed sequences are the last items: number the blocks of each from 0.
     blocks = [place for slot in slots[len(slots) - len(windowed) :] // block for place in range(slot)]
     return Arrangement(
         places=Places.of(row, len(offset), device),
@@ -143,6 +145,8 @@ def _windowed(
     ``preceding``: for each block, how many blocks of its sequence precede it.
     """
     block = block_size(window)
+    # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer
+    # blocks.
     reach = -(-(window - 1) // block)
     available = np.minimum(preceding, reach)
     query, key, value = (tensor.unflatten(0, (-1, block)) for tensor in (query, key, value))
@@ -151,6 +155,7 @@ def _windowed(
     for back in np.unique(available).tolist():
         place = np.flatnonzero(available == back)
         places.append(place)
+        # The blocks of a sequence are neighbours, so a block at place p sees those at p - back, ..., p.
         seen = torch.from_numpy(np.add.outer(place, np.arange(-back, 1)).ravel()).to(query.device)
         rows = torch.from_numpy(place).to(query.device)
         # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks it looks back on
@@ -162,6 +167,7 @@ def _windowed(
         mask = _band(block, back, window, query.device)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
         outputs.append(mixed.transpose(1, 2))
+    # Results came grouped by ``back``: return them to the order of the blocks.
     order = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
     return torch.cat(outputs).index_select(0, order).flatten(0, 1)
 
@@ -169,5 +175,6 @@ def _windowed(
 @lru_cache(maxsize=32)
 def _band(block: int, back: int, window: int, device: torch.device) -> Tensor:
     """Mask of the keys of ``back + 1`` blocks that a block of queries sees, bool [block, (back + 1)·block]."""
+    # distance[i, j]: how far key j lies before query i. The queries are the last block of the keys.
     distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1) * block))
     return torch.from_numpy((distance >= 0) & (distance < window)).to(device)

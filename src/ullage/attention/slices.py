@@ -42,6 +42,7 @@ class Runs:
     def pairs(self, window: int | None = None) -> int:
         """Pairs of a query and a key that it sees: the work of the attention, for one head."""
         first = self.keys - self.queries + 1  # keys that the first query of each run sees
+        # Query i of a run sees first + i keys, an arithmetic series; a window stops its growth.
         if window is None:
             return int((self.queries * first + self.queries * (self.queries - 1) // 2).sum())
         growing = np.clip(window - first, 0, self.queries)  # queries that see more keys than the one before
@@ -93,6 +94,7 @@ class Slices:
     @cached_property
     def digest(self) -> int:
         """63 bits that tell this cut of this row from any other, the same on every machine."""
+        # Slots rather than lengths: the cut and the runs treat padding as tokens. 63 bits fit into a signed int64.
         text = hashlib.blake2b(f"{self.size} {self.order}".encode(), digest_size=8)
         text.update(self.layout.slots.tobytes())
         return int.from_bytes(text.digest(), "little") >> 1
@@ -107,6 +109,8 @@ class Slices:
 
         def make() -> Int64:
             runs = self.runs(rank, window)
+            # +1 where the keys of a run begin and -1 behind their end: the running sum counts the runs that see each
+            # key.
             change = np.zeros(self.layout.size + 1, np.int64)
             np.add.at(change, runs.key_start, 1)
             np.add.at(change, runs.start + runs.queries, -1)
@@ -123,11 +127,13 @@ class Slices:
 
 def _runs(layout: Layout, items: Int64, index: Int64, window: int | None) -> Runs:
     item = items[index]
+    # A run begins where the next place in the row is not the neighbour (another chunk) or is another sequence's.
     breaks = np.ones(len(index), bool)
     breaks[1:] = (np.diff(index) != 1) | (np.diff(item) != 0)
     first = np.flatnonzero(breaks)
     queries = np.diff(np.append(first, len(index)))
     start = index[first]
+    # Keys begin with the sequence, or with the first one in the window of the run's first query.
     begin = layout.starts[item[first]]
     if window is not None:
         begin = np.maximum(begin, start - window + 1)

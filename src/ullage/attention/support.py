@@ -57,8 +57,10 @@ def packing_problem(model: nn.Module) -> str | None:
     name = type(model).__name__
     names_lengths = "cu_seq_lens_q" in inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
+    # No choice of attention to ask about: the signature has to tell.
     if config is None or not hasattr(config, "_attn_implementation"):
         return None if names_lengths else _unaware(name)
+    # Takes the lengths itself and has no attention to replace, as a recurrent model.
     if names_lengths and not _attention_modules(model):
         return None
     return _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name) or _parts(model, name)
@@ -95,6 +97,7 @@ def row_limits(model: nn.Module) -> tuple[int | None, bool]:
     longest: int | None = None
     dynamic = False
     for module in model.modules():
+        # A string, or by kind of layer where a model has several (full and sliding attention, for example).
         kinds = getattr(module, "rope_type", None)
         for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if not isinstance(kind, str):
@@ -161,6 +164,8 @@ def _require(problem: str | None) -> None:
 def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bool]:
     """Check of the outermost transformers model around a layer, and of modules around that; of the layer if alone."""
     around = holders(module)
+    # The innermost transformers model has the attention that must read the lengths. What stands around it (a
+    # vision-language model, a wrapper) calls it as a part, and is asked only whether it mixes tokens itself.
     models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
     whole = (models or around)[-1]
     problem = packing_problem(models[0]) if models else None
@@ -193,6 +198,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    # By name, for attention layers in transformers have no class in common.
     return [module for module in model.modules() if "attention" in type(module).__name__.lower()]
 
 
@@ -252,6 +258,7 @@ def _modules(model: nn.Module, name: str) -> str | None:
             return f"{path} ({kind}) adds a position bias to its scores"
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"{path} ({kind}) has attention sinks"
+        # RoBERTa and its kin count positions from behind the padding index.
         positions = getattr(module, "position_embeddings", None)
         if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:
             return f"{path} ({kind}) counts positions from {positions.padding_idx + 1}, and a packed row from 0"

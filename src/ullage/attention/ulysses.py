@@ -60,6 +60,8 @@ def ulysses(
     Collective; does not wait for the device.
     """
     size, own, counts = slices.size, len(query), slices.lengths
+    # The fewest copies of each key head that the ranks divide. Copies are neighbours, so each rank's query heads still
+    # meet the key heads of their groups.
     copies = size // math.gcd(size, key.shape[1])
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -75,6 +77,7 @@ def ulysses(
     )
     # Results of these heads go to the rank that holds the tokens.
     back = all_to_all(permute(mixed.flatten(1), to_slices, to_row), counts, [own] * size, group)
+    # [ranks · t, heads / ranks · dim] to [t, heads, dim]: rank j computed the j-th block of neighbouring heads.
     return back.unflatten(0, (size, own)).transpose(0, 1).reshape(own, query.shape[1], -1)
 
 
@@ -82,6 +85,7 @@ def _orders(slices: Slices, device: torch.device) -> tuple[Tensor | None, Tensor
     """Permutation from slices laid end to end to the row's order, and its inverse; None if the orders are the same."""
 
     def make() -> tuple[Tensor | None, Tensor | None]:
+        # order[i] is the row position of element i of the slices laid end to end, so its argsort leads the other way.
         order = np.concatenate(slices.indices)
         if np.array_equal(order, np.arange(len(order))):
             return None, None

@@ -165,6 +165,7 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     positions = torch.arange(num_tokens, device=cu_seqlens.device)
+    # The sequence of a position is the number of sequences that end at or before it.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -172,4 +173,5 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
         return near if window is None else near & (query - key < window)
 
     device = cu_seqlens.device
+    # Compiled, torch makes the mask block by block; otherwise it holds all T² pairs for a moment.
     return create_block_mask(sees, None, None, num_tokens, num_tokens, device=device, _compile=cu_seqlens.is_cuda)
