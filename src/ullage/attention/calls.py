@@ -26,7 +26,12 @@ _SELF, _POSITIONAL, _KEYWORDS = _CALL.co_varnames[:3]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module, with the arguments as its caller gave them."""
+    """One call of a module, with the arguments as its caller gave them.
+
+    Attributes:
+        module: the module that was called.
+        positional, keywords: the arguments of ``forward``, without ``self``.
+    """
 
     module: nn.Module
     positional: tuple[Any, ...]

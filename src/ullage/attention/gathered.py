@@ -130,7 +130,11 @@ def _seen(pieces: Runs, where: Int64) -> Tensor:
 def _by_varlen(
     query: Tensor, key: Tensor, value: Tensor, slices: Slices, route: _Route, *, window: int | None, scale: float | None
 ) -> Tensor:
-    """Attention by torch's varlen kernel, which takes the pieces in the order of the slice, a sequence each."""
+    """Attention by torch's varlen kernel, which takes the pieces in the order of the slice, each as a sequence.
+
+    Arguments as for :func:`gathered`, but ``key`` and ``value`` [received keys, key heads, dim] in the order of
+    ``route.where``.
+    """
     pieces = slices.runs(slices.rank, window)
 
     def make() -> tuple[Tensor, ...]:
@@ -157,7 +161,7 @@ def _by_calls(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention by scaled dot product attention, one call per shape of a piece."""
+    """Attention by scaled dot product attention, one call per shape of a piece; arguments as for :func:`_by_varlen`."""
     calls = slices.remember(("calls", window, query.device), lambda: _calls(slices, route, window, query.device))
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     # Bring queries and keys into the order of the calls, split them by call, and bring the results back.

@@ -97,7 +97,7 @@ def attention(
 
 
 def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:
-    """Refuses a row that is packed, judged by what the model was given, but has no lengths. Looks once per forward.
+    """Refuse a row that is packed, judged by what the model was given, but has no lengths. Looks once per forward.
 
     Eager, this waits for the device, unless the rows have a mask and no positions were given. A compiled graph looks at
     the positions that reach the layer, on a CPU alone, where its assertion ends the call and not the process.

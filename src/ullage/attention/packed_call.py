@@ -90,7 +90,7 @@ class PackedCall:
     unknown: dict[str, Any]
 
     def require_exact(self, query: Tensor, key: Tensor) -> None:
-        """Raises ``InputError`` for a call whose result could differ from each sequence on its own.
+        """Raise ``InputError`` for a call whose result could differ from each sequence on its own.
 
         ``query`` [batch, query heads, tokens, dim], ``key`` [batch, key heads, tokens, dim]. Waits for the device if
         the model's rotary frequencies depend on the lengths and ``max_seqlen`` is unknown or above their limit.
@@ -138,7 +138,7 @@ class PackedCall:
         return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
 
     def _refuse_mixed_frequencies(self, limit: int, dynamic: bool) -> None:
-        """Refuses sequences that would get the rotary frequencies of a longer one in their row or slice of it."""
+        """Refuse sequences that would get the rotary frequencies of a longer one in their row or slice of it."""
         assert self.cu_seqlens is not None
         # Nearly every call ends here, by a host integer and without waiting for the device.
         if self.max_seqlen is not None and self.max_seqlen <= limit:
@@ -180,7 +180,7 @@ def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
 
 
 def require_known_keywords(module: nn.Module, unknown: dict[str, Any]) -> None:
-    """Raises ``InputError`` for a keyword that asks for something that is not done here.
+    """Raise ``InputError`` for a keyword that asks for something that is not done here.
 
     A keyword that is None, False or listed as harmless asks for nothing.
     """
@@ -195,7 +195,15 @@ def require_known_keywords(module: nn.Module, unknown: dict[str, Any]) -> None:
 def _refuse_unpackable(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, *, causal: bool, window: int | None
 ) -> None:
-    """Refuses what would let packed sequences see each other, or not see what the model means them to see."""
+    """Refuse what would let packed sequences see each other, or not see what the model means them to see.
+
+    Args:
+        module: the attention layer.
+        query, key: [batch, heads, tokens, dim].
+        mask: the mask that reached the layer.
+        causal: whether a token sees only those before it.
+        window: the layer's window in tokens, which must be that of the mask.
+    """
     if query.shape[0] != 1:
         raise refusal(module, "packed sequences lie in one row", expected="batch size 1", found=query.shape[0])
     if not causal:

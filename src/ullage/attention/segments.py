@@ -140,9 +140,13 @@ def packed_attention(
 def _windowed(
     query: Tensor, key: Tensor, value: Tensor, preceding: tuple[int, ...], window: int, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of whole blocks [block, heads, dim], each with the blocks before it that its window reaches.
+    """Attention of whole blocks, each with the blocks before it that its window reaches.
 
-    ``preceding``: for each block, how many blocks of its sequence precede it.
+    Args:
+        query, key, value: [blocks · tokens of a block, heads, dim], the blocks of all windowed sequences end to end.
+        preceding: for each block, how many blocks of its sequence precede it.
+        window: how many tokens a query sees, itself included.
+        options: of scaled dot product attention.
     """
     block = block_size(window)
     # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer

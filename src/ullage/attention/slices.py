@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of queries and the keys they see, places in the whole row, int64 [runs].
+    """Runs of queries and the keys they see.
 
-    Queries are ``[start, start + queries)``; keys are the ``keys`` elements that end where the queries end. With a
-    window the first query may see fewer of them: it never sees more than ``window``.
+    Keys end where the queries end: the last query sees all of them, or the last ``window``.
+
+    Attributes:
+        start: place in the whole row of each run's first query, int64 [runs]
+        queries: number of queries, neighbours from ``start`` on, int64 [runs]
+        keys: number of keys, from the first one that the first query sees, int64 [runs]
     """
 
     start: Int64
@@ -53,10 +57,16 @@ class Runs:
 class Slices:
     """One rank's slice of a packed row, and how the others are cut.
 
-    ``layout``: of the whole row; ``indices``: where in it the elements of each rank's slice stand, int64 [size] of
-    [elements], together each element once. Plain host data; what is computed from it is kept with it, so the layers of
-    a forward share it. ``served_by`` and ``number`` are the context's. Not a dataclass, a mapping or a tuple, because
-    training wrappers take those apart.
+    Plain host data; what is computed from it is kept with it, so that the layers of a forward share it. Not a
+    dataclass, a mapping or a tuple, because training wrappers take those apart.
+
+    Attributes:
+        layout: of the whole row.
+        indices: for each rank the places in the row of its slice, int64 [elements]; together each place once.
+        rank: the rank that this slice belongs to.
+        order: ``"zigzag"`` or ``"contiguous"``.
+        served_by: the ``ContextParallel`` that ran the row's first layer, kept for layers that are recomputed later.
+        number: number of the row among those that ``shard_batch`` has cut; 0 if it was not counted.
     """
 
     def __init__(self, layout: Layout, indices: list[Int64], rank: int, order: str) -> None:

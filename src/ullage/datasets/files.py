@@ -39,7 +39,13 @@ Measure = Callable[[Sequence[str]], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Lengths with their source: int64 ``lengths`` [n] in ``unit``, from ``column`` (``None``: no columns)."""
+    """Lengths with their source.
+
+    Attributes:
+        lengths: int64 [n]
+        column: the column that they were read from; ``None`` where there are no columns
+        unit: what a length counts
+    """
 
     lengths: Int64
     column: str | None = None
@@ -75,6 +81,7 @@ def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokeni
 def read_stream(stream: BinaryIO, column: str | None = None, tokenizer: str | None = None) -> Measured:
     """The lengths in a stream of any of the formats of :func:`read_lengths`, recognised by its first bytes."""
     data = stream.read()
+    # A stream has no ending, so its bytes decide: a magic number, a bracket, or a first line of numbers only (.txt).
     head = data.lstrip(b"\xef\xbb\xbf \t\r\n")
     if data.startswith(_NPY):
         ending = ".npy"
@@ -93,6 +100,7 @@ def _read(file: BinaryIO, ending: str, where: str, column: str | None, tokenizer
     file.seek(0)
     if not head:
         raise InputError("a file holds no lengths", where=where, hint="it is empty")
+    # Binary formats begin with their magic number, text formats with none; both must agree with the ending.
     magic = {_PARQUET: ".parquet", _NPY[:4]: ".npy"}.get(head[:4])
     if (magic or ".txt") != ending and (magic or ending in (".parquet", ".npy")):
         raise InputError(
@@ -159,6 +167,7 @@ def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) 
         if column != "text":
             raise InputError("a .txt file has no columns", where=where, expected="text", found=column)
         return _of_texts(text.splitlines(), "text", tokenizer)
+    # Integers between white space or commas; an empty array needs its dtype given, or it would be float64.
     words = text.replace(",", " ").split()
     for word in words:
         if not is_number(word):
@@ -181,6 +190,7 @@ def _from_json(text: str, where: str, column: str | None, tokenizer: str | None)
     if isinstance(value, dict):
         if "mode" not in value:
             return _from_records([value], where, column, tokenizer)
+        # By its path, so that a relative path in it starts at the file's folder.
         return Measured(mock_lengths(text if where == "standard input" else where))
     if not isinstance(value, list):
         raise InputError("a JSON file must hold a list or a mock distribution", where=where, found=type(value).__name__)
@@ -232,6 +242,7 @@ def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
         if column not in names:
             raise InputError("a column is missing", where=where, expected=column, found=", ".join(names) or "none")
         return column
+    # The first rule that leaves a single name decides.
     for wanted in (
         [name for name in names if name.lower() in LENGTH_NAMES],
         [name for name in names if name == "input_ids"],
@@ -263,6 +274,7 @@ def _of_column(values: Sequence[Any], column: str | None, where: str, tokenizer:
 
 def _all_of(values: Sequence[Any], kind: Any, column: str | None, where: str) -> None:
     for row, value in enumerate(values):
+        # A bool is an int to isinstance, but no length.
         if not isinstance(value, kind) or isinstance(value, bool):
             place = f"{where}, row {row}" + (f", column {column}" if column else "")
             raise InputError(
@@ -277,8 +289,10 @@ def _of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -
 def measure(tokenizer: str | None) -> Measure:
     """The function that counts the tokens of texts; for ``None``, bytes of UTF-8 and one for the end, as in ByT5."""
     if tokenizer is None:
+        # JSON may hold lone surrogates, which strict UTF-8 refuses.
         return lambda texts: [len(text.encode("utf-8", "surrogatepass")) + 1 for text in texts]
     encode = load_tokenizer(tokenizer)
+    # A thousand texts at a time, so that the ids of few are in memory.
     return lambda texts: [
         len(ids) for start in range(0, len(texts), 1000) for ids in encode(texts[start : start + 1000])
     ]
@@ -317,6 +331,7 @@ def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) 
         first = next((row for row in rows if row), [])
         chosen = choose_column([name.strip() for name in header], column, where)
         place = [name.strip() for name in header].index(chosen)
+        # The first row below the header tells a column of numbers from one of text.
         if is_number(first[place]) if place < len(first) else True:
             return Measured(parse_csv(text, where, chosen), chosen)
         if chosen.lower() in LENGTH_NAMES:
@@ -354,6 +369,7 @@ def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Mea
     if is_text(kind):
         if tokenizer is None:
             return Measured(
+                # Arrow counts the bytes of UTF-8 itself; one more for the end.
                 pc.call_function("binary_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64) + 1,
                 column,
                 BYTES,

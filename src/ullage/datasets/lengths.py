@@ -69,6 +69,7 @@ def mock_lengths(
     if config["mode"] == "file":
         lengths = read_csv(config["path"])
         if n is not None:
+            # A shorter file begins again from its front.
             lengths = np.resize(lengths, n)
         return lengths
     return _lognormal(config, MOCK_SIZE if n is None else int(n), seed)
@@ -84,6 +85,7 @@ def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     folder = Path()
     if isinstance(config, (str, os.PathLike)):
         text = os.fspath(config)
+        # JSON begins with a brace; anything else is the path of a file.
         if not text.lstrip().startswith("{"):
             folder, text = Path(text).parent, read_text(text)
         try:
@@ -147,6 +149,7 @@ def _require_mock_values(config: dict[str, Any]) -> None:
 def _lognormal(config: Mapping[str, Any], n: int, seed: int) -> Int64:
     mean, sigma = config["mean_seq_len"], config["lognormal_sigma"]
     generator = np.random.RandomState(seed)  # the stream that upstream draws from
+    # The mean of exp(normal(μ, σ)) is exp(μ + σ²/2), so this μ gives ``mean`` before the clipping.
     samples = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)
     return np.clip(samples, config["min_seq_len"], config["max_seq_len"]).astype(np.int64)
 
@@ -176,10 +179,12 @@ def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
     rows = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if any(cell.strip() for cell in row)]
     if not rows:
         raise InputError("a file holds no lengths", where=where)
+    # Upstream takes the first row for a header always; here only where a cell of it is no number.
     header = None if all(map(is_number, rows[0])) else [cell.strip() for cell in rows.pop(0)]
     if header is None and column is not None:
         raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
     chosen = None if header is None else _length_column(header, column, where)
+    # A slice: a row that is too short gives no cell and no error.
     cells = [cell for row in rows for cell in (row if chosen is None else row[chosen : chosen + 1])]
     if not cells:
         raise InputError("a file holds no lengths", where=where, hint="it has a header and no rows")
@@ -230,6 +235,7 @@ def is_number(cell: str) -> bool:
 def as_number(cell: str) -> int | float:
     """The integer in a text; a float only where ``as_lengths`` decides whether it is whole. Raises ``ValueError``."""
     try:
+        # int first: a float has 53 bits, and would round a large integer.
         return int(cell)
     except ValueError:
         try:
@@ -267,6 +273,7 @@ def _uniform(n: int, seed: int = 0) -> Int64:
 
 def _pareto(n: int, seed: int = 0) -> Int64:
     """A heavy tail: Pareto from 1024 with exponent 1, cut at 131,072 (128k)."""
+    # numpy's pareto begins at 0 (Lomax); plus 1 it is the classical one.
     samples = 1024 * (1 + np.random.default_rng(seed).pareto(1.0, n))
     return np.clip(samples, 1, CAPACITIES["pareto"]).astype(np.int64)
 
@@ -296,6 +303,7 @@ def _library_lengths() -> Int64:
         docstrings += [len(_SUBWORD.findall(found[1])) for found in _DOCSTRING.findall(text)]
     counts = np.array(files + docstrings, np.int64)
     counts = counts[counts > 0]
+    # One cached array serves all callers.
     counts.flags.writeable = False
     return counts
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 D = TypeVar("D", "Dataset", "DatasetDict")
+# Tokens of the rows that are gathered at once.
 _GROUP_TOKENS = 2**22
 
 
@@ -60,6 +61,7 @@ def _packed(dataset: Dataset, seq_length: int, oversize: str) -> Dataset:
     placed = np.flatnonzero(kept)
     if not len(placed):
         raise InputError("no sequence is left to pack", found=f"{len(lengths)} empty or dropped")
+    # Bin k holds ids[cu_ids[k]:cu_ids[k + 1]], counted among the sequences that are placed.
     ids, cu_ids = pack_lengths(kept[placed], seq_length)
     rows = [placed[ids[start:stop]] for start, stop in zip(cu_ids[:-1].tolist(), cu_ids[1:].tolist())]
     features = datasets.Features({**dataset.features, "seq_lengths": datasets.List(datasets.Value("int64"))})
@@ -75,10 +77,12 @@ def _columns(dataset: Dataset) -> tuple[dict[str, Any], Int64]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    # Through the data set rather than its table, so that a shuffled or filtered one comes in its own order.
     table: Any = dataset.with_format("arrow")[:]
     columns: dict[str, Any] = {}
     lengths, first = np.empty(0, np.int64), None
     for name in table.column_names:
+        # One chunk, so that the values of all rows lie end to end.
         column = table[name].combine_chunks()
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
             found = str(column.type) if not column.null_count else f"{column.null_count} missing values"
@@ -102,6 +106,7 @@ def _tables(groups: Iterator[list[Int64]], columns: dict[str, Any], starts: Int6
 
     for group in groups:
         index, layout, cuts = gathered_rows(group, starts, kept)
+        # Arrow lists are bounds over flat values: rows bounded in tokens, and for seq_lengths in sequences.
         token_cuts, taken = pa.array(layout.cu_seqlens[cuts], pa.int32()), pa.array(index)
         arrays = {name: pa.ListArray.from_arrays(token_cuts, values.take(taken)) for name, values in columns.items()}
         sizes = pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), pa.array(layout.lengths))

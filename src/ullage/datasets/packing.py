@@ -33,8 +33,8 @@ from ullage.layout import Int64, Layout, starts_of
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 IGNORED_LABEL = -100
 
-_BATCH = 1000
-_GROUP_TOKENS = 2**22
+_BATCH = 1000  # rows of the source read at once
+_GROUP_TOKENS = 2**22  # tokens of the rows gathered and written at once: 16 MiB per column of int32
 _OVERSIZE = ("error", "truncate", "drop")
 
 
@@ -102,7 +102,7 @@ def pack_file(
 
 
 def require_packing_sizes(capacity: int, oversize: str) -> None:
-    """Raises ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
+    """Raise ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
     require_int(capacity, "capacity", least=1)
     require_one_of(oversize, _OVERSIZE, "oversize")
 
@@ -145,11 +145,11 @@ def _fill(spool: _Spool, source: Path, column: str | None, tokenizer: str | None
     row = 0
     with tqdm(desc="read", unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar:
         for table in batches:
-            array = table[name].combine_chunks()
+            array = table[name].combine_chunks()  # one chunk: its values lie end to end
             where = f"{source}, column {name}"
             require_values(array, where, row)
             if is_text(array.type):
-                encode = encode or load_tokenizer(tokenizer)
+                encode = encode or load_tokenizer(tokenizer)  # once, and for text alone
                 ids = encode(array.to_pylist())
                 lengths = np.array([len(one) for one in ids], np.int64)
                 spool.add(np.array([token for one in ids for token in one], np.int32), lengths, None)
@@ -250,7 +250,7 @@ def _flat(array: Any, where: str, least: int) -> tuple[npt.NDArray[np.int32], In
     if values.null_count:
         raise InputError("a token is missing", where=where)
     lengths = list_lengths(array)
-    tokens = values.to_numpy(zero_copy_only=False)
+    tokens = values.to_numpy(zero_copy_only=False)  # of any integer type; the flat file holds int32
     outside = np.flatnonzero((tokens < least) | (tokens >= 2**31)) if len(tokens) else []
     if len(outside):
         found = int(tokens[outside[0]])
@@ -291,7 +291,7 @@ def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
             hint="raise the capacity, or say that such sequences are to be truncated or dropped",
         )
     kept = lengths.copy()
-    kept[large] = capacity if oversize == "truncate" else 0
+    kept[large] = capacity if oversize == "truncate" else 0  # nothing kept: dropped
     return kept
 
 
@@ -308,7 +308,7 @@ def _write(
     placed = np.flatnonzero(kept)
     if not len(placed):
         raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
-    # All sequences into bins at once; the bins, shuffled, are the rows.
+    # All sequences into bins at once; bin k holds ids[cu_ids[k]:cu_ids[k + 1]]. The bins, shuffled, are the rows.
     ids, cu_ids = pack_lengths(kept[placed], capacity)
     order = np.random.default_rng(seed).permutation(len(cu_ids) - 1)
     partial = folder / "rows.parquet"
@@ -323,6 +323,7 @@ def _write(
             group = [placed[ids[cu_ids[k] : cu_ids[k + 1]]] for k in order[start : start + step].tolist()]
             writer.write_table(rows.table(group))
             bar.update(len(group))
+    # Renamed within one file system: the target is the old file or the whole new one.
     partial.replace(target)
     return _report(lengths, kept, capacity, len(order))
 
@@ -336,12 +337,9 @@ def _schema() -> Any:
 def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64, Layout, Int64]:
     """Positions of the tokens of packed rows in the source.
 
-    Args:
-        group: for each row the ids of its sequences.
-        starts, kept: of each sequence, its first token in the flat source and the tokens kept of it.
-
-    Returns the index of each token in the source, the layout of all sequences of the group, and the bounds of the rows
-    in it: rows + 1 numbers of sequences.
+    ``group``: for each row the ids of its sequences; ``starts``, ``kept``: the first token of each sequence in the flat
+    source, and the tokens kept of it. Returns the index of each token in the source, the layout of all sequences of the
+    group, and the bounds of the rows in it: rows + 1 numbers of sequences.
     """
     ids = np.concatenate(group)
     layout = Layout(kept[ids])
@@ -362,8 +360,8 @@ class _PackedRows:
         import pyarrow as pa
 
         index, layout, cuts = gathered_rows(group, self.starts, self.kept)
-        labels = self.labels[index]
-        labels[layout.starts] = IGNORED_LABEL
+        labels = self.labels[index]  # a copy, never the file's own memory
+        labels[layout.starts] = IGNORED_LABEL  # a shifted loss would predict it from the sequence before
         token_cuts = layout.cu_seqlens[cuts]
         columns = [
             pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))

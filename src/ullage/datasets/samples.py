@@ -66,6 +66,7 @@ class MockSamples:
         ):
             if value is not None and value < least:
                 raise InputError(f"{name} is too small", expected=f">= {least}", found=value)
+        # Each sample has its end-of-document token, so none is empty.
         lengths = np.maximum(mock_lengths(config, n, seed), 1)
         self.lengths = lengths if max_length is None else np.minimum(lengths, max_length)
         self._seed, self._vocab_size, self._eod, self._pad, self._multiple = (
@@ -88,6 +89,8 @@ class MockSamples:
         index %= len(self)
         length = int(self.lengths[index])
         padded = -(-length // self._multiple) * self._multiple
+        # One element more than the sample: tokens and labels are this text from its first and from its second element
+        # on.
         text = torch.full((padded + 1,), self._pad)
         text[: length - 1] = self._words(index, length - 1)
         text[length - 1] = self._eod
@@ -105,4 +108,5 @@ class MockSamples:
     def _words(self, index: int, count: int) -> Tensor:
         if self._vocab_size is None:
             return torch.arange(1, count + 1)
+        # A generator per sample, so that it does not depend on the order of reading.
         return torch.from_numpy(np.random.default_rng([self._seed, index]).integers(1, self._vocab_size, count))

@@ -40,12 +40,14 @@ def stored_lengths(dataset: Any, column: str = "input_ids", length_column: str =
         known = [part for part in parts if part is not None]
         return np.concatenate(known) if len(known) == len(parts) else None
     if isinstance(dataset, (list, tuple)):
+        # Samples that are no mappings, or have no such column, mean that the lengths are not known.
         with suppress(KeyError, TypeError):
             return np.fromiter((_length(sample, column) for sample in dataset), np.int64, len(dataset))
         return None
     layout = getattr(dataset, "layout", None)
     if isinstance(layout, Layout) and layout.num_items == len(dataset):
         return layout.lengths
+    # By name, so that ``datasets`` need not be imported, or installed.
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "data"):
         return _of_arrow(dataset, column, length_column)
     return None
@@ -64,6 +66,7 @@ def _of_arrow(dataset: Any, column: str, length_column: str) -> Int64 | None:
     chosen = length_column if length_column in dataset.column_names else column
     if chosen not in dataset.column_names or dataset.format["type"] == "custom":
         return None
+    # The table below the data set, whose list offsets give the lengths without reading a token.
     stored = dataset.data.column(chosen)
     lists = is_list(stored.type)
     if stored.null_count or not (lists or (chosen == length_column and pa.types.is_integer(stored.type))):

@@ -36,6 +36,7 @@ Sample = str | list[int]
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
+# Bytes by which a format is recognised.
 _HEAD_BYTES = 4096
 #: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
@@ -77,6 +78,7 @@ class TokenDataset(torch.utils.data.Dataset):
         bad = np.flatnonzero((self.values < 0) | (self.values >= vocab_size))
         if not len(bad):
             return
+        # The last sequence that starts at or before the bad token.
         sample = int(np.searchsorted(self.layout.starts, bad[0], side="right")) - 1
         position = int(bad[0] - self.layout.starts[sample])
         raise InputError(
@@ -95,6 +97,7 @@ def docstrings() -> list[str]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path.relative_to(root) for path in root.rglob("*.py"))
+    # By parts of the path: the same order on every file system.
     kept = sorted((path for path in files if not _NOT_LIBRARY & set(path.parts[:-1])), key=lambda path: path.parts)
     found: dict[str, None] = {}
     for path in kept:
@@ -103,6 +106,7 @@ def docstrings() -> list[str]:
         except (SyntaxError, ValueError, OSError):
             continue  # a template, or a file that belongs to another version
         for node in _definitions(tree):
+            # A dict keeps the order of insertion, and each text once.
             text = ast.get_docstring(node)
             if text and text.strip():
                 found[text] = None
@@ -137,6 +141,7 @@ def split_held_out(samples: Sequence[Sample], fraction: float = 0.05) -> tuple[l
     """
     if not 0.0 <= fraction < 1.0:
         raise InputError("the held-out fraction is out of range", expected="0 <= fraction < 1", found=fraction)
+    # A digest is a uniform number of 64 bits, so this share of all samples falls below the limit.
     limit = int(fraction * 2**64)
     sides: tuple[list[Sample], list[Sample]] = ([], [])
     for sample in samples:
@@ -197,6 +202,7 @@ def _require_content(path: Path, ending: str) -> None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         file.seek(0)
+        # A line may be longer than the head, and these formats are told apart by a whole one.
         first_line = next((line for line in file if line.strip()), b"") if ending in (".jsonl", ".csv") else b""
     if not head.strip():
         raise _empty(path)
@@ -375,7 +381,9 @@ def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None =
         if len(ids) == 0:
             raise InputError("a sample is empty", where=f"sample {i}", expected="at least one token", found="length 0")
         lengths[i] = len(ids)
+        # int32 in memory, half of what a list of int64 samples would take.
         parts.append(np.asarray(ids[:max_length], np.int32))
+    # ``lengths`` are those before the cut, by which the lost tokens are counted.
     kept = np.minimum(lengths, max_length) if max_length is not None else lengths
     cut = lengths - kept
     return TokenDataset(np.concatenate(parts), Layout(kept), int((cut > 0).sum()), int(cut.sum()))

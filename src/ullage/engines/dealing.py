@@ -35,6 +35,7 @@ def fill_empty(bins: list[list[int]], costs: Sequence[float], what: str = "bins"
     for k, ids in enumerate(bins):
         if ids:
             continue
+        # One exists: there are at least as many sequences as bins, and this bin is empty.
         source = max((j for j in range(len(bins)) if len(bins[j]) > 1), key=lambda j: work[j])
         cheapest = min(bins[source], key=lambda i: costs[i])
         bins[source].remove(cheapest)

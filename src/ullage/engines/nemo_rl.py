@@ -100,6 +100,8 @@ class SequencePacker:
     def compute_metrics(self, sequence_lengths: Integers, bins: Sequence[Sequence[int]]) -> dict[str, float]:
         """Fill of ``bins``, as a dict with NeMo-RL's keys."""
         lengths = as_lengths(sequence_lengths, "sequence_lengths")
+        # NeMo-RL's definitions: utilization is tokens per slot, balance 1 less the coefficient of variation of the
+        # fills.
         filled = [int(lengths[list(ids)].sum()) / self.bin_capacity for ids in bins]
         tokens = int(lengths.sum()) if bins else 0
         room = len(bins) * self.bin_capacity
@@ -197,6 +199,7 @@ class PackedShard(UserDict):
     def microbatches(self) -> Iterator[dict[str, Any]]:
         """Columns of the rows of each microbatch, in the order in which they run."""
         start = 0
+        # ``begin`` and ``end`` count from the first row of their global batch.
         for cuts, count in zip(self.micro_batch_indices, self.elem_counts_per_gb):
             for begin, end in cuts:
                 yield {name: column[start + begin : start + end] for name, column in self.data.items()}
@@ -259,7 +262,15 @@ def shard_by_batch_size(
 
 @dataclass(frozen=True)
 class _PackingOptions:
-    """NeMo-RL's ``sequence_packing_args``, read and checked."""
+    """NeMo-RL's ``sequence_packing_args``, read and checked.
+
+    Attributes:
+        capacity: most padded tokens in a microbatch.
+        lengths_key: column with the length of each row.
+        algorithm: name of the packing algorithm.
+        multiple: each row is padded to a multiple of this many tokens.
+        largest_first: whether a rank runs its largest microbatch first.
+    """
 
     capacity: int
     lengths_key: str
@@ -286,6 +297,7 @@ class _PackingOptions:
             raise InputError("the batch lacks its lengths", expected=self.lengths_key, found=sorted(columns))
         given = columns[self.lengths_key]
         host = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else given
+        # Rounded up to the multiple to which each sequence is padded when it is packed.
         return -(-as_lengths(host, self.lengths_key) // self.multiple) * self.multiple
 
 
@@ -295,6 +307,7 @@ def _shard(batch: Any, rows: list[int], steps: list[list[list[int]]], slots: Int
         shard = batch.select_indices(rows)
     else:
         shard = PackedShard({name: _select(column, rows) for name, column in batch.items()})
+    # A shard's rows lie in the order of its microbatches, so the bounds are cumulated numbers of rows.
     ends = [list(accumulate(map(len, parts), initial=0)) for parts in steps]
     shard.micro_batch_indices = [[list(pair) for pair in pairwise(each)] for each in ends]
     shard.micro_batch_lengths = [[int(slots[part].sum()) for part in parts] for parts in steps]

@@ -94,6 +94,7 @@ def _differencing(values: list[int], k: int, equal_size: bool) -> list[list[int]
     other, until one division is left. A part is (sum, number of items, items as (index, value)); ties are broken by
     these, so that the result is deterministic.
     """
+    # With equal_size the first divisions have one item in each part, and joining them keeps the counts equal.
     order = sorted((value, i) for i, value in enumerate(values))
     size = k if equal_size else 1
     empty = (0, 0, [])
@@ -103,6 +104,7 @@ def _differencing(values: list[int], k: int, equal_size: bool) -> list[list[int]
         parts.sort(reverse=True)
         total, count, items = parts[0]
         tie = [(-i, -value) for i, value in items]
+        # Smallest less largest sum: the heap gives the widest spread first.
         heapq.heappush(heap, (parts[-1][0] - total, -total, -count, tie, parts))
 
     for begin in range(0, len(order), size):
@@ -150,6 +152,7 @@ def rearrange_micro_batches(
     # The number of microbatches: the largest that any rank needs, rounded up to the multiple.
     count, available = max(needed, min_num_micro_batch or 0), len(tokens)
     if axis is not None:
+        # -1 tells the other ranks of a failure, in the collective that is needed anyway.
         rows = gather_int64(np.array([-1 if failure else count, available]), axis)
         if (rows[:, 0] < 0).any():
             agree(failure, axis, "reading the rows of its batch")
@@ -168,6 +171,7 @@ def rearrange_micro_batches(
     items = _even_bins(tokens, work, max_token_len, count)
     if use_dynamic_bsz_balance:
         items.sort(key=lambda ids: (int(work[ids].sum()), ids[0]), reverse=True)
+        # From heaviest first to light, heavy, light: the even places backwards, then the odd ones.
         items = items[::2][::-1] + items[1::2]
     parts = [[i * size + k for i in ids for k in range(size)] for ids in items]
     return [select_rows(batch, part) for part in parts], parts
@@ -360,6 +364,7 @@ def _fits(made: Plan, i: int, degree: int) -> bool:
 
 def _halve(ids: list[int], costs: list[int]) -> list[int]:
     """Move sequences with about half of the work, at least one and not all, out of ``ids``; return them."""
+    # Largest first, each to the lighter side; ``balance`` is the work kept less the work taken.
     kept, taken, balance = [], [], 0
     for i in sorted(ids, key=lambda i: -costs[i]):
         lighter = kept if balance < 0 or not kept else taken

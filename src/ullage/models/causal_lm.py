@@ -80,6 +80,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
 
         Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
+        # Final states cost the CPU's LSTM a cut at every length (ullage.models.schedule), so they are kept where text
+        # goes on.
         if use_cache is None:
             predicts = not self.training and labels is None and inputs.cu_seq_lens_q is None
             use_cache = self.config.use_cache and predicts
@@ -94,6 +96,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
         hidden = cast(Tensor, outputs.last_hidden_state)
         has_labels = labels is not None or shift_labels is not None
         loss = None
+        # All logits: head and loss on tokens alone, and only then rows. Some columns: these are columns of rows, so
+        # rows come first.
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:
             logits = self.lm_head(hidden)
             if has_labels:
@@ -142,6 +146,7 @@ def next_token_loss(
     Does not wait for the device. Source: ``transformers.loss.loss_utils``.
     """
     counted = cast(Any, num_items_in_batch)
+    # Upstream casts logits to float32, which would make a gradient check in float64 fail.
     if logits.dtype != torch.float64:
         return ForCausalLMLoss(logits, labels, vocab_size, counted, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
@@ -156,5 +161,6 @@ def _flat_labels(labels: Rows | None, sequences: Sequences, *, first: bool) -> T
         return None
     flat = sequences.flatten_labels(labels, "shift_labels" if first else "labels").long()
     if not first:
+        # In the flat row a sequence's first label would be predicted by the last token of the one before.
         flat = flat.index_fill(0, sequences.starts(flat.device), IGNORED_LABEL)
     return flat[None]

@@ -94,6 +94,8 @@ class Cell(nn.Module):
                 state = tuple(part[: len(block)] for part in state)
             state = self.step(block, state)
             outputs.append(state[0])
+        # Rows lie by falling length, and the shortest ended first: what runs to the end, then the ended ones in
+        # reverse.
         final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended)))
         return torch.cat(outputs), schedule.unranked(final)
 

@@ -76,6 +76,7 @@ class TorchCell(Cell):
                 state = tuple(s[: window.rows] for s in state)
             output, state = self._dense(block.view(window.steps, window.rows, -1), state)
             outputs.append(output.reshape(len(block), -1))
+        # Rows lie by falling length, and the shortest ended first, so what ended is put together in reverse.
         final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), final
 
@@ -121,6 +122,7 @@ class LoopedCell(TorchCell):
             return super().forward(values, schedule, state)
         before = values.new_zeros(schedule.num_sequences, self.hidden_size) if state is None else state[0]
         ranked = before if state is None else schedule.ranked(state)[0]
+        # Sequences without tokens rank last and take no step; their final state is the one they came with.
         outputs = self.loop(values, ranked[: schedule.rows[0]], schedule.rows)
         return outputs, (schedule.last(outputs, before),)
 
@@ -143,6 +145,7 @@ class LSTMCell(TorchCell):
     def reset_parameters(self) -> None:
         """Draw the weights as torch does, except for a forget gate that remembers at first."""
         super().reset_parameters()
+        # torch's order of gates: input, forget, cell, output.
         bias = self.bias_ih_l0.detach().clone()
         bias[self.hidden_size : 2 * self.hidden_size] = 1.0  # Jozefowicz, Zaremba and Sutskever 2015
         init.copy_(self.bias_ih_l0, bias)
@@ -198,9 +201,11 @@ def _kernel(
 
     Returns outputs shaped like ``values``, and the parts of the final state.
     """
+    # The kernels take states of all layers, [1, rows, hidden]: a pair for the LSTM, one tensor for the others.
     given: Any = [part.unsqueeze(0) for part in state]
     given = given if len(given) > 1 else given[0]
     run = getattr(torch, name)
+    # ``train`` says whether cuDNN keeps what a backward pass needs. The last argument below is batch_first.
     settings = (weights, True, 1, 0.0, torch.is_grad_enabled(), False)  # biases, layers, dropout, train, directions
     if batch_sizes is None:
         output, *final = run(values, given, *settings, False)
@@ -217,6 +222,7 @@ def _opaque_kernel(
 
     Its backward runs forward again, because an operator cannot hand out what the kernel saves for its own backward.
     """
+    # Cloned, because what a custom operator returns must not share memory with its inputs.
     return [part.clone() for part in _kernel(name, values, batch_sizes, state, weights)]
 
 

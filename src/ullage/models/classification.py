@@ -169,6 +169,7 @@ def sequence_loss(
         if labels.numel() != len(pooled_logits):
             raise _shape_error(labels, f"[{len(pooled_logits)}] classes")
         return fixed_cross_entropy(_precise(pooled_logits), labels.view(-1), counted, **kwargs)
+    # Labels [n] of a single output stand against logits [n, 1].
     scores = pooled_logits.view(-1) if labels.ndim == 1 and config.num_labels == 1 else pooled_logits
     if labels.shape != scores.shape:
         raise _shape_error(labels, list(scores.shape))

@@ -53,6 +53,7 @@ class Blocks:
         empty = np.flatnonzero(sources < 1)
         if len(empty):
             raise InputError("a source is empty", where=f"sequence {int(empty[0])}", expected="at least one token")
+        # Equal lengths on both sides are one full block, and the flat order is its order already.
         if (targets == targets[0]).all() and (sources == sources[0]).all():
             shape = (len(targets), int(targets[0]), int(sources[0]))
             return cls(targets, (np.arange(len(targets)),), (shape,), None, None)
@@ -73,6 +74,7 @@ class Blocks:
 
     def place(self, flat: Tensor, *, source: bool) -> list[Tensor]:
         """Flat values [tokens, ...] of targets or sources as blocks [sequences, longest, ...], zeros in the padding."""
+        # ``shape`` is (target places, source places), of which the bool picks one.
         sides = [(rows, shape[source]) for rows, *shape in self.shapes]
         places = self.sources if source else self.targets
         if places is not None:
@@ -90,6 +92,7 @@ class Blocks:
         longest = [max(shape[side] for shape in self.shapes) for side in (1, 2)]
         rows = blocks[0].new_zeros(len(self.lengths), *longest)
         for ids, block in zip(self.members, blocks, strict=True):
+            # A padded decoder step has weights too, a softmax over the real sources: they are blanked.
             real = torch.from_numpy(np.arange(block.shape[1]) < self.lengths[ids, None]).to(block.device)
             index = torch.from_numpy(ids).to(block.device)
             rows[index, : block.shape[1], : block.shape[2]] = block * real[..., None]
@@ -150,6 +153,7 @@ class DecoderAttention(nn.Module):
         scores = self.score(queries, keys)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None], float("-inf"))
+        # Every source has a token, so no row of scores is -inf throughout. Half precision would lose small weights.
         precise = scores.dtype if scores.dtype == torch.float64 else torch.float32
         weights = scores.softmax(-1, dtype=precise).to(values.dtype)
         return weights @ values, weights
@@ -202,6 +206,8 @@ class _AdditiveScore(torch.autograd.Function):
             curve = (queries[n, t, None] + keys[n, None]).tanh_()
             given = grad[n, t]
             grad_energy += given.flatten() @ curve.flatten(0, 2)
+            # The derivative by q + k is v·(1 - tanh²). v is multiplied in at the end, once per token and not once per
+            # pair.
             slope = curve.square_().neg_().add_(1).mul_(given[..., None])
             grad_queries[n, t] = slope.sum(2)
             grad_keys[n] += slope.sum(1)
@@ -212,6 +218,7 @@ def _pieces(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
     """Slices of rows and target steps whose sums with all keys are at most ``MAX_ELEMENTS``, or one step."""
     rows, targets, hidden = queries.shape
     step = keys.shape[1] * hidden
+    # Several rows at once where whole rows fit, otherwise one row in parts of ``height`` steps.
     height = min(targets, max(1, MAX_ELEMENTS // step))
     count = max(1, MAX_ELEMENTS // (step * targets))
     for n in range(0, rows, count):
@@ -225,9 +232,11 @@ def _grouped(targets: Int64, sources: Int64) -> tuple[Int64, ...]:
     # sequence would leave too much padding.
     order = np.lexsort((-targets, -sources))
     cuts: list[int] = []
+    # Of the block so far: its sequences, their real pairs, its longest target and its longest source.
     rows = pairs = widest = longest = 0
     for i, (target, source) in enumerate(zip(targets[order].tolist(), sources[order].tolist())):
         taller = max(widest, target)
+        # The block's area with this sequence, less the real pairs in it.
         wasted = (rows + 1) * taller * longest - pairs - target * source
         if rows and wasted > max(BLOCK_COST, WASTE * (pairs + target * source)):
             cuts.append(i)

@@ -34,7 +34,11 @@ from ullage.schema import IGNORED_LABEL
 
 @dataclass
 class RecurrentEncoderOutput(BaseModelOutputWithPast):
-    """Encoded sources: hidden states [n, L, D], their attention keys [n, L, hidden], and final states."""
+    """Encoded sources: hidden states [n, L, D] and final states, as in the base class.
+
+    Attributes:
+        attention_keys: [n, L, hidden], the attention's keys of the hidden states, for all steps of ``generate()``
+    """
 
     attention_keys: Tensor | None = None
 
@@ -74,12 +78,14 @@ class StateBridge(nn.Module):
 
     def forward(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
         """States [n, hidden] of each decoder layer, from those of each encoder layer."""
+        # Of a deeper encoder the lowest layers are left out.
         lowest = max(len(layers) - self.num_layers, 0)
         given = [layers[min(lowest + i, len(layers) - 1)] for i in range(self.num_layers)]
         if len(self.maps) == 0:
             return tuple(given)
         mixed = []
         for i, layer in enumerate(given):
+            # A layer's state lists the parts of the forward direction, then those of the backward one.
             pairs = zip(layer[: self.num_parts], layer[self.num_parts :], strict=True)
             both = [torch.cat(pair, -1) for pair in pairs]
             mixed.append(tuple(self.maps[i * self.num_parts + k](part) for k, part in enumerate(both)))
@@ -175,6 +181,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
         On CUDA waits for the device where lengths lie there. Raises ``InputError`` for what does not fit.
         """
+        # A start token is asked for only where labels are shifted: a configuration without one serves otherwise.
         targets = Targets.read(
             labels,
             decoder_input_ids,
@@ -239,6 +246,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
     def _encode(self, inputs: RaggedInputs, past: RecurrentState | None) -> _Memory:
         given = inputs.read_for_backbone()
+        # The encoder's final state is needed only where the decoder starts from it.
         outputs = self.encoder(**given, use_cache=past is None)
         return _Memory(outputs.last_hidden_state[0], given["sequences"], outputs.past_key_values)
 
@@ -278,6 +286,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
     def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of ``generate()`` with sources encoded once, keys included, and begun targets padded left."""
+        # Encoded here rather than by generate(), so that the attention's keys are computed once and not in every step.
         given = kwargs.get("encoder_outputs")
         if given is None:
             rows = {name: kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
@@ -315,6 +324,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         start = self._special_token("decoder_start_token_id", kwargs)
         if start is None:
             start = self._special_token("bos_token_id", kwargs)
+        # A prompt that begins with the start token already does not get a second one.
         begun = [torch.as_tensor(prompt, device=self.device) for prompt in prompts]
         begun = [row if int(row[0]) == start else torch.cat([row.new_tensor([start]), row]) for row in begun]
         batch = RaggedBatch.from_samples([{"decoder_input_ids": row} for row in begun])

@@ -41,11 +41,13 @@ class RecurrentGenerationMixin(_Base):
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """transformers' ``generate``, for prompts (of an encoder-decoder: sources) of unequal length.
 
-        inputs: the prompts, or else ``input_ids`` or ``inputs_embeds`` among the keywords: rows [N, L] with an
-            ``attention_mask`` (padding on either side) or with ``input_lengths``, a list of prompts, a
-            ``PackedSequence``, a ``RaggedBatch``, or ``**batch.to_flattened()``
-        past_key_values: a state to go on from, among the keywords. The prompts are then what follows it, unless they
-            begin with what it has seen, as the rows that ``generate`` returns do
+        Args:
+            inputs: the prompts, or else ``input_ids`` or ``inputs_embeds`` among the keywords: rows [N, L] with an
+                ``attention_mask`` (padding on either side) or with ``input_lengths``, a list of prompts, a
+                ``PackedSequence``, a ``RaggedBatch``, or ``**batch.to_flattened()``
+            args: further positional arguments of transformers' ``generate``
+            kwargs: its keywords. ``past_key_values`` is a state to go on from: the prompts are then what follows it,
+                unless they begin with what it has seen, as the rows that ``generate`` returns do
 
         Returns what transformers returns; a decoder's rows have their padding on the left. Raises ``InputError`` for
         prompts that do not fit, and for beam search with a cell whose state cannot be reordered.
@@ -80,6 +82,7 @@ class RecurrentGenerationMixin(_Base):
         side = "right" if self.config.is_encoder_decoder else "left"
         rows, mask = kwargs[name], kwargs.get("attention_mask")
         state = None if self.config.is_encoder_decoder else kwargs.get("past_key_values")
+        # A mask that is longer than the rows covers the past too, so the rows are only what follows it.
         only_new = state is not None and mask is not None and mask.shape[1] > rows.shape[1]
         if state is not None and not only_new and begins_with(rows, state):
             kwargs["past_key_values"] = state.copy()
@@ -122,6 +125,7 @@ class RecurrentGenerationMixin(_Base):
         real = rows != pad
         if bool(real.all()) or not bool(real.any(1).all()):
             return None
+        # From the first token that is not padding to the last: a padding token between them belongs to the text.
         return (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
 
     def _special_token(self, name: str, kwargs: dict[str, Any]) -> Any:
@@ -166,6 +170,7 @@ class RecurrentGenerationMixin(_Base):
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Repeat each prompt ``expand_size`` times, and each state of one; otherwise as transformers."""
         for holder in (model_kwargs, model_kwargs.get("encoder_outputs") or {}):
+            # transformers repeats tensors among the keywords, and leaves a state as it is.
             state = holder.get("past_key_values")
             if isinstance(state, RecurrentState) and expand_size > 1:
                 holder["past_key_values"] = repeated = state.copy()
@@ -192,6 +197,8 @@ class RecurrentGenerationMixin(_Base):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        # transformers derives positions from the mask; this model would read them as a description of where sequences
+        # begin.
         for name in ("position_ids", "decoder_position_ids"):
             inputs.pop(name, None)
         if inputs.get("past_key_values") is not None and not is_first_iteration:
@@ -204,4 +211,5 @@ def begins_with(rows: Tensor, state: RecurrentState) -> bool:
     tail = state.tail
     if rows.ndim != 2 or tail is None or rows.shape[1] <= state.seen or len(rows) != len(tail):
         return False
+    # Only the last tokens seen are compared, because a state keeps no others.
     return torch.equal(rows[:, state.seen - tail.shape[1] : state.seen], tail.to(rows.device))

@@ -91,6 +91,7 @@ def takes_ragged_inputs(forward: Callable[Concatenate[Any, RaggedInputs, ...], O
         inputs = RaggedInputs(input_ids, attention_mask, position_ids, input_lengths, cu_seq_lens_q, inputs_embeds)
         return forward(self, inputs, **others)
 
+    # The named keywords above without ``**others``, then those of ``forward`` without ``self`` and ``inputs``.
     *keywords, _ = inspect.signature(with_keywords, follow_wrapped=False).parameters.values()
     own = list(inspect.signature(forward).parameters.values())[2:]
     with_keywords.__signature__ = inspect.Signature([*keywords, *own])  # pyright: ignore[reportAttributeAccessIssue]

@@ -61,6 +61,7 @@ class MinimalCell(Cell):
             parts = parts.float()
         *gates, candidate = parts.chunk(self.num_parts, 1)
         update = self.update(*gates)
+        # With u = sigmoid(update), the share that moves, the inflow is u·c and the decay 1 - u = sigmoid(-update).
         inflow = torch.sigmoid(update) * positive(candidate)
         # The scan knows no sequences without tokens, so it gets no states of them.
         starts = self._starts(schedule, values.device)

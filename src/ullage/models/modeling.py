@@ -44,6 +44,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
         none are given. No final state is returned where the schedule does not keep it. Does not wait for the device.
         """
         normed = self.norm(values)
+        # ``state`` lists as many tensors for each direction.
         parts = len(state) // len(self.cells)
         outputs: list[Tensor] = []
         final: list[Tensor] = []
@@ -66,6 +67,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012  transformers' own attribute
+    # transformers then refuses assisted decoding, whose rejected tokens cannot be taken back out of a state.
     _is_stateful = True
 
     @torch.no_grad()
@@ -160,6 +162,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             return flat[None] if end_to_end else sequences.unflatten(flat)
 
         every = (*(returned(schedule.take(step)) for step in steps[:-1]), returned(hidden)) if steps else None
+        # In columns of the rows, padding included, as transformers' caches count.
         seen = sequences.shape[1] + (past_key_values.seen if past_key_values is not None else 0)
         return BaseModelOutputWithPast(
             last_hidden_state=returned(hidden),

@@ -45,6 +45,7 @@ class Pooling(nn.Module):
         # A softmax over each sequence, less its highest score so that nothing overflows.
         scores = self.score(torch.tanh(self.project(hidden)))
         highest = scores.new_full((sequences.num_sequences, 1), -torch.inf)
+        # The highest score only shifts the exponents and cancels out, so it needs no gradient.
         highest = highest.scatter_reduce(0, items[:, None], scores.detach(), "amax")
         weights = (scores - highest.index_select(0, items)).exp()
         weights = weights / _sums(weights, items, sequences.num_sequences).index_select(0, items)

@@ -36,6 +36,7 @@ def _scan(decay: Tensor, inflow: Tensor, starts: Tensor, state: Tensor | None) -
     kept = decay.index_fill(0, starts, 0.0)  # no sequence leaks into the next
     if state is not None:
         inflow = inflow.index_add(0, starts, decay.index_select(0, starts) * state)
+    # ``kept`` is an output because backward can save nothing but an operator's inputs and outputs.
     return _run(kept, inflow), kept
 
 
@@ -67,6 +68,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...
         return None, None, None, None
     decay, kept, hidden, starts, state = ctx.saved_tensors
     inflow = _scan_backward(grad.contiguous(), kept)
+    # before[t] is h[t - 1]; the first token of a sequence has its initial state there.
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
     first = torch.zeros_like(hidden[: len(starts)]) if state is None else state
     # The gradient of a decay is that of its inflow times the state before; the first one decays the initial state.

@@ -41,7 +41,12 @@ MAX_POINTS = 256
 
 @dataclass(frozen=True)
 class Window:
-    """A rectangle of the staircase: ``steps`` time steps of ``rows`` sequences."""
+    """A rectangle of the staircase.
+
+    Attributes:
+        steps: time steps
+        rows: sequences that run in each of them, the longest ones
+    """
 
     steps: int
     rows: int
@@ -167,7 +172,7 @@ class Schedule:
         return state if order is None else tuple(s.index_select(0, order) for s in state)
 
     def unranked(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Undoes :meth:`ranked`."""
+        """States [n, H] by falling length, back in the order given; undoes :meth:`ranked`."""
         inverse = self.inverse
         return state if inverse is None else tuple(s.index_select(0, inverse) for s in state)
 
@@ -179,6 +184,7 @@ class Schedule:
         if self.lengths is None:
             if self.run_order == "flat":
                 return run.view(self.num_sequences, self.length, *run.shape[1:])[:, -1]
+            # Time comes first, so the last step is the last rows.
             return run[-self.num_sequences :]
         ends, empty = self._ends
         values = run.index_select(0, ends.to(run.device))
@@ -199,6 +205,7 @@ class Schedule:
     def _ends(self) -> tuple[Tensor, Tensor | None]:
         """The place of each sequence's last token [n], and which sequences have none (bool [n]; ``None``: all have)."""
         assert self.lengths is not None
+        # 0 for a sequence without tokens at the very front, whose end would be at -1.
         ends = torch.from_numpy(np.maximum(self.starts + self.lengths - 1, 0))
         empty = torch.from_numpy(self.lengths == 0) if (self.lengths == 0).any() else None
         if self.places is not None:
@@ -211,6 +218,7 @@ class Schedule:
         if self.lengths is None:
             return None
         layout = Layout(self.lengths)
+        # A token at i is mirrored to first + last - i of its own sequence.
         last = layout.starts + layout.lengths - 1
         index = torch.from_numpy((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
         if self.places is None:
@@ -246,6 +254,7 @@ def _cheapest_cuts(points: Int64, batch_sizes: Int64) -> Int64:
         points = points[np.linspace(0, len(points) - 1, MAX_POINTS).astype(np.int64)]
     # Forwards: the least cost of all rectangles up to each point, over every start of the last one.
     rows = batch_sizes[points[:-1]]
+    # In steps of one row, the unit of CALL_COST.
     cost = np.zeros(len(points), np.int64)
     came_from = np.zeros(len(points), np.int64)
     for end in range(1, len(points)):

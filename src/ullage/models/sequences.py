@@ -91,6 +91,7 @@ class Sequences:
         if input_lengths is not None and attention_mask is None:
             return cls._read_lengths(shape, _host(input_lengths, "input_lengths"), rows.device)
         if attention_mask is not None:
+            # Places are sent through the same move as the values of padded rows, and what comes out is the index.
             place = torch.arange(shape[0] * shape[1], device=attention_mask.device).view(shape)
             batch = RaggedBatch.from_padded({"place": place}, attention_mask)
             if input_lengths is not None:
@@ -113,6 +114,7 @@ class Sequences:
         if packed.data.shape[0] == 0:
             raise InputError("a model needs tokens", found="an empty PackedSequence")
         batch = RaggedBatch.from_packed_sequence(packed._replace(data=torch.arange(len(packed.data))), "element")
+        # ``element`` is the packed element of each flat token; inverted, it is the flat position of each element.
         flat_position = torch.empty_like(batch["element"])
         flat_position[batch["element"]] = torch.arange(len(flat_position))
         sequences = cls._of((1, len(packed.data)), batch.layout.lengths)
@@ -177,6 +179,7 @@ class Sequences:
     def _read_positions(cls, shape: tuple[int, int], position_ids: Tensor) -> Sequences:
         host = position_ids.cpu().numpy()
         starts = host == 0
+        # A row begins a sequence, even if its positions go on from a state's.
         starts[:, 0] = True
         bounds = np.append(np.flatnonzero(starts), host.size)
         return cls._of(shape, np.diff(bounds).astype(np.int64))
@@ -303,7 +306,10 @@ def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int
 def _lengths_by_positions(positions: Int64, slots: Int64) -> Int64:
     """The tokens in each slot: all before the zeros at its end, or one, since the first position is 0 too."""
     ends = np.cumsum(slots)
+    # At each place: one more than the last place so far whose position is not 0. Read at a slot's end, it is the end
+    # of the slot's tokens, or lies before the slot if all positions in it are 0.
     counted = np.maximum.accumulate(np.where(positions != 0, np.arange(1, len(positions) + 1), 0))
+    # A slot of no elements at the very front has no end to read.
     last = np.where(slots > 0, counted[np.maximum(ends, 1) - 1], 0)
     return np.clip(last - (ends - slots), np.minimum(slots, 1), slots)
 

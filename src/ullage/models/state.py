@@ -12,6 +12,7 @@ from torch import Tensor
 #: One tensor [n, hidden] for each part of a layer's state.
 LayerState = tuple[Tensor, ...]
 
+# Tokens by which rows that go on are told from new text; a few suffice, and the comparison waits for the device.
 _TAIL = 16
 
 
@@ -32,6 +33,7 @@ class RecurrentState:
     seen: int = 0
     tail: Tensor | None = None
 
+    # Asked by generate() before it compiles a step.
     is_compileable: ClassVar[bool] = False
 
     @property
@@ -45,6 +47,8 @@ class RecurrentState:
 
     def remember(self, past: RecurrentState | None, rows: object) -> None:
         """Keep the end of the token ids ``rows`` [n, L], which came after ``past``, as :attr:`tail`."""
+        # Embeddings, rows that hold several sequences, and a past that is unknown itself leave nothing to compare
+        # with.
         if not isinstance(rows, Tensor) or len(rows) != self.num_sequences or (past is not None and past.tail is None):
             return
         before = [] if past is None or past.tail is None else [past.tail]

@@ -94,6 +94,8 @@ def shift_right(labels: Tensor, start: int, filler: int) -> Tensor:
 
 
 def _shifted(labels: Tensor, sequences: Sequences, start: int, filler: int) -> Tensor:
+    # Rolled over the whole flat row: a sequence's first id is that of the one before until the start token replaces
+    # it.
     ids = labels.roll(1).index_fill(0, sequences.starts(labels.device), start)
     return ids.masked_fill(ids == IGNORED_LABEL, filler)
 
@@ -101,6 +103,8 @@ def _shifted(labels: Tensor, sequences: Sequences, start: int, filler: int) -> T
 def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
     """True from a row's first label that counts, or from its start, to its last one; on one token if none counts."""
     real = labels != IGNORED_LABEL
+    # A cumulated sum from the right is positive up to the last label that counts. The first column is always set, so
+    # that a target without any such label still has one token.
     before_the_end = real.flip(1).cumsum(1).flip(1) > 0
     before_the_end[:, 0] |= ~before_the_end[:, 0]
     if from_the_start:

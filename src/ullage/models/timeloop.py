@@ -53,7 +53,12 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 def _gru(
     gates: Tensor, weight: Tensor, bias: Tensor, state: Tensor, rows: list[int], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs; for backward, if ``keep``: reset, update and new [size, 3H], and the new gate's recurrent part."""
+    """Outputs [size, H]; for backward, if ``keep``, also the gates [size, 3H] and the new gate's recurrent part.
+
+    Args:
+        gates, weight, bias, state, rows: as for :func:`gru_loop`
+        keep: whether a backward pass may follow; without it the two further tensors are empty
+    """
     size, width = gates.shape[0], state.shape[1]
     output = gates.new_empty(size, width)
     reset_update_new = gates.new_empty(size if keep else rows[0], 3 * width)
@@ -97,11 +102,22 @@ def _gru_backward(
     reset_update_new: Tensor,
     recurrent: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of gates, weight, bias and state."""
+    """Gradients of gates, weight, bias and state.
+
+    Args:
+        grad: [size, H], of the outputs
+        weight: [3H, H], recurrent
+        state: [rows[0], H], before the first step
+        rows: sequences at each step
+        output, reset_update_new, recurrent: what the forward pass returned with ``keep``
+    """
     width = state.shape[1]
     reset, update, new = reset_update_new.split(width, 1)
     before = _shifted(output, state, rows)
     # For all tokens at once: the derivative of each output by each gate before its activation.
+    # With h = (1 - z)·n + z·h₋ and n = tanh(x + r·a), where a is the recurrent part of the new gate: by z it is
+    # (h₋ - n)·z(1 - z), by a (the third part here) (1 - z)(1 - n²)·r, and by r, which acts through n, that last one
+    # times a(1 - r).
     slopes = torch.empty_like(reset_update_new)
     of_new = torch.addcmul(torch.ones_like(new), new, new, value=-1).mul_(1 - update)
     torch.mul(before - new, update * (1 - update), out=slopes[:, width : 2 * width])
@@ -113,6 +129,8 @@ def _gru_backward(
     carried: Tensor | None = None
     for here, given, slope, gate in zip(*(reversed(part) for part in parts), strict=True):
         _add_carried(given, carried, here)
+        # ``slopes`` turn into gradients in place. The state before gets a share directly (z) and one through all three
+        # gates.
         slope.mul_(here.unsqueeze(1))
         carried = torch.addmm(here * gate, slope.view(len(here), 3 * width), weight)
     assert carried is not None
@@ -171,7 +189,16 @@ def _(gates: Tensor, weight: Tensor, state: Tensor, rows: list[int], relu: bool)
 def _rnn_backward(
     grad: Tensor, weight: Tensor, state: Tensor, rows: list[int], relu: bool, output: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gates, weight and state."""
+    """Gradients of gates, weight and state.
+
+    Args:
+        grad: [size, H], of the outputs
+        weight: [H, H], recurrent
+        state: [rows[0], H], before the first step
+        rows: sequences at each step
+        relu: whether the activation is ReLU
+        output: [size, H], of the forward pass
+    """
     slopes = (output > 0).to(output.dtype) if relu else 1 - output * output
     carried: Tensor | None = None
     for given, slope in zip(reversed(grad.split(rows)), reversed(slopes.split(rows)), strict=True):

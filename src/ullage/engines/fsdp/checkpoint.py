@@ -42,12 +42,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None = None, **states: Any) -> None:
-    """Writes ``folder``, whole or not at all; a folder of that name is replaced.
+    """Write ``folder``, whole or not at all; a folder of that name is replaced.
 
     ``states``: by name, objects with a ``state_dict`` of plain numbers, the same on every rank, or such dicts.
     Collective; waits for the device. Raises on every rank if one of them could not write, or names another folder.
     """
     parallel_of(model)
+    # Encoded before anything is written: where it fails, all ranks raise and the folder stays as it was.
     with together(Axis.world(), "collecting a checkpoint"):
         told = {name: state.state_dict() if hasattr(state, "state_dict") else state for name, state in states.items()}
         try:
@@ -60,6 +61,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
 
     def write(place: Path) -> None:
         chunks.write(state, place)
+        # Every rank writes its own chunks; what is the same everywhere is written by one.
         if _rank() == 0:
             model.config.save_pretrained(place)
             (place / STATES).write_text(text, encoding="utf-8")
@@ -76,21 +78,29 @@ def load(
     allow_changed: bool = False,
     **states: Any,
 ) -> None:
-    """Fills model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
+    """Fill model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
 
-    ``hyperparameters``: whether the optimizer's settings (lr, betas, ...) become those of the folder too.
-    ``allow_changed``: take files that were changed since they were written. ``states``: objects with
-    ``load_state_dict``, by the names they were saved under. Collective; waits for the device. Raises
-    ``CheckpointError`` on every rank, before anything is changed, for a folder that is none, damaged or of another
-    model, and for an optimizer of other parameters or another kind.
+    Args:
+        folder: the checkpoint, the same on every rank.
+        model: from ``parallelize``; filled in place.
+        optimizer: of the model; None to load the model alone.
+        hyperparameters: whether the optimizer's settings (lr, betas, ...) become those of the folder too.
+        allow_changed: take files that were changed since they were written.
+        states: objects with ``load_state_dict``, by the names they were saved under.
+
+    Collective; waits for the device. Raises ``CheckpointError`` on every rank, before anything is changed, for a folder
+    that is no checkpoint, is damaged or of another model, and for an optimizer of other parameters or another kind.
     """
     parallel_of(model)
     folder = require_same_folder(Path(folder), _several())
     with together(Axis.world(), "reading a checkpoint"):
+        # One process per machine: the folder may lie on a disk that machines do not share.
         if _first_of_machine():
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
     with together(Axis.world(), "reading a checkpoint"):
+        # All checks, on every rank together, before the model is touched. A new optimizer gets empty state here, since
+        # torch fills only tensors that exist.
         names = _metadata(folder)
         if (folder / "config.json").is_file():
             require_same_model(model.config, folder)
@@ -102,6 +112,8 @@ def load(
         if loader is not None:
             loader.check()
     settings = loader.settings() if loader is not None and hyperparameters else []
+    # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is
+    # then moved over.
     targets = {name: chunks.writable(value) for name, value in weights.items()}
     chunks.read({"model": targets}, folder)
     chunks.copy_back(weights, targets)
@@ -117,11 +129,12 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
-    """Writes the whole model so that ``from_pretrained`` reads it, and ``others`` (a tokenizer) beside it.
+    """Write the whole model so that ``from_pretrained`` reads it, and ``others`` (a tokenizer) beside it.
 
     Collective; rank 0 gathers all weights in its memory. Raises on every rank if they could not be written.
     """
     parallel_of(model)
+    # Every rank takes part in gathering; with these two options only rank 0 keeps the tensors.
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def write(staging: Path) -> None:
@@ -135,6 +148,7 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
 
 def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
     """The model's tensors by name. Of tied names the first, or the first that is ``found`` in a folder."""
+    # A tied weight is written once, under one name; the folder of another program may have chosen another name.
     weights = cast(dict[str, Tensor], get_model_state_dict(model))
     for names in tied_names(model):
         names = [name for name in names if name in weights]
@@ -148,6 +162,7 @@ def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
 def _metadata(folder: Path) -> dict[str, Any]:
     try:
         metadata = FileSystemReader(folder).read_metadata()
+    # ``.metadata`` is a pickle, and these are what a damaged or foreign one raises.
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointError(
             "this folder holds no distributed checkpoint",
@@ -186,7 +201,7 @@ def _read_states(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_written(place: Path) -> None:
-    """Raises ``CheckpointError`` unless the metadata and every file that it names are there."""
+    """Raise ``CheckpointError`` unless the metadata and every file that it names are there."""
     try:
         metadata = FileSystemReader(place).read_metadata()
         named = sorted({info.relative_path for info in (metadata.storage_data or {}).values()})
@@ -198,7 +213,7 @@ def _require_written(place: Path) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Puts back a folder that a killed save had moved aside. Raises ``CheckpointError`` that names it if it cannot."""
+    """Put back a folder that a killed save had moved aside. Raises ``CheckpointError`` that names it if it cannot."""
     try:
         recover(folder)
     except OSError as error:
@@ -211,7 +226,7 @@ def _put_back(folder: Path) -> None:
 
 
 def _require_undamaged(folder: Path, allow_changed: bool) -> None:
-    """Compares the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
+    """Compare the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
     finding = examine(folder, _several(), allow_changed=allow_changed)
     if finding.damage:
         raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")

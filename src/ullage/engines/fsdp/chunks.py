@@ -21,19 +21,19 @@ from ullage.errors import CheckpointError
 
 
 def read(state: dict[str, Any], folder: Path) -> None:
-    """Fills ``state`` in place, of any layout. Collective. Raises ``CheckpointError`` on every rank."""
+    """Fill ``state`` in place, of any layout. Collective. Raises ``CheckpointError`` on every rank."""
     with _quietly("read", folder):
         load(state, checkpoint_id=folder)
 
 
 def write(state: dict[str, Any], folder: Path) -> None:
-    """Writes ``state`` into an empty folder. Collective. Raises ``CheckpointError`` on every rank."""
+    """Write ``state`` into an empty folder. Collective. Raises ``CheckpointError`` on every rank."""
     with _quietly("written", folder):
         save(state, checkpoint_id=folder)
 
 
 def require_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -> None:
-    """Each wanted item is in the folder, and of its size."""
+    """Raise ``CheckpointError`` unless each wanted item is in the folder, and of its size."""
     missing = [name for name in wanted if name not in names]
     if missing:
         raise CheckpointError(
@@ -56,9 +56,11 @@ def require_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -
 
 
 def writable(value: Any) -> Any:
-    """As torch's format can describe it: it knows no chunks of fused weights that tp cut in pieces.
+    """The value in a layout that torch's checkpoint format can describe; a copy where it has to be moved.
 
-    FSDP2 describes what it cut of a tp shard in the same words, but those chunks lie in one piece.
+    The format stores a rank's chunk as one offset and one size. Of a fused weight (q, k and v in one matrix) tp gives
+    each rank several pieces (``_StridedShard`` as the placement over tp, the last mesh dim), so that weight is laid out
+    in plain shards. FSDP2 uses ``_StridedShard`` too, over dp·cp, for its part of a tp shard; that lies in one piece.
     """
     if not isinstance(value, DTensor) or not isinstance(value.placements[-1], _StridedShard):
         return value
@@ -71,9 +73,11 @@ def copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, value in loaded.items():
             held = values[name]
+            # Read in place already.
             if value is held:
                 continue
             if isinstance(held, DTensor):
+                # Back into the cut that the model has; each rank writes its own part, so nothing is left to send.
                 held._local_tensor.copy_(value.redistribute(placements=held.placements)._local_tensor)
             else:
                 values[name] = value
@@ -81,12 +85,16 @@ def copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 @contextmanager
 def _quietly(done: str, folder: Path) -> Iterator[None]:
-    """Without the remark that there is one process; with our error in place of torch's, which is no ``Exception``."""
+    """Silence torch's warning that there is one process, and turn its error into ours.
+
+    torch's ``CheckpointException`` is a ``BaseException``, which ``except Exception`` would let through.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except CheckpointException as failed:
+        # Of the ranks that failed the lowest is named, on all ranks the same.
         rank, (error, _) = next(iter(sorted(failed.failures.items(), key=lambda item: item[0])))
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(

@@ -27,6 +27,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None = None) 
     """
     if max_norm is not None and not max_norm > 0:
         raise InputError("max_norm must be positive", found=max_norm)
+    # Gradients by mesh and by the dims that cut them. Parameters come in the same order on every rank, and so do these
+    # groups and the collectives below.
     kinds: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     local: list[Tensor] = []
     for parameter in parameters:
@@ -40,11 +42,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None = None) 
     for (mesh, dims), held in kinds.items():
         norms = torch._foreach_norm(held, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         square = torch.stack(norms).square().sum()
+        # Summed over the dims whose ranks hold different parts; over the others every rank has the same sum already.
         for dim in dims:
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     if max_norm is not None and local:
+        # The factor stays on the device and is always applied, so that nothing waits for it. 1e-6 as in torch's
+        # clip_grad_norm_.
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for held in local:
             held.mul_(factor.to(held.device))

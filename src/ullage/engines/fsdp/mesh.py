@@ -68,6 +68,8 @@ def mesh_of(topology: Topology) -> tuple[DeviceMesh, DeviceMesh]:
     coordinates = [topology.dp.rank, topology.cp.rank, topology.tp.rank]
     sizes = [topology.dp.size, topology.cp.size, topology.tp.size]
     said: list[tuple[list[int], list[int]]] = gather_objects((coordinates, sizes), Axis.world())
+    # layout[dp, cp, tp] is a global rank, as that rank says itself. A place that is left means that two ranks claimed
+    # one place, or that one has other sizes.
     layout = torch.full(sizes, -1, dtype=torch.int64)
     for rank, (place, told) in enumerate(said):
         if told == sizes:
@@ -79,6 +81,7 @@ def mesh_of(topology: Topology) -> tuple[DeviceMesh, DeviceMesh]:
             found=f"coordinates {[place for place, _ in said]} of sizes {[told for _, told in said]}",
         )
     mesh = DeviceMesh(device_type(), layout, mesh_dim_names=AXES)
+    # One dim: over two, fully_shard would shard the second and replicate over the first (HSDP).
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 
 
@@ -87,6 +90,7 @@ def _join() -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # gloo beside NCCL, because plans and samples are exchanged as host tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")

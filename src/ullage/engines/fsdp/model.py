@@ -79,11 +79,18 @@ def parallelize(
 ) -> Model:
     """The same model, spread over ``topology``: FSDP2 over dp·cp, DTensor over tp, context parallel in its attention.
 
-    ``dtype``: what layers compute in while parameters, gradients' sums and the optimizer stay as they are (for example
-    ``torch.bfloat16``). ``cp_method``: ``"ulysses"``, ``"gather"`` or ``"auto"``; ``cp_fallback``: whether keys may be
-    gathered where Ulysses cannot split the heads. ``reshard_after_forward``: whether layers give their weights back
-    between forward and backward. ``sync_weights``: whether rank 0's weights are sent to all first; leave it on
-    unless every rank loaded the same file. The optimizer is made after this call.
+    Args:
+        model: a causal language model with its weights; changed in place.
+        topology: the ranks of dp, cp and tp; one process if None.
+        dtype: what layers compute in, for example ``torch.bfloat16``. Parameters and the optimizer stay as they are,
+            and gradients are summed in float32.
+        cp_method: how cp shares attention: ``"ulysses"``, ``"gather"`` or ``"auto"``.
+        cp_fallback: whether keys may be gathered where Ulysses cannot split the heads.
+        reshard_after_forward: whether layers free their gathered weights between forward and backward.
+        sync_weights: whether rank 0's weights are sent to all first; leave it on unless every rank loaded the same
+            file.
+
+    Make the optimizer after this call: the model's parameters are other tensors then.
 
     Collective over the world; changes the model in place. Raises ``InputError`` or ``DistributedError`` on every rank,
     before anything is changed, for a topology that is not the world's, a model that packed rows cannot be trained
@@ -91,24 +98,31 @@ def parallelize(
     """
     topology = topology or Topology.single()
     world = Axis.world()
+    # All checks, on every rank together: what follows changes the model and is collective.
     with together(world, "preparing a model for its topology"):
         _check(model, topology, world.size)
         _put_attention(model)
         _require_context(model, topology, cp_method, cp_fallback)
     device = device_of_rank()
+    # One process has no FSDP to cast its weights; autocast takes the place of its mixed precision.
     if world.size == 1:
         model.to(device)  # pyright: ignore[reportArgumentType]
         setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype))
         return model
     mesh, sharded = mesh_of(topology)
+    # A topology of numbers alone gets the mesh's process groups.
     if any(axis.size > 1 and axis.group is None for axis in topology.axes):
         topology = Topology.from_device_mesh(mesh)
+    # In this order: whole weights are sent before they are cut, tp cuts them, and FSDP shards what tp left to each
+    # rank.
     if sync_weights:
         _send_weights(model, device)
     if topology.tp.size > 1:
         tensor_parallel.apply(model, mesh["tp"])
         _share_seed(mesh["tp"])
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
+    # Layers before the root, since fully_shard leaves out what a submodule manages already. Layers are gathered one at
+    # a time; the root has the rest: embeddings, last norm and head.
     for layer in _layers(model):
         fully_shard(layer, mesh=sharded, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     fully_shard(model, mesh=sharded, mp_policy=policy)
@@ -139,6 +153,8 @@ def _check(model: Any, topology: Topology, world: int) -> None:
         raise InputError("this model is parallel already", found=type(model).__name__)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("this model has no weights yet", found="parameters on the meta device")
+    # A loss that transformers lists for another task is refused. One that it does not list is the model's own, and is
+    # taken for a next-token loss.
     loss = model.loss_function
     if "labels" not in inspect.signature(model.forward).parameters or (
         loss is not ForCausalLMLoss and loss in LOSS_MAPPING.values()
@@ -171,6 +187,7 @@ def _require_context(model: Any, topology: Topology, method: str, fallback: bool
     heads = getattr(config, "num_attention_heads", None)
     if fallback or method == "gather" or not isinstance(heads, int):
         return
+    # Ulysses divides the heads that tp leaves to a rank: a share of them only where the plan splits the projections.
     own = heads // topology.tp.size if tensor_parallel.splits(model, "q_proj") else heads
     if own % cp:
         raise InputError(
@@ -183,7 +200,7 @@ def _require_context(model: Any, topology: Topology, method: str, fallback: bool
 
 
 def _put_attention(model: Any) -> None:
-    """The attention that keeps packed sequences apart, unless the model answers for itself."""
+    """Set the attention that keeps packed sequences apart, unless the model's forward takes their lengths itself."""
     if "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
         if model.config._attn_implementation != "ullage":
             with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
@@ -193,15 +210,16 @@ def _put_attention(model: Any) -> None:
 
 @torch.no_grad()
 def _send_weights(model: nn.Module, device: torch.device) -> None:
-    """Rank 0's parameters and buffers to all, one after another, so that a random start is the same everywhere."""
+    """Send rank 0's parameters and buffers to all ranks, so that a random start is the same everywhere."""
     for tensor in (*model.parameters(), *model.buffers()):
+        # NCCL sends from the device only; one tensor at a time, so that the device holds one beside the model.
         there = tensor.data.to(device).contiguous()
         dist.broadcast(there, src=0)
         tensor.data.copy_(there)
 
 
 def _share_seed(mesh: DeviceMesh) -> None:
-    """From here on the ranks of tp draw alike: what they hold in common, dropout has to treat alike."""
+    """Give the ranks of tp one random seed, so that dropout masks alike what they all hold."""
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, group=mesh.get_group(), group_src=0)
     torch.manual_seed(seed[0])

@@ -21,6 +21,7 @@ _CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the parameters in each group. Raises ``InputError`` if one is not the model's."""
+    # Parameters are compared as objects: while weights are gathered, the model has other tensors than the optimizer.
     reshard(model)
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
@@ -35,18 +36,20 @@ def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
 
 
 def reshard(model: Any) -> None:
-    """Gives back the weights that a forward without a backward left whole; whole ones are other tensors."""
+    """Free the weights that a forward without a backward left gathered, and put the sharded ones in their place."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def require_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Looks at an optimizer once, and keeps it from batching tensors of two meshes. Raises as :func:`names_of`."""
+    """Check an optimizer once, and keep it from batching tensors of two meshes. Raises as :func:`names_of`."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) == count:
         return
     names_of(model, optimizer)
     for group in optimizer.param_groups:
+        # Under tp a group may hold parameters on dp·cp × tp and on dp·cp alone, and one call over many tensors takes
+        # one mesh.
         meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
         if len(meshes) > 1 and (group.get("foreach") or group.get("fused")):
             group["foreach"] = group["fused"] = False
@@ -54,10 +57,12 @@ def require_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Has a new optimizer make its tensors: a step without gradients at a rate of zero, which changes no weight."""
+    """Have a new optimizer make its state: a step with zero gradients at a rate of zero, which changes no weight."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         if "lr" in group:
+            # A product keeps the type, as the rate may be a tensor. The step count becomes 1; whoever calls this loads
+            # over it.
             group["lr"] = group["lr"] * 0
         for parameter in group["params"]:
             if parameter.requires_grad:

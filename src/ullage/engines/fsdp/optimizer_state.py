@@ -31,25 +31,34 @@ def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 class OptimizerLoader:
-    """Brings what a folder holds of an optimizer into ``optimizer``. ``items``: what is in the folder, by name."""
+    """Loader of the optimizer state in a folder, in three calls: ``check``, ``settings``, ``load``.
+
+    Args:
+        folder: the checkpoint.
+        model: the model of the optimizer's parameters.
+        optimizer: filled by :meth:`load`.
+        items: metadata of everything in the folder, by name.
+    """
 
     def __init__(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer, items: dict[str, Any]) -> None:
         self._folder, self._optimizer, self._items = folder, optimizer, items
         self._new = False
         require_optimizer(model, optimizer)
+        # optim.state.<parameter>.<key>: a parameter's name has dots, a key has none.
         self._saved = {name.removeprefix(_STATE).rpartition(".")[0] for name in items if name.startswith(_STATE)}
         self._aliases = {name: names for names in tied_names(model) for name in names}
         self._groups = [[self._known(name) for name in names] for names in names_of(model, optimizer)]
         self._trained = {self._known(name) for name, p in model.named_parameters() if p.requires_grad}
 
     def check(self) -> None:
-        """Raises ``CheckpointError`` unless the folder has what this optimizer needs. A new one gets its state."""
+        """Raise ``CheckpointError`` unless the folder has what this optimizer needs. A new one gets its state."""
         if not any(name.startswith("optim.") for name in self._items):
             raise CheckpointError(
                 "this checkpoint holds no optimizer",
                 where=str(self._folder),
                 hint="load the model alone, without an optimizer; of a DeepSpeed run, convert the folder global_step*",
             )
+        # torch loads into tensors that exist, so a new optimizer makes its own before it is compared with the folder.
         self._new = not self._optimizer.state
         if self._new and self._saved:
             make_state(self._optimizer)
@@ -65,6 +74,8 @@ class OptimizerLoader:
 
         Raises ``CheckpointError`` on every rank if the folder groups the parameters otherwise.
         """
+        # The folder's groups, each with the settings that both sides have. A list in the folder is one item, so an
+        # empty list stands for the names that are read in its place.
         count = len({name.split(".")[2] for name in self._items if name.startswith(_GROUPS)})
         listed: list[dict[str, Any]] = [{"params": []} for _ in range(count)]
         for i, group in enumerate(self._optimizer.param_groups[:count]):
@@ -72,6 +83,7 @@ class OptimizerLoader:
             listed[i]["params"] = []
         if count:
             chunks.read({"optim": {"param_groups": listed}}, self._folder)
+        # Frozen parameters have no state, so it does not matter how either side groups them.
         theirs = [{self._known(name) for name in group["params"]} & self._trained for group in listed]
         if theirs != [set(names) & self._trained for names in self._groups]:
             self._forget()
@@ -85,7 +97,7 @@ class OptimizerLoader:
         return [{k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in listed]
 
     def load(self, settings: list[dict[str, Any]]) -> None:
-        """Fills the optimizer's tensors, and its settings if there are any. Collective."""
+        """Fill the optimizer's tensors, and its settings if there are any. Collective."""
         held = self._held()
         targets = {name: {key: chunks.writable(v) for key, v in state.items()} for name, state in held.items()}
         if targets:
@@ -114,6 +126,6 @@ class OptimizerLoader:
         }
 
     def _known(self, name: str) -> str:
-        """Of the names of a tied weight the one that the folder has a state under."""
+        """The name under which the folder has the state of a parameter, which has several names if it is tied."""
         names = self._aliases.get(name, [name])
         return next((alias for alias in names if alias in self._saved), names[0])

@@ -26,7 +26,7 @@ _SPLITS_HEADS = "colwise"
 
 
 def require_tensor_parallel(model: Any, size: int) -> None:
-    """Raises ``InputError`` for a model that ``size`` ranks cannot share, with the reason."""
+    """Raise ``InputError`` for a model that ``size`` ranks cannot share, with the reason."""
     name = type(model).__name__
     config = model.config.get_text_config()
     if not _base_plan(model):
@@ -62,7 +62,7 @@ def _base_plan(model: Any) -> dict[str, str]:
 
 
 def apply(model: Any, mesh: DeviceMesh) -> None:
-    """Shards the model's parameters over ``mesh``, an axis of one dim, and hooks its modules; weights stay tied."""
+    """Shard the model's parameters over ``mesh``, an axis of one dim, and hook its modules; weights stay tied."""
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     modules, owners = dict(model.named_modules()), dict(model.named_parameters())
     summed = [name for name, style in plan.items() if style == _PARTIAL_GRADIENT]
@@ -78,9 +78,10 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Adds up what the ranks' backwards find for this module's weights, each backward by itself."""
+    """Sum each backward's gradients of this module's weights over the ranks, before they are accumulated."""
 
     def add_up(gradient: Tensor) -> Tensor:
+        # A copy, because a hook must not change the gradient it is given.
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=group)
         return gradient

@@ -123,6 +123,7 @@ class Trainer:
             num_training_steps=self.state.max_steps,
             scheduler_specific_kwargs=cast(Any, args.lr_scheduler_kwargs),
         )
+        # In the order of transformers' Trainer: flow control, reporting, the user's, the display.
         shown = PrinterCallback if args.disable_tqdm else ProgressCallback
         reporting = get_reporting_integration_callbacks(args.report_to)
         self._handler = CallbackHandler(
@@ -141,6 +142,8 @@ class Trainer:
             peak_flops=peak_flops_of(args),
             oversize=self._oversize,
         )
+        # A group for the stop flag, which is a host tensor: NCCL takes none, and asking on the device would wait for
+        # it.
         self._host_group = None
         world = dist.group.WORLD if args.world_size > 1 else None
         if world is not None and device_of(world).type != "cpu":
@@ -160,15 +163,15 @@ class Trainer:
         return getattr(self.args, "packing_oversize", "error")
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, as transformers' Trainer does."""
+        """Add a callback, as transformers' Trainer does."""
         self._handler.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback or the one of this class, as transformers' Trainer does."""
+        """Remove a callback or the one of this class, as transformers' Trainer does."""
         self._handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: str | None = None, *, allow_changed_checkpoint: bool = False) -> None:
-        """Trains to the end, or until a callback says stop. Collective.
+        """Train to the end, or until a callback says stop. Collective.
 
         Args:
             resume_from_checkpoint: a folder ``checkpoint-N`` of such a run, on any topology with steps of the same
@@ -196,6 +199,7 @@ class Trainer:
         with self._steps(self.eval_dataset, batch) as steps:
             for step in steps:
                 result = evaluate_step(self.model, step)
+                # A step's loss is a mean over its labels, so it counts by their number.
                 loss += float(result.loss) * int(result.num_labels)
                 count += int(result.num_labels)
         metrics = {"eval_loss": loss / max(count, 1), "eval_runtime": round(time.perf_counter() - began, 3)}
@@ -204,15 +208,17 @@ class Trainer:
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Writes the whole model and its tokenizer, so that ``from_pretrained`` reads them. Collective.
+        """Write the whole model and its tokenizer, so that ``from_pretrained`` reads them. Collective.
 
-        output_dir: the folder, by default that of the arguments.
+        Args:
+            output_dir: the folder, by default that of the arguments.
         """
         others = () if self.processing_class is None else (self.processing_class,)
         save_pretrained(self.model, output_dir or self.args.output_dir or ".", *others)
 
     def _train_epoch(self, epoch: int) -> None:
         """Train on the rest of an epoch. Each epoch has an order of its own, the same on every layout."""
+        # Seed and epoch alone decide the order, not the layout. A continued run leaves out the steps that were made.
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(self.args.seed + epoch))
         done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
         left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())
@@ -233,6 +239,7 @@ class Trainer:
         """Forward, backward and the optimizer's step of one packed step. Collective; does not wait for the device."""
         flops = model_flops(self._cost, self._num_parameters, step.microbatches)
         self.meter.add_packed(step.microbatches, step.plan, flops)
+        # Started before the step and read after it, so that the two run side by side.
         stop = self._reduce_stop()
         limit = self.args.max_grad_norm or None
         result = train_step(self.model, self.optimizer, step, max_grad_norm=limit, scheduler=self.scheduler)
@@ -257,7 +264,7 @@ class Trainer:
         return agreed
 
     def _act(self) -> None:
-        """Logs, evaluates and saves, where the callbacks asked for it."""
+        """Log, evaluate and save, where the callbacks asked for it."""
         if self.control.should_log and self._since_log:
             losses = [float(result.loss) for result in self._since_log]
             norm = self._since_log[-1].grad_norm
@@ -272,7 +279,7 @@ class Trainer:
             self.control = self._handler.on_save(self.args, self.state, self.control)
 
     def _count_empty_steps(self) -> None:
-        """Those since the last log in which no label counted. Waits for the device."""
+        """Count the steps since the last log in which no label counted. Waits for the device."""
         self.meter.left_out.empty_steps += sum(int(result.num_labels) == 0 for result in self._since_log)
 
     def _log(self, logs: dict[str, float]) -> None:
@@ -346,6 +353,7 @@ def _require_supported(arguments: Any) -> None:
 
 def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:
     """Trainer's optimizer of these arguments, with Trainer's two groups."""
+    # The method reads nothing of its object, so it needs no Trainer.
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -353,6 +361,8 @@ def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:
         for chosen, decay in ((True, arguments.weight_decay), (False, 0.0))
     ]
     kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    # Factories, and optimizers that want more than groups of parameters (GaLore, LOMO, layer-wise ones), are made by
+    # code of Trainer that is not taken over here.
     if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & set(options):
         raise InputError("this optim is not supported over ullage.engines.fsdp", found=str(arguments.optim))
     return kind([group for group in groups if group["params"]], **options)

@@ -41,7 +41,13 @@ Batch = tuple[Tensor | None, Tensor | None, Tensor | None, None, Tensor | None, 
 
 @dataclass(frozen=True)
 class _Slice:
-    """This rank's part of a row: part ``rank`` of ``size``, and the process group of the other parts if it varies."""
+    """This rank's part of a row.
+
+    Attributes:
+        size: number of parts.
+        rank: number of this part.
+        group: process group of the parts where it varies by microbatch; None for the model's own.
+    """
 
     size: int
     rank: int
@@ -86,6 +92,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         mine, failure = tried(lambda: _sliced(given, wanted, topology, pg_collection))
         if everywhere and failure is not None:
             raise failure
+    # Where every rank has its own microbatches the axis is one of a single rank, on which nothing is sent.
     axis = Axis("tp") if everywhere else topology.tp
     [part] = share_or_fail(None if mine is None else [mine], failure, axis, 0, None)
     return _finish(part, wanted, topology, pg_collection, mtp_on_this_rank)
@@ -161,6 +168,7 @@ def _slice_of(degree: int, topology: Topology, pg_collection: Any) -> _Slice:
     group = degree_groups(whole).get(degree)
     if degree > 1 and group is None:
         raise InputError("there is no group of this local_cp_size", expected="a power of two", found=degree)
+    # Blocks of ranks are aligned to their size, so the remainder is the rank within the block.
     return _Slice(degree, whole.rank % degree, group)
 
 
@@ -184,8 +192,11 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
                 found=f"{str(value.dtype)[6:]} [{value.numel()}]",
             )
         values[name] = value if clean is None else value.masked_fill(clean.to(value.device), 0)
+    # Megatron's labels are the next tokens already.
     piece = shard(RaggedBatch(values, layout), part.size, part.rank, shift_labels=False).batch
     on_gpu = any(value.is_cuda for value in values.values())
+    # The receivers get a slice, and need the layout of the whole row and three facts about it. share() sends tensors
+    # with one entry per token or per sequence, so the facts are repeated for each sequence.
     rows = np.empty((len(layout), 5), np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2:] = layout.lengths, layout.slots, (degree, on_gpu, given.rolled)
     described = torch.from_numpy(rows)
@@ -196,6 +207,7 @@ def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collect
 def _finish(part: RaggedBatch, wanted: list[str], topology: Topology, pg_collection: Any, mtp: bool) -> Batch:
     rows = part[_DESCRIPTION].cpu().numpy()
     layout = Layout.from_slots(rows[:, 0], rows[:, 1])
+    # There is a first row: an empty microbatch was filled up with a slot of padding.
     cut = _slice_of(int(rows[0, 2]), topology, pg_collection)
     device = home_device(topology)
     if device is None:
@@ -227,6 +239,13 @@ def _packed_seq_params(
 ) -> PackedSeqParams:
     """``PackedSeqParams`` with real lengths in ``cu_seqlens_q`` and padded ones in ``cu_seqlens_q_padded``.
 
+    Args:
+        layout: of the whole row.
+        device: where the cumulated lengths are put.
+        degree: context-parallel degree of this microbatch; 0 if it is fixed.
+        group: process group of that degree.
+        rolled: whether a multi-token-prediction layer rolls the labels.
+
     Two readers use ``cu_seqlens_q`` as positions in the row: megatron-core's roll of multi-token-prediction labels, and
     Transformer Engine under context parallelism. For them it holds the padded lengths as well, which is exact under a
     causal mask, because padding follows every token of its sequence.
@@ -236,6 +255,7 @@ def _packed_seq_params(
     padded = torch.from_numpy(layout.cu_seqlens_padded).to(device)
     places = rolled or layout.num_tokens == layout.size or _has_transformer_engine()
     real = padded if places else torch.from_numpy(layout.cu_seqlens).to(device)
+    # Of the slots, since kernels read it beside padded lengths.
     longest = int(layout.slots.max(initial=0))
     own: dict[str, Any] = {"local_cp_size": degree, "cp_group": group} if degree else {}
     return PackedSeqParams(

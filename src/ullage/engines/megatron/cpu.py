@@ -74,11 +74,14 @@ def on_cpu(required: bool = False) -> Iterator[None]:
 
     host = torch.device("cpu")
     replaced = [
+        # Where megatron-core makes its buffers, waits, and moves its batches.
         (torch.cuda, "current_device", lambda: host),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (Tensor, "cuda", lambda self, *_, **__: self),
+        # Dropout forks the tracker; the flag keeps megatron-core from making one of its own.
         (random, "_CUDA_RNG_STATE_TRACKER", _NoTracker()),
         (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        # ``torch.zeros(..., device="cuda")`` of the token count, in this module alone.
         (schedules, "torch", _HostTorch("torch")),
         (schedules, "deallocate_output_tensor", free_with_the_tensor),
     ]

@@ -22,11 +22,14 @@ def degree_groups(axis: Axis) -> dict[int, ProcessGroup]:
     Neighbours are aligned: the group of *d* ranks at coordinate *r* is that of *r // d*.
     """
     key, world = tuple(axis.ranks), dist.group.WORLD if dist.is_initialized() else None
+    # A world that was destroyed and made again has other groups, so the world is compared too.
     held = _made.get(key)
     if held is not None and held[0] is world:
         return held[1]
     groups: dict[int, ProcessGroup] = {}
     if axis.size > 1:
+        # The ranks of every such axis in the world (one per stage and tp coordinate): each rank helps to make all
+        # groups.
         everyone: list[tuple[int, ...]] = gather_objects(key, Axis.world())
         backend = dist.get_backend(axis.group)
         # Every backend requires that all ranks make all groups in the same order.

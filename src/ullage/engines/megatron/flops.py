@@ -18,10 +18,13 @@ def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | Non
         return None
     if getattr(config, "num_moe_experts", None) or getattr(config, "multi_latent_attention", False):
         return None
+    # Multiply-adds per token and layer: query and output projections, key and value projections (fewer heads with
+    # grouped queries), and two matrices of the MLP, or three if it is gated. A multiply-add is two FLOPs.
     dim = getattr(config, "kv_channels", None) or hidden // heads
     keys = getattr(config, "num_query_groups", None) or heads
     inner = getattr(config, "ffn_hidden_size", None) or 4 * hidden
     matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
     projections = 2 * hidden * heads * dim + 2 * hidden * keys * dim
     linear = 2 * (layers * (projections + matrices * hidden * inner) + hidden * vocab_size)
+    # Scores and their product with the values are 4·heads·dim FLOPs per pair, and half of the pairs are causal.
     return linear, 2 * layers * heads * dim

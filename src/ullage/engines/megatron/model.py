@@ -54,6 +54,7 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
 def packed_layer_spec(config: Any) -> Any:
     """``ModuleSpec`` of one layer of :func:`packed_block_spec`, for example for ``get_gpt_mtp_block_spec``."""
     _refuse(config)
+    # megatron-core's local spec, less the parts that refuse packed rows or sequence parallelism.
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -117,6 +118,8 @@ class PackedSelfAttention(SelfAttention):
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         if packed_seq_params is None or packed_seq_params.local_cp_size is None:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        # SelfAttention.forward hands pg_collection.cp to its rotary positions. A copy, for this call alone, because
+        # layers share the collection.
         usual: Any = self.pg_collection
         self.pg_collection = own = copy.copy(usual)
         own.cp = packed_seq_params.cp_group or _Alone()
@@ -172,11 +175,14 @@ class PackedCoreAttention(MegatronModule):
             raise InputError("packed attention takes no bias")
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
+            # Megatron's [tokens, batch, heads, dim] as [batch, heads, tokens, dim], and back.
             rows = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
             mixed = F.scaled_dot_product_attention(
                 *rows, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=True
             )
             return mixed.permute(2, 0, 1, 3).flatten(2)
+        # Where sequences begin in the row, so padded lengths where given. Padding is computed as the end of its
+        # sequence: no token looks back on it, and the loss mask leaves it out.
         places = packed_seq_params.cu_seqlens_q_padded
         places = packed_seq_params.cu_seqlens_q if places is None else places
         group = packed_seq_params.cp_group if packed_seq_params.local_cp_size else self.group
@@ -203,6 +209,7 @@ class _GatherRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient, group = gradients[0].contiguous(), ctx.group
+        # gloo sums the whole row; this rank keeps its part.
         if dist.get_backend(group) == "gloo":
             dist.all_reduce(gradient, group=group)
             return gradient.chunk(group.size())[group.rank()], None
@@ -224,7 +231,15 @@ def _place_of(slots: tuple[int, ...], size: int) -> Int64:
 def _over_slices(
     query: Tensor, key: Tensor, value: Tensor, slots: list[int], group: Any, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attention of this rank's zigzag slice [T, heads, dim] over keys and values of the whole row."""
+    """Attention of this rank's zigzag slice over keys and values of the whole row, [T, heads, dim].
+
+    Args:
+        query, key, value: [T, heads, dim] of the slice.
+        slots: padded tokens of each sequence of the whole row; multiples of 2·cp.
+        group: context-parallel process group.
+        dropout: probability of dropping an attention weight.
+        scale: factor of the scores; 1/√dim if None.
+    """
     # Keys and values of the whole row, in its own order.
     size, rank = group.size(), group.rank()
     place = torch.from_numpy(_place_of(tuple(slots), size)).to(query.device)
@@ -247,6 +262,7 @@ def _over_slices(
 def _prefix(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
     """Causal attention of queries that are the last tokens of the keys, [tokens, heads, dim]."""
     count, seen = len(query), len(key)
+    # Query i is key seen - count + i.
     mask = torch.ones(count, seen, dtype=torch.bool, device=query.device).tril(seen - count)
     rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     mixed = F.scaled_dot_product_attention(

@@ -80,6 +80,7 @@ def _sequences(samples: Sequence[Any], i: int, sample: Any) -> list[dict[str, Te
             expected="cu_seqlens if it is pre-packed, original_seq_len and padded_seq_len if it is one sequence",
             found=", ".join(name for name in _LENGTHS if name in sample),
         )
+    # The tokens decide how many elements the sample has; every other field is read against that.
     size = _flat(sample_value(samples, i, "tokens"), None).shape[0]
     values = {name: _flat(sample_value(samples, i, name), size) for name in sample if name not in _LENGTHS}
     for name, dtype in FIELDS.items():
@@ -119,6 +120,7 @@ def _cuts(samples: Sequence[Any], i: int, size: int) -> list[tuple[int, int]]:
     ends = sample_value(samples, i, "cu_seqlens").reshape(-1).tolist()
     padded = samples[i].get("cu_seqlens_padded")
     places = ends if padded is None else sample_value(samples, i, "cu_seqlens_padded").reshape(-1).tolist()
+    # ``cu_seqlens`` gives each sequence's tokens, ``cu_seqlens_padded`` the slots in which they lie.
     lengths = [b - a for a, b in pairwise(ends)]
     slots = [b - a for a, b in pairwise(places)]
     sound = ends[:1] == places[:1] == [0] and len(ends) == len(places) and places[-1] <= size
@@ -136,6 +138,7 @@ def _part(values: dict[str, Tensor], where: str, size: int, cuts: list[tuple[int
     start, length = cuts[k]
     part = {}
     for name, value in values.items():
+        # By shape: one entry per token, one for the whole sample, or one per sequence.
         if value.ndim and value.shape[0] == size:
             part[name] = value[start : start + length]
         elif value.numel() == 1:

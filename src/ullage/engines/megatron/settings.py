@@ -72,6 +72,7 @@ class Settings:
         scheduler = _scheduler(config)
         if scheduler not in schedulers():
             raise InputError("no such sequence_packing_scheduler", expected=" or ".join(schedulers()), found=scheduler)
+        # ``...`` stands for a missing field, because None is a valid value.
         virtual = getattr(config, "virtual_pipeline_model_parallel_size", ...)
         if virtual is ...:
             raise _missing("virtual_pipeline_model_parallel_size", "None without virtual stages")
@@ -94,12 +95,16 @@ class Settings:
     def pad_to_multiple_of(self, topology: Topology) -> int:
         """Multiple of a slot: two chunks per context-parallel rank, each divisible for sequence parallelism and FP8."""
         cp, tp = topology.cp.size, topology.tp.size
+        # A rank holds two chunks of each slot. tp divides a rank's row under sequence parallelism.
         halves = 2 * cp if cp > 1 else 1
         return math.lcm(halves * (tp if self.sequence_parallel else 1), self.fp8_multiple * cp, self.alignment)
 
     def row_multiple(self, topology: Topology, degree: int | None) -> int:
-        """Multiple of a whole row. With a degree per microbatch, slots are multiples of twice the degree only, so the
-        row is filled up to what sequence parallelism and FP8 can divide."""
+        """Multiple of a whole row, in tokens.
+
+        With a degree per microbatch the slots are multiples of twice the degree only, so the row is filled up to what
+        sequence parallelism and FP8 can divide. ``degree``: None if it is fixed.
+        """
         if degree is None or degree == 1:
             return self.pad_to_multiple_of(topology)
         return math.lcm(self.pad_to_multiple_of(topology) * degree, 2 * degree)
@@ -169,6 +174,7 @@ def _fp8_multiple(config: Any) -> int:
     if not getattr(config, "fp8", None):
         return 1
     recipe = str(getattr(config, "fp8_recipe", ""))
+    # 128 is the block of blockwise scaling, 32 that of MXFP8, 16 what the other recipes' matrix products need.
     return 128 if "blockwise" in recipe else 32 if "mxfp8" in recipe else 16
 
 

@@ -60,8 +60,14 @@ class Microbatch(dict[str, Any]):
 class WrappedStep:
     """Packed step for Megatron's schedules.
 
-    ``data_iterator``: an iterator, ``None``, or a list of them, one per virtual stage. The other fields are equal on
-    every rank; ``num_tokens`` and ``sum_squared_lengths`` are exact integers over real tokens.
+    All but ``data_iterator`` is equal on every rank. The sums are exact integers over real tokens.
+
+    Attributes:
+        data_iterator: an iterator, ``None``, or a list of them, one per virtual stage.
+        num_microbatches: microbatches that every rank runs.
+        num_tokens: Σlength over all ranks.
+        sum_squared_lengths: Σlength² over all ranks, for the FLOPs of attention.
+        plan: which rank runs which sequences.
     """
 
     data_iterator: Any
@@ -98,6 +104,8 @@ def packed_step(
 
     Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
     """
+    # A failure is kept until maker.make, in which all ranks meet and raise together. Until then each rank goes the
+    # same way: the topology depends on one field, which is read whether or not the others are valid.
     settings, failure = tried(lambda: Settings.of(config))
     require_one_of(owners, ("ends", "every"), "owners")
     dynamic = is_dynamic(config)
@@ -111,6 +119,7 @@ def packed_step(
     if made is None:
         raise InputError("no rank has any sample for this step", expected=f"{num_microbatches} per rank")
     assert settings is not None
+    # Groups are made here, where all ranks are: that is collective over the world, and taking a microbatch is not.
     if settings.dynamic:
         degree_groups(topology.dp)
     iterators = _iterators(made, settings, topology)
@@ -188,6 +197,8 @@ def _maker(
     maker = _Taken(topology, Stream(ITERABLE, topology.dp.size, shared=False), None, options)
     if topology.owns_data and failure is None:
         samples, failure = tried(lambda: read_items(pull(source, num_microbatches)))
+        # With dp flattened over cp each of these ranks counts as one that owns data, but a cp group brings its samples
+        # once.
         if settings is not None and settings.dynamic and not _is_first_copy(topology, pg_collection):
             samples = []
         maker.taken = (samples or [], failure)
@@ -215,6 +226,8 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
         full = _fill_up(batch, multiple)
         microbatches.append((_values(full, device, degree), full.layout))
     traits = {"everywhere": everywhere, "rolled": bool(settings.mtp_stages)}
+    # Megatron's rerun state machine asserts this class, by which it replays a step. Each virtual stage reads all
+    # microbatches of the step, so each gets an iterator of its own over the same tensors.
     iterators = [
         RerunDataIterator(iter([Microbatch(values, layout, **traits) for values, layout in microbatches]))
         for _ in range(settings.virtual)
@@ -225,6 +238,8 @@ def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
 def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
     """The batch with a last slot of padding, if its row is empty or not a multiple of ``multiple``."""
     size = batch.layout.size
+    # An empty row gets a slot of padding, because every rank runs as many microbatches as the others and a kernel needs
+    # elements.
     rest = multiple if size == 0 else -size % multiple
     if not rest:
         return batch
