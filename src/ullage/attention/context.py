@@ -117,7 +117,7 @@ class ContextParallel(contextlib.ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         token, num_calls = self._entered.pop()
         _ACTIVE.reset(token)
-        # Nobody used the rows that wait, and no attention ran in this block: the model has another attention.
+        # Rows were cut that no attention used, and none ran in this block: the model has another implementation.
         is_missed = _CUT_ROWS.waiting and num_calls == _CUT_ROWS.num_calls
         if _ACTIVE.get() is None:
             _CUT_ROWS.forget_gone()

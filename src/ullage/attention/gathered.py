@@ -204,8 +204,7 @@ def blocks(queries: int, keys: int, window: int | None) -> list[tuple[int, int]]
 
 def _corner(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Mask of the keys that each query sees, bool [queries, keys], aligned at the end. Too large to cache."""
-    # Query i stands at key keys - queries + i: it sees keys up to there, and with a window not before that - window +
-    # 1.
+    # Query i is key p = keys - queries + i: it sees keys up to p, and with a window those from p - window + 1 on.
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return seen if window is None else seen.triu_(keys - queries - window + 1)
 

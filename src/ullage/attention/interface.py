@@ -113,6 +113,7 @@ def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: D
             "cu_seq_lens_q was given to the model, but did not reach its attention",
             hint="give this model padded batches: it drops the lengths on the way",
         )
+    # What the model was given, or, compiled, only what reaches the layer: the stack cannot be read then.
     positions = () if given is None else given.positions
     # Positions that a model computes from a mask start again at padding only.
     own = given is not None and not positions and mask.padded

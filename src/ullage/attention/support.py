@@ -35,7 +35,7 @@ _EXCEPTIONS = {
 }
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
-#: Attribute of a layer with the id of the model that was checked and its row limits: plain data, to pickle without us.
+#: Attribute of a layer with the id of the model that was checked and its row limits: plain data, so that it pickles.
 _MARK = "_ullage_row_limits"
 
 

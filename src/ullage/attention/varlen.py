@@ -49,6 +49,7 @@ def _varlen() -> tuple[Any, bool] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
+    # The kernel's signature has changed between releases of torch: ask for the arguments, not for the version.
     parameters = inspect.signature(varlen_attn).parameters
     return (varlen_attn, "enable_gqa" in parameters) if "window_size" in parameters else None
 

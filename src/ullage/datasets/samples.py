@@ -89,8 +89,7 @@ class MockSamples:
         index %= len(self)
         length = int(self.lengths[index])
         padded = -(-length // self._multiple) * self._multiple
-        # One element more than the sample: tokens and labels are this text from its first and from its second element
-        # on.
+        # One element longer than the sample: tokens are the text without its last element, labels without its first.
         text = torch.full((padded + 1,), self._pad)
         text[: length - 1] = self._words(index, length - 1)
         text[length - 1] = self._eod

@@ -99,6 +99,7 @@ def docstrings() -> list[str]:
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     # By parts of the path: the same order on every file system.
     kept = sorted((path for path in files if not _NOT_LIBRARY & set(path.parts[:-1])), key=lambda path: path.parts)
+    # A dict in the place of a set, because it keeps the order in which texts are found.
     found: dict[str, None] = {}
     for path in kept:
         try:
@@ -106,7 +107,6 @@ def docstrings() -> list[str]:
         except (SyntaxError, ValueError, OSError):
             continue  # a template, or a file that belongs to another version
         for node in _definitions(tree):
-            # A dict keeps the order of insertion, and each text once.
             text = ast.get_docstring(node)
             if text and text.strip():
                 found[text] = None
@@ -381,7 +381,7 @@ def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None =
         if len(ids) == 0:
             raise InputError("a sample is empty", where=f"sample {i}", expected="at least one token", found="length 0")
         lengths[i] = len(ids)
-        # int32 in memory, half of what a list of int64 samples would take.
+        # Held as int32, half of what int64 takes; a sample is widened when it is read.
         parts.append(np.asarray(ids[:max_length], np.int32))
     # ``lengths`` are those before the cut, by which the lost tokens are counted.
     kept = np.minimum(lengths, max_length) if max_length is not None else lengths

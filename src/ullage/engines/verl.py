@@ -37,9 +37,9 @@ from ullage.planning.plans import Plan
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 
-#: A largest partition within this factor of the bound for every division is not improved any further,
+#: Differencing is left out where the largest partition is within this factor of the bound on every division,
 _LEVEL = 1.0002
-#: except with at most this many items, for which differencing takes next to no time.
+#: unless there are at most this many items, for which it takes next to no time.
 _FEW = 1024
 
 

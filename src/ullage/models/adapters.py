@@ -56,7 +56,7 @@ def _shortest(wanted: Set[str], names: Set[str]) -> list[str]:
     endings: set[str] = set()
     for name in wanted:
         parts = name.split(".")
-        # The whole name is the last candidate and matches only itself or longer wanted names, so one is always found.
+        # From the last part to the whole name: the first ending that matches wanted names only.
         tails = (".".join(parts[-k:]) for k in range(1, len(parts) + 1))
         endings.add(next(t for t in tails if {n for n in names if f".{n}".endswith(f".{t}")} <= wanted))
     return sorted(endings)

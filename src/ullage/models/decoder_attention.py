@@ -19,8 +19,9 @@ from ullage.errors import InputError
 from ullage.layout import Int64, Layout, starts_of
 from ullage.places import Places
 
-#: The share of a block's pairs that may be padding, or this many pairs, which is the cost of another block.
+#: Padded pairs that a block may have, as a share of its real pairs (a pair is a decoder step and a source token),
 WASTE = 0.25
+#: or this many pairs, if that is more: what the calls of another block cost.
 BLOCK_COST = 2**12
 #: Most elements of queries plus keys held at once, so that they stay in the cache.
 MAX_ELEMENTS = 2**20

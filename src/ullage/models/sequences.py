@@ -179,7 +179,7 @@ class Sequences:
     def _read_positions(cls, shape: tuple[int, int], position_ids: Tensor) -> Sequences:
         host = position_ids.cpu().numpy()
         starts = host == 0
-        # A row begins a sequence, even if its positions go on from a state's.
+        # A row begins a sequence, even if its positions continue those that a cached state has seen.
         starts[:, 0] = True
         bounds = np.append(np.flatnonzero(starts), host.size)
         return cls._of(shape, np.diff(bounds).astype(np.int64))

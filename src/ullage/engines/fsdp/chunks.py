@@ -1,4 +1,4 @@
-"""Between a model's layout and the chunks of ``torch.distributed.checkpoint``; reading and writing them."""
+"""Reading and writing of ``torch.distributed.checkpoint`` folders from the layouts that models have."""
 
 from __future__ import annotations
 

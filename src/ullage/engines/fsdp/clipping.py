@@ -1,4 +1,4 @@
-"""One norm over all gradients, wherever they lie.
+"""Norm of all gradients, of parameters on several device meshes, and clipping by it.
 
 With tensor parallelism some parameters live on dp·cp × tp and others on dp·cp alone; torch's own
 ``clip_grad_norm_`` takes parameters of one mesh. Here each rank adds up the squares it holds, in float32, and each sum

@@ -1,4 +1,4 @@
-"""From a topology to the device mesh that torch's engine wants, and from sizes to a topology.
+"""Device meshes for FSDP2 and DTensor, made from a topology, and topologies made from sizes.
 
 FSDP2 and DTensor want their meshes cut from one mesh. A :class:`Topology` lists ranks along its axes in any order, so
 the mesh is laid out by what the ranks themselves say: each tells its coordinates.

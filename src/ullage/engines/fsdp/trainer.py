@@ -151,6 +151,7 @@ class Trainer:
 
     def _first_state(self) -> TrainerState:
         state, steps = TrainerState(), self.args.max_steps
+        # As in transformers' Trainer, max_steps decides over the number of epochs if it is given.
         state.max_steps = steps if steps > 0 else math.ceil(float(self.args.num_train_epochs) * self.steps_per_epoch)
         state.num_train_epochs = math.ceil(state.max_steps / self.steps_per_epoch)
         state.is_world_process_zero = state.is_local_process_zero = self.args.should_save

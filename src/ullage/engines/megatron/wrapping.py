@@ -140,6 +140,7 @@ def _compare_once(topology: Topology) -> None:
 
 def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
     """This rank's iterator, ``None`` on a rank that passes no samples. Raises ``InputError`` if that is not so."""
+    # With virtual stages a list, of which one entry is the iterator.
     given, count = data_iterator, 1
     if isinstance(given, (list, tuple)):
         count = len(given)
@@ -184,7 +185,10 @@ def _maker(
     failure: Exception | None,
     pg_collection: Any,
 ) -> _Taken:
+    # ``source`` is None on a rank that passes no samples, ``settings`` where the config could not be read. After a
+    # ``failure`` nothing is taken, and the maker reports it to all ranks.
     def stage_fields(stage: int, stages: int) -> tuple[str, ...] | None:
+        # None asks for all fields, () for the lengths alone, from which a stage derives the plan.
         mtp = settings.mtp_stages if settings is not None else frozenset()
         ends = stage in (0, stages - 1) or topology.owners == "every"
         return None if ends or stage in mtp else ()
