@@ -20,7 +20,9 @@ from ullage.checkpoint.inventory import Tensor
 from ullage.checkpoint.unpickling import TYPES, Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
 
+#: Bytes; counted from the beginning of the archive, also where the archive lies within a file, as torch counts.
 _ALIGNMENT = 64
+#: The marker in a 32-bit field of a zip file for "the number is in the zip64 field".
 _LIMIT = 0xFFFFFFFF
 
 
@@ -108,6 +110,7 @@ class _Pickler:
 
     def dump(self, value: Any) -> bytes:
         """The pickle of ``value``; its tensors are in ``records``."""
+        # PROTO 2, one object, STOP: the protocol of torch.save. No memo, so no instruction needs a result number.
         self._write(b"\x80\x02")
         self._save(value)
         self._write(b".")
@@ -183,7 +186,7 @@ class _Pickler:
             raise Unwritable("cannot write an object of this type", found=kind.__name__.strip("_"))
 
     def _order(self, value: Any) -> tuple[str, Any]:
-        """A sorting key for the members of a set that is the same in every process."""
+        """A sorting key for the members of a set that is the same in every process, unlike the set's own order."""
         if type(value) in (int, float, str, bytes, bool):
             return type(value).__name__, value
         return f"~{type(value).__name__}", _Pickler(self._stored, self._limit or 1 << 20).dump(value)
@@ -255,6 +258,7 @@ class _Pickler:
             requires_grad, is_parameter = value.requires_grad, value.is_parameter
             value = self._stored(value)
         shape = value.shape if isinstance(value, Constant) else value.tensor.shape
+        # Strides of a contiguous tensor, in elements; a dim of length 0 counts as 1, as in torch.
         strides, step, numel = [], 1, 1
         for dim in reversed(shape):
             strides.append(step)
@@ -265,6 +269,8 @@ class _Pickler:
         if is_parameter:
             self._name("torch._utils", "_rebuild_parameter")
             self._write(b"(")
+        # The arguments of the rebuilder: the storage as a persistent id (its tuple ends with BINPERSID), then offset,
+        # shape, strides, requires_grad, hooks, and in v3 the dtype. The outer call sets a parameter's requires_grad.
         self._name("torch._utils", "_rebuild_tensor_v2" if own else "_rebuild_tensor_v3")
         self._write(b"((")
         self._save("storage")
@@ -357,11 +363,14 @@ def _headers(name: bytes, size: int, crc: int, at: int) -> tuple[bytes, bytes]:
     """(local header, padded so that the data is aligned; entry of the central directory) of one stored record."""
     big = size >= _LIMIT
     extra = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
+    # 30: bytes of the fixed header. 4: id and length of the extra field "FB", which torch fills with "Z" to align.
     padding = -(at + 30 + len(name) + len(extra) + 4) % _ALIGNMENT
+    # Version 45 asks for zip64; flag 0x800: the name is UTF-8; method 0: stored; date 0x21: 1 January 1980.
     local = struct.pack("<4s5H", b"PK\x03\x04", 45 if big else 20, 0x800, 0, 0, 0x21)
     sizes = struct.pack("<3L", crc, *([_LIMIT] * 2 if big else [size] * 2))
     fill = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     header = local + sizes + struct.pack("<HH", len(name), len(extra) + len(fill)) + name + extra + fill
+    # The directory names in its zip64 field only the numbers that do not fit 32 bits, in this order.
     far = at >= _LIMIT
     fields = ([size, size] if big else []) + ([at] if far else [])
     extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
@@ -371,7 +380,7 @@ def _headers(name: bytes, size: int, crc: int, at: int) -> tuple[bytes, bytes]:
 
 
 def _ending(count: int, size: int, at: int) -> bytes:
-    """The end of the central directory, which starts at ``at``."""
+    """The end of the central directory of ``count`` entries in ``size`` bytes, which starts at ``at``."""
     far = b""
     if at + size >= _LIMIT or count >= 0xFFFF:
         far = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)

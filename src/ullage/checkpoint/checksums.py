@@ -36,6 +36,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
         payload = targets[unit.first].payloads[unit.payload]
         if not payload.crc_at:
             continue
+        # Units of one payload are neighbours and in order (``copying.split``), as ``combine`` requires.
         if last != (unit.first, unit.payload):
             places.append((targets[unit.first].name, payload))
             last = (unit.first, unit.payload)
@@ -48,6 +49,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
     for (name, payload), crc in zip(places, totals.tolist()):
         fd = os.open(partial / name, os.O_WRONLY | os.O_CLOEXEC)
         try:
+            # Twice: in the header of the record, and in the entry of the directory.
             for place in payload.crc_at:
                 write_at(fd, memoryview(crc.to_bytes(4, "little")), place)
         finally:
@@ -86,6 +88,7 @@ def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> i
 
 def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
     """(file, offset, bytes, crc, the runs in it) of each record that was read."""
+    # Both tables are ordered by offset, so the runs that begin in a record are one stretch.
     for file in np.unique(runs[:, 0]).tolist():
         low, high = np.searchsorted(runs[:, 0], [file, file + 1])
         mine = runs[low:high]
@@ -96,7 +99,15 @@ def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, in
 
 
 def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
-    """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it."""
+    """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it.
+
+    Args:
+        sources: the open files.
+        file: number of the file in the inventory.
+        low: byte offset of the record in its file.
+        size: bytes of the record.
+        runs: [m, 4] file, offset, bytes and crc of what was read of the record, by offset.
+    """
     starts, lengths = runs[:, 1], runs[:, 2]
     # Overlapping runs: each byte may count once only, so a run that begins inside an earlier one is left out.
     if len(runs) > 1 and (starts[1:] < (starts + lengths)[:-1]).any():  # two tensors of one storage
@@ -129,6 +140,7 @@ def _sum(sources: Sources, file: int, offset: int, num_bytes: int) -> int:
 
 def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
     _, size, _ = next(r for r in inventory.records[file].tolist() if r[0] == low)
+    # From the damaged record back to what lies in it: a person knows parameters, not records.
     names = []
     for tensor in inventory.tensors:
         for part in tensor.slices:

@@ -36,8 +36,14 @@ UNIT_BYTES = 32 << 20
 class Unit:
     """Part of the work: small targets ``[first, last)`` whole, or a range of target ``first``.
 
-    ``payload`` is None for small targets, -1 for a plain copy (the range is in bytes), else the number of the payload
-    (the range is in elements).
+    Attributes:
+        number: place of the unit among all units; its name in the journal.
+        first: number of the first target.
+        last: number after that of the last target.
+        payload: None for small targets, -1 for a plain copy, else number of the payload of target ``first``.
+        start: first of the range: a byte of a plain copy, an element of a payload.
+        stop: end of the range, in the same unit.
+        num_bytes: bytes that are written.
     """
 
     number: int
@@ -63,15 +69,16 @@ def split(targets: list[Target]) -> list[Unit]:
         nonlocal first, held
         if last > first:
             units.append(Unit(len(units), first, last, num_bytes=held))
-        first, held = last + 1, 0
+        first, held = last + 1, 0  # target ``last`` is a large one, with units of its own
 
     for index, target in enumerate(targets):
         # Small targets are gathered into a unit until it is worth a line in the journal.
         if is_small(target):
             held += target.num_bytes
+            # At most 256 files: their time is that of opening them, not of their bytes.
             if held >= UNIT_BYTES // 4 or index - first >= 255:
                 close(index + 1)
-                first = index + 1
+                first = index + 1  # no large target stands between
             continue
         # A large target closes the unit of small ones and is cut into ranges, at whole rows of each payload.
         close(index)
@@ -100,6 +107,7 @@ def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tu
     fragments = target.payloads[unit.payload or 0].tensor.slices[0].fragments
     if not len(fragments):
         return -1, 0
+    # The last fragment that begins at or before the unit.
     i = max(0, int(np.searchsorted(fragments.start, unit.start, side="right")) - 1)
     return int(fragments.file[i]), int(fragments.offset[i])
 
@@ -114,6 +122,7 @@ def prepare(partial: Path, targets: list[Target]) -> None:
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != target.num_bytes:
+                # The full size at once, as a hole: units are written into it in any order, by any process.
                 os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
                 write_at(fd, memoryview(text), offset)
@@ -137,7 +146,7 @@ class _Worker:
         self.buffer = np.empty(CHUNK_BYTES, np.uint8)
 
     def run(self, unit: Unit) -> dict[str, Any]:
-        """Does one unit; returns its line in the journal."""
+        """Do one unit; returns its line in the journal."""
         tally = Tally()
         line: dict[str, Any] = {"unit": unit.number}
         not_finite: list[tuple[int, int, int]] = []
@@ -171,6 +180,7 @@ class _Worker:
                 data = cast(chunk, payload.tensor.dtype, payload.dtype)
                 whole[at : at + len(data)] = data
                 at += len(data)
+            # A small target is summed here and is complete; ``checksums.fill_checksums`` sees only the large ones.
             crc = zlib.crc32(view[payload.offset : at]).to_bytes(4, "little")
             for place in payload.crc_at:
                 view[place : place + 4] = crc
@@ -198,6 +208,7 @@ class _Worker:
         finally:
             os.close(fd)
         if as_read:
+            # Runs are (file, offset, bytes, crc), in the order of the elements.
             _, _, sizes, crcs = np.array(tally.runs[before:], np.int64).T
             crc = int(combine(crcs, sizes, np.zeros(len(sizes), np.int64))[0])
         return crc
@@ -216,6 +227,7 @@ class _Worker:
                 self.sources.read(file, start, view)
                 write_at(fd, view, start)
                 stop = start + len(view)
+                # Records that end after ``start`` and begin before ``stop``; each is summed as far as it lies in this chunk.
                 first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop)
                 for begin, end in zip(begins[first:last].tolist(), ends[first:last].tolist()):
                     low, high = max(begin, start), min(end, stop)
@@ -266,6 +278,7 @@ def run_units(
                 progress(unit.num_bytes)
         return line
 
+    # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.
     ordered = sorted(units, key=lambda u: _source_order(inventory, targets, u))
     pool = ThreadPoolExecutor(workers)
     try:
@@ -275,6 +288,7 @@ def run_units(
             future.result()
         return {line["unit"]: line for line in (f.result() for f in futures) if line}
     finally:
+        # Also after an error: units that have begun end first, since they hold files and write; the others are dropped.
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
         for worker in made:

@@ -13,11 +13,14 @@ import numpy.typing as npt
 from ullage.layout import Int64
 
 UInt32 = npt.NDArray[np.uint32]
+#: The polynomial of zip, gzip and PNG, bits reflected, without x^32.
 _POLYNOMIAL = np.uint32(0xEDB88320)
 
 
 def _times(a: UInt32, b: UInt32) -> UInt32:
     """a·b modulo the polynomial, elementwise; bit 31 is x^0."""
+    # Schoolbook multiplication from x^0 up: ``b`` is multiplied by x in each round. The bits of a CRC are reflected, so
+    # times x is a shift to the right, and the bit that falls out is x^32, which the polynomial replaces.
     product = np.zeros(np.broadcast(a, b).shape, np.uint32)
     b = b.copy()
     for bit in range(31, -1, -1):
@@ -39,11 +42,13 @@ _SQUARES = _squares()
 
 def _power(num_bytes: Int64) -> UInt32:
     """x^(8·num_bytes), elementwise."""
+    # Units and runs come in few sizes, so each distinct size is raised once, by square and multiply.
     distinct, back = np.unique(num_bytes, return_inverse=True)
     result = np.full(len(distinct), 1 << 31, np.uint32)
     for bit in range(int(distinct.max(initial=0)).bit_length()):
         chosen = (distinct >> bit) & 1 == 1
         if chosen.any():
+            # (bit + 3): bytes are 8 = 2^3 bits. Modulo 32, because the squares repeat after 32 steps.
             result[chosen] = _times(np.broadcast_to(_SQUARES[(bit + 3) % 32], (int(chosen.sum()),)), result[chosen])
     return result[back]
 
@@ -57,6 +62,7 @@ def combine(crcs: Int64, num_bytes: Int64, owner: Int64) -> Int64:
     result = np.zeros(int(owner.max(initial=-1)) + 1, np.uint32)
     if len(crcs) == 0:
         return result.astype(np.int64)
+    # A part's sum is moved over the bytes that follow it within its owner; then the sums of one owner are added (XOR).
     total = np.cumsum(num_bytes)
     last = np.concatenate([owner[1:] != owner[:-1], [True]])
     end_of = total[last][np.cumsum(np.concatenate([[0], last[:-1]]))]

@@ -33,6 +33,7 @@ from ullage.checkpoint.unpickling import Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
+#: A file is closed once it has this many bytes; a larger tensor still lies in one file.
 MAX_FILE_BYTES = 4 << 30
 #: Bytes of the description of one item: a tensor, or a setting of the optimizer.
 _MAX_SETTING_BYTES = 16 << 20
@@ -74,6 +75,7 @@ class _Writer:
         self.storage.append((index_of(flat, value), where))
 
     def _name(self) -> str:
+        # torch names files by rank and number: ours are those of as many ranks, one file each.
         return f"__{len(self.targets)}_0.distcp"
 
     def close(self) -> None:
@@ -97,6 +99,7 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 def index_of(flat: str, value: Any) -> Instance:
     """The key under which ``.metadata`` lists the place of an item of one chunk."""
     shape = _shape_of(value)
+    # ``index`` is the number of the chunk: a hint for torch, which compares name and offset only.
     zeros = None if shape is None else Size([0] * len(shape))
     said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
     return Instance(_METADATA, "MetadataIndex", said)
@@ -128,6 +131,7 @@ def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bo
         tied.setdefault(owner, []).append(alias)
     for path, value in items(inventory, dtype=dtype, optimizer=optimizer):
         where = writer.add(path, value)
+        # A tied name is an entry of its own whose place is the owner's: the bytes are written once.
         for alias in tied.get(path[1], ()) if path[0] == "model" else ():
             writer.book(("model", alias), value, where)
     writer.close()
@@ -141,6 +145,7 @@ def items(
 
     Raises ``CheckpointError`` for a setting of the optimizer that cannot be written.
     """
+    # The master weights, and what no optimizer holds; the other keys are optimizer state.
     weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
     found: list[tuple[tuple[Any, ...], Any]] = [
         (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights
@@ -172,6 +177,7 @@ def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
         for setting, value in group.items():
             if setting not in ("params", "param_names"):
                 found.append((("optim", "param_groups", index, setting), _setting(value, setting, source)))
+        # ``get_state_dict`` names the parameters of a group instead of numbering them.
         found.append((("optim", "param_groups", index, "params"), names.get(index, [])))
     return found
 
@@ -197,6 +203,7 @@ def read_dcp(folder: Path) -> Inventory:
         if entry.name != "TensorStorageMetadata" or name_key is None:
             continue
         shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", str(folder / ".metadata"))
+        # Each chunk is an archive of its own, and becomes a fragment of the whole at the element where its rows begin.
         rows, dtypes, merged = [], [], None
         for place in places.get(flat, []):
             try:
@@ -211,6 +218,7 @@ def read_dcp(folder: Path) -> Inventory:
                 continue
             records.setdefault(file, []).append(record_table(source))
             dtypes.append(ref.dtype)
+            # What is not contiguous cannot be a fragment: such a chunk is read only where it is the only one.
             if whole.merge.kind == "strided":
                 merged = whole
             elif ref.numel:
@@ -276,6 +284,7 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
             raise metadata.malformed("storage_data", where, "places by name", info)
         (name,) = metadata.names([index.get("fqn")], "storage_data", where)
         (file,) = metadata.names([info.get("relative_path")], "relative_path", where)
+        # A name in the file must not lead out of the folder.
         if not file or Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
             raise metadata.malformed("relative_path", where, "a file of the folder", file)
         offset, length = (metadata.integer(info.get(k), k, where) for k in ("offset", "length"))
@@ -289,7 +298,7 @@ def _is(value: Any, module: str, name: str) -> bool:
 
 
 def _parameter(flat: str) -> tuple[str, str] | None:
-    """(parameter, key) of an item's name; None for a step or a setting."""
+    """(parameter, key) of an item's flat name; None for a step or a setting. The key follows the last dot."""
     if flat.startswith("optim.state."):
         name, _, key = flat.removeprefix("optim.state.").rpartition(".")
         return None if key == "step" else (name, key)

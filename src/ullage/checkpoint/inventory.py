@@ -38,9 +38,13 @@ class File:
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """Parts of one tensor, as four int64 arrays of one length [n], ordered by ``start``.
+    """Parts of one tensor, as four int64 arrays [n], ordered by ``start``.
 
-    Elements ``[start, start + length)`` lie in file number ``file`` from byte ``offset`` on.
+    Attributes:
+        file [n]: number of the file, its place in :attr:`Inventory.files`.
+        offset [n]: byte of the file at which the part begins.
+        start [n]: first element of the part in the tensor (or slice, where there are several).
+        length [n]: elements of the part.
     """
 
     file: Int64
@@ -74,6 +78,7 @@ class Fragments:
 
     def window(self, start: int, stop: int, item_bytes: int) -> Fragments:
         """The part of the fragments that holds elements ``[start, stop)``, cut to it; starts stay as they were."""
+        # From the first fragment that ends after ``start`` to the last that begins before ``stop``.
         low = int(np.searchsorted(self.start + self.length, start, side="right"))
         high = int(np.searchsorted(self.start, stop, side="left"))
         begin = np.maximum(self.start[low:high], start)
@@ -105,10 +110,15 @@ class Band:
 class Merge:
     """The way in which slices make the whole.
 
-    ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, ``bands`` of the slices
-    lie side by side; the whole is ``[outer, size, inner]`` elements, cut at ``size``. ``replicated``: all slices are
-    equal, the first is taken. ``average``: the mean of the slices. ``strided``: one slice, a stretch of a storage, in
-    which the elements of the whole lie at ``strides``.
+    Attributes:
+        kind: ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, bands of the
+            slices lie side by side. ``replicated``: all slices are equal, the first is taken. ``average``: the mean of
+            the slices. ``strided``: one slice, a stretch of a storage, in which the elements of the whole are strewn.
+        outer: of columns, product of the dims before the one that is cut.
+        size: of columns, indices of the dim that is cut.
+        inner: of columns, product of the dims after it; the whole is ``[outer, size, inner]`` elements.
+        bands: of columns, which indices of which slice go where.
+        strides: of a strided tensor, by dim, in elements.
     """
 
     kind: Literal["flat", "columns", "replicated", "average", "strided"] = "flat"
@@ -123,9 +133,17 @@ class Merge:
 class Tensor:
     """One logical tensor.
 
-    ``name`` is the parameter's or buffer's; ``key`` says which state of it: ``fp32`` (the master weights), ``exp_avg``,
-    or ``frozen``, ``buffer`` for what no optimizer holds. ``shape`` is the whole tensor's, as it will be written;
-    ``group`` is its parameter group. ``extra`` is what a universal state file says beside the tensor, such as cat_dim.
+    Attributes:
+        name: the parameter's or buffer's.
+        key: which state of it: ``fp32`` (the master weights), ``exp_avg``, ...; ``frozen`` or ``buffer`` for what no
+            optimizer holds.
+        shape: of the whole tensor, as it will be written.
+        dtype: torch's name of it, without ``torch.``; ``fp32`` above is a name of DeepSpeed's and need not be float32.
+        kind: what holds it: an optimizer (``parameter``), or the module alone.
+        slices: by model rank; one where nothing cuts the tensor.
+        merge: how the slices make the whole.
+        group: its parameter group.
+        extra: what a universal state file says beside the tensor, such as ``cat_dim``.
     """
 
     name: str

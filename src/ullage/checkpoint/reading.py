@@ -24,6 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
 CHUNK_BYTES = 2 << 20
 
+#: By dtype: the unsigned integer of its size, and the bits of its exponent, which are all 1 in NaN and Inf alone.
 _EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF0000000000000)}
 _EXPONENTS |= {"float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 
@@ -130,7 +131,18 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
 
 
 def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
-    """Elements ``[low, high)`` of a slice, in order, one read per fragment."""
+    """Read elements ``[low, high)`` of a slice, in order, one read per fragment.
+
+    Args:
+        sources: the open files.
+        part: the slice.
+        low: first element of the slice.
+        high: the element after the last.
+        item: bytes per element.
+        into: memory for exactly these elements.
+        tally: gets a run per read.
+    """
+    # The fragments of a window tile it in order, so the buffer is filled from its beginning without a gap.
     found = part.fragments.window(low, high, item)
     view, at = into.data, 0
     for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
@@ -144,7 +156,7 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
 
 def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them."""
-    # The place of each element in the storage, from its index along each dim.
+    # The place of each element in the storage, from its index along each dim (row-major, so the last dim comes first).
     item, part = tensor.item_bytes, tensor.slices[0]
     rest = np.arange(low, high)
     places = np.zeros(high - low, np.int64)
@@ -152,7 +164,7 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
         places += rest % dim * stride
         rest //= dim
     order = np.argsort(places, kind="stable")
-    places = places[order]
+    places = places[order]  # ascending, so that the elements of one block are neighbours
     chunk = np.empty((high - low, item), np.uint8)
     # Blocks lie on one grid for all chunks, so that what is read twice is summed alike, and counts once.
     size = CHUNK_BYTES // item
@@ -176,6 +188,7 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
             mine = [b for b in merge.bands if b.slice == index and b.width]
             own = sum(b.width for b in mine)
             local = np.empty((rows, own * width), np.uint8)
+            # Where row ``low`` begins in this slice, whose own rows are shorter than those of the whole.
             first = low // row_elements(tensor) * own * merge.inner
             _gather(sources, part, first, first + rows * own * merge.inner, item, local.reshape(-1), tally)
             for band in mine:
@@ -198,6 +211,7 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
                     hint="tensor-parallel ranks have drifted apart; convert from a checkpoint where they agree",
                 )
         return slices[0]
+    # The mean as ``sum(slices) / len(slices)`` of DeepSpeed gives it, in the order of the ranks; bfloat16 in float32.
     numbers = [as_floats(s, tensor.dtype) for s in slices]
     total = numbers[0].copy()
     for other in numbers[1:]:
@@ -213,6 +227,7 @@ def count_not_finite(chunk: Bytes, dtype: str) -> int:
         with np.errstate(all="ignore"):
             if np.isfinite(np.add.reduce(chunk.view(dtype))):
                 return 0
+    # A finite sum was proof. A sum that is not may have overflowed, so elements are counted: all bits of the exponent.
     unsigned, mask = _EXPONENTS[dtype]
     exponents = chunk.view(unsigned) & unsigned(mask)
     return int(np.count_nonzero(exponents == unsigned(mask)))
@@ -231,11 +246,13 @@ def from_floats(numbers: npt.NDArray[np.floating], dtype: str) -> Bytes:
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(numbers.astype(dtype)).view(np.uint8)
     bits = np.ascontiguousarray(numbers.astype(np.float32)).view(np.uint32)
+    # bfloat16 is the upper half: adding 0x7FFF and the last bit that stays rounds to nearest, ties to even.
+    # A NaN is not rounded, which could carry it into infinity or a sign; bit 22 keeps it a (quiet) NaN.
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     rounded = np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), bits | np.uint32(0x400000), rounded)
     return (rounded >> np.uint32(16)).astype(np.uint16).view(np.uint8)
 
 
 def cast(chunk: Bytes, dtype: str, wanted: str) -> Bytes:
-    """``chunk`` of ``dtype`` as ``wanted``."""
+    """The elements of ``chunk`` in the dtype ``wanted``; ``chunk`` itself where that is its dtype already."""
     return chunk if dtype == wanted else from_floats(as_floats(chunk, dtype), wanted)

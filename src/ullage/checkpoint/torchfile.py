@@ -61,6 +61,7 @@ class TorchFile:
         Raises ``CheckpointError`` when the file cannot hold it.
         """
         record = self.records.get(tensor.storage)
+        # A storage without bytes need not have a record.
         if record is None and tensor.numel == 0:
             return 0
         item = ITEM_BYTES[tensor.dtype]
@@ -76,7 +77,9 @@ class TorchFile:
 
 
 def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int | None = None) -> TorchFile:
-    """Read the description in a ``.pt`` file, no tensor data. ``base`` and ``num_bytes``: an archive within a file.
+    """Read the description in a ``.pt`` file, no tensor data.
+
+    ``base`` and ``num_bytes``: place of the archive where it is a part of the file, as in a distributed checkpoint.
 
     Raises ``CheckpointError`` for a file that is missing, truncated, corrupted, not of ``torch.save`` (1.6 or newer),
     or that asks for a function that no checkpoint needs.
@@ -132,6 +135,7 @@ def _read_archive(part: Part) -> TorchFile:
     has_crcs = any(record.crc for record in records.values())
     storages = {name[5:]: record for name, record in records.items() if name.startswith("data/")}
     others = {name: record for name, record in records.items() if not name.startswith("data/")}
+    # Only what describes is read; the storages, which are nearly all of the file, are not.
     content = {
         name: part.read(record.offset - part.base, record.num_bytes)
         for name, record in others.items()
@@ -164,11 +168,12 @@ def as_number(value: Any, file: TorchFile) -> int | float | bool | None:
 
 
 def read_bytes(file: TorchFile, tensor: TensorRef) -> bytes:
-    """The bytes of a small contiguous tensor, of a record whose checksum agrees. Raises ``CheckpointError``."""
+    """The bytes of a small contiguous tensor. Raises ``CheckpointError``, also if a small record fails its checksum."""
     if not tensor.numel:
         return b""
     at, record = file.place(tensor), file.records[tensor.storage]
     with as_checkpoint_error(file.path), open(file.path, "rb", buffering=0) as stream:
+        # A checksum is that of a whole record, so a number in a large one is taken without comparing it.
         if record.num_bytes > _SMALL_RECORD:
             return Part(file.path, stream.fileno(), at, tensor.num_bytes).read(0, tensor.num_bytes)
         whole = Part(file.path, stream.fileno(), record.offset, record.num_bytes).read(0, record.num_bytes)

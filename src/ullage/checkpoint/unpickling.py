@@ -95,7 +95,7 @@ class TensorRef(_Fixed):
 
 
 class _InertType(type):
-    """Tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), which a writer must repeat as it was."""
+    """Metaclass that tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), to write the same again."""
 
     def __call__(cls, *args: Any) -> Any:
         made: Any = cls.__new__(cls, *args)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -313,7 +313,8 @@ def _is_refused(module: str, name: str) -> bool:
     return package in sys.stdlib_module_names and not (module in _DATA_MODULES and is_class)
 
 
-#: Instructions of a fixed size, as many as there are; and the bytes of the length of those that have one.
+#: A run of instructions whose size is fixed or ends at a line break; ``*+``: no backtracking, so the time is linear.
+#: Then, for the others, the bytes of the length that follows the opcode.
 _FIXED_SIZE = re.compile(
     rb"(?:[(012NR\])}abdelostuQ\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..\0\0"
     rb"|[G\x95].{8}|[ci][^\n]*\n[^\n]*\n|[FILSVPg][^\n]*\n)*+",
@@ -323,9 +324,9 @@ _LENGTH_BYTES = {code: n for n, codes in ((1, b"UC\x8a\x8c"), (4, b"TXB\x8b"), (
 
 
 def require_bounded(program: bytes) -> None:
-    """Raise for a program that would make the machine reserve memory for objects that it does not hold.
+    """Raise ``UnpicklingError`` for a program that would reserve memory out of proportion to its size.
 
-    The machine keeps results by number, in a table as long as the largest number. Raises ``UnpicklingError``.
+    CPython's machine keeps results (PUT, LONG_BINPUT) by number, in a table as long as the largest number.
     """
     # Walk over the instructions. Only those with a length or a result number need a look; the pattern skips the rest.
     at, size = 0, len(program)

@@ -14,14 +14,18 @@ from dataclasses import dataclass
 
 from ullage.errors import CheckpointError
 
+# The fixed parts of a zip file, each with a signature of four bytes at its head; below, fields are taken by number:
+# header before the data, entry of the directory, end of the directory, its zip64 form, and the place of that form.
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
+#: What a field of 16 or 32 bits holds when the number stands in the zip64 form.
 _MANY, _FAR = 0xFFFF, 0xFFFFFFFF
 #: Flags that change nothing for a stored record: sizes follow the data; names are UTF-8.
 _HARMLESS_FLAGS = 0x8 | 0x800
+#: Bit of the external attributes (MS-DOS): the entry is a folder.
 _IS_FOLDER = 0x10
 #: The most that is read at once for the directory and for a small file.
 SMALL_BYTES = 1 << 16
@@ -88,9 +92,11 @@ def read_records(part: Part) -> dict[str, ArchiveRecord]:
         name = text[begin : begin + name_size]
         extra = text[begin + name_size : begin + name_size + extra_size]
         position = begin + name_size + extra_size
+        # entry[13] is the number of the disk on which the record begins: 0 in an archive of one file.
         if entry[0] != b"PK\x01\x02" or comment_size or entry[13] or position > size:
             raise part.damaged("a damaged directory")
         head, slash, tail = name.partition(b"/")
+        # torch puts every record under one folder, the stem of the archive; its readers strip it, whatever its name.
         if not slash or not tail or tail.endswith(b"/") or (folder is not None and head != folder):
             raise part.damaged(f"a record named {name[:80]!r}")
         folder = head
@@ -113,6 +119,8 @@ def _directory(part: Part) -> tuple[int, int, int]:
     """(number of entries, where they begin, bytes of them), from the end of the file."""
     at = part.size - _END.size
     end = _END.unpack(part.read(at, _END.size))
+    # end[7]: bytes of a comment, end[1] and end[2]: numbers of disks. torch writes none of them, so the end of the
+    # directory is the last 22 bytes, and nothing has to be searched for.
     if end[0] != b"PK\x05\x06" or end[7] or end[1] or end[2]:
         raise part.damaged("no end of a zip directory")
     short = end[4], end[5], end[6]
@@ -124,20 +132,23 @@ def _directory(part: Part) -> tuple[int, int, int]:
         before, at = at - _LOCATOR64.size, locator[2]
         far = _END64.unpack(part.read(at, _END64.size))
         count, size, start = far[7], far[8], far[9]
+        # A field of the short form has the same number, or the marker. The zip64 end must reach exactly to its locator.
         same = all(a in (b, _MANY if i == 0 else _FAR) for i, (a, b) in enumerate(zip(short, far[7:])))
         whole = far[0] == b"PK\x06\x06" and far[6] == far[7] and at + 12 + far[1] == before
         if not (same and whole) or locator[1] or locator[3] > 1 or far[4] or far[5]:
             raise part.damaged("a damaged end of a zip64 directory")
+    # The last test bounds ``count`` by the bytes that are there, before anyone loops over it.
     if end[3] != end[4] or start + size != at or count * _ENTRY.size > size:
         raise part.damaged(f"a directory of {count} entries in {size} bytes at {start}")
     return count, start, size
 
 
 def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[ArchiveRecord, int]:
-    """A record as its entry and the header before its data agree on, and where its data ends."""
+    """(the record, the end of its data in the range), where entry and header agree. Raises ``CheckpointError``."""
     flags, method, crc = entry[3], entry[4], entry[7]
     packed, size, at = _sizes(part, extra, [entry[8], entry[9], entry[16]])
     where = f"{part.path}, {name.decode('utf-8', 'replace')[:80]}"
+    # 192: room for the extra fields, of which alignment is up to 67 bytes, so that one read is enough as a rule.
     head = part.read(at, min(_LOCAL.size + len(name) + 192, part.size - at))  # with what follows it, mostly
     if len(head) < _LOCAL.size:
         raise part.damaged(f"no header at {at}")
@@ -145,6 +156,7 @@ def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[Archiv
     if method or packed != size:
         raise CheckpointError("a record of the file is damaged or compressed", where=where)
     follows = bool(flags & 0x8)  # the header then leaves sizes and sum open: they stand after the data
+    # Directory and header must say the same: readers differ in which of the two they believe.
     same = local[0] == b"PK\x03\x04" and local[2] == flags and local[3] == method and local[9] == len(name)
     same = same and (local[6] == crc or (follows and local[6] == 0))
     if not same or flags & ~_HARMLESS_FLAGS or entry[15] & _IS_FOLDER:
@@ -154,6 +166,7 @@ def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[Archiv
         rest = part.read(at + _LOCAL.size, local[9] + local[10])
     sizes = (local[7], local[8])
     if _FAR in sizes:
+        # Both must equal ``size`` below, so it does not matter in which order the two are taken from the extra field.
         sizes = tuple(_sizes(part, rest[local[9] :], [local[8], local[7]])[:2])
     if rest[: local[9]] != name or not (sizes == (size, size) or (follows and sizes == (0, 0))):
         raise CheckpointError("a record of the file is damaged or compressed", where=where)
@@ -172,6 +185,7 @@ def _sizes(part: Part, extra: bytes, values: list[int]) -> list[int]:
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
+        # Extra field 1 is zip64: 8 bytes for each number that did not fit, and only for those.
         if kind == 1:
             wide = [x[0] for x in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
             order = [1, 0, *range(2, len(values))]  # size comes before packed size
