@@ -21,6 +21,7 @@ def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
         ranks.setdefault(model_rank, []).append(dp_rank)
     example = next(iter(folder.shards.values())).name
     unreadable = {(p.file, p.rank) for p in folder.problems}
+    # A shard that is there and cannot be read is a problem already, and is not missing as well.
     bad = {rank for file, rank in unreadable if file and "optim_states" in file}
     for model_rank in sorted({*ranks, *model_ranks}):
         prefix = example.partition("zero_pp")[0]
@@ -73,6 +74,7 @@ def require_agreement(folder: Folder) -> None:
         counts = Counter(facts.values())
         if len(counts) < 2:
             return
+        # The majority is taken for right: one file of an older save is the usual case.
         common = counts.most_common(1)[0][0]
         for key, fact in facts.items():
             if fact != common:
@@ -114,6 +116,7 @@ def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]
         for rank, shard in mine.items():
             if group.index >= len(shard.mappings):
                 continue
+            # Entries of length 0 say nothing: the layout has no piece there.
             booked = {n: at for n, at in shard.mappings[group.index].items() if at[0] > 0}
             layout = expected.get(rank, {})
             total += len(layout)

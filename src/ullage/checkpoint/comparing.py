@@ -15,6 +15,7 @@ from ullage.errors import CheckpointError
 #: Two tensors that must be equal (the second perhaps of another dtype), and the file to name where they are not.
 Pair = tuple[Tensor, Tensor, str | None]
 
+#: Bytes of one range of elements, the unit of comparison.
 _UNIT_BYTES = 32 << 20
 
 
@@ -64,6 +65,7 @@ def compare_pairs(
             yours.close()
         return found
 
+    # About four shares per thread, so that none is left with a long last one; at most 64 ranges, for progress to move.
     size = max(1, min(64, len(jobs) // (4 * workers) + 1))
     with ThreadPoolExecutor(workers) as pool:
         for found in pool.map(one, [jobs[i : i + size] for i in range(0, len(jobs), size)]):
@@ -85,12 +87,23 @@ def compare_pairs(
 def _compare(
     mine: Sources, yours: Sources, tensor: Tensor, other: Tensor, low: int, high: int, buffers: tuple[Any, Any]
 ) -> tuple[int, int]:
-    """(first element that differs, how many differ) in ``[low, high)``."""
+    """(first element that differs, ``high`` where none does; how many differ) in ``[low, high)``.
+
+    Args:
+        mine: open files of the first checkpoint.
+        yours: open files of the second.
+        tensor: the tensor of the first; its dtype is cast to that of ``other``.
+        other: the tensor of the second.
+        low: first element.
+        high: the element after the last.
+        buffers: memory for a chunk of each side.
+    """
     first, count, at = high, 0, low
     item = other.item_bytes
     for chunk in stream(mine, tensor, low, high, buffers[0], Tally()):
         length = len(chunk) // tensor.item_bytes
         wanted = cast(chunk, tensor.dtype, other.dtype)
+        # The other side may be wider after the cast (bfloat16 to float32), so its chunk may not fit the usual buffer.
         room = buffers[1] if len(wanted) <= len(buffers[1]) else np.empty(len(wanted), np.uint8)
         found = next(iter(stream(yours, other, at, at + length, room[: len(wanted)], Tally())), room[:0])
         if not np.array_equal(wanted, found):

@@ -19,10 +19,13 @@ from ullage.errors import CheckpointError
 
 @dataclass
 class Walk:
-    """One comparison. ``differences`` are lines that say where and how; ``tensors`` are still to be compared.
+    """One comparison. Entries that the file holds beyond the planned ones are ignored.
 
-    ``stored`` turns a reference of the planned side into a stream. ``source`` is the file that was read. Objects
-    that the file holds beyond the planned ones are ignored.
+    Attributes:
+        source: the file that was read; None where no tensor has to be read.
+        stored: turns a reference of the planned side into a tensor to copy.
+        differences: lines that say where and how.
+        tensors: tensors of both sides, of one shape and dtype, and their path; their bytes are still to be compared.
     """
 
     source: TorchFile | None
@@ -31,7 +34,7 @@ class Walk:
     tensors: list[tuple[TensorCopy, TensorRef, str]] = field(default_factory=list)
 
     def compare(self, planned: Any, found: Any, where: str = "") -> None:
-        """Collects every difference between ``planned`` and ``found``."""
+        """Collect every difference between ``planned`` and ``found``; ``where`` is the path to them, for the lines."""
         if isinstance(planned, TensorRef) and self.stored is not None:
             planned = self.stored(planned)
         if isinstance(planned, (TensorCopy, Constant)):
@@ -50,8 +53,10 @@ class Walk:
             if planned != found:
                 self._differ(planned, found, where)
         elif isinstance(planned, (set, frozenset)):
+            # Sets have no order to walk in; their pickles are ordered, and equal for equal sets.
             if type(planned) is not type(found) or pickled(planned) != pickled(found):
                 self._differ(planned, found, where)
+        # Plain values: of one type (True is not 1), and equal, or both NaN.
         elif type(planned) is not type(found) or (planned != found and not (planned != planned and found != found)):
             self._differ(planned, found, where)
 
@@ -64,6 +69,7 @@ class Walk:
             return
         for key, value in planned.items():
             inner = f"{where}.{key}" if where else str(key)
+            # A key that is a stand-in (an object that is not imported) is found by its content, not by its identity.
             if not isinstance(key, (str, int, float, bool, tuple)):
                 key = next((k for k in found if _same(key, k)), None)
             if key not in found:

@@ -151,7 +151,20 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 @dataclass
 class _Job:
-    """One process's part of a conversion."""
+    """One process's part of a conversion.
+
+    Attributes:
+        inventory: the source.
+        targets: all files of the target, the same in every process.
+        target: the folder under its final name.
+        partial: the folder in which the conversion works.
+        mark: fingerprint of source, plan and options, which the journals must bear.
+        share: (rank, number of processes).
+        report: filled in as the work goes on.
+        progress: as for :func:`convert`.
+        options: those that ``ullage.json`` records.
+        made: folders above the target that this conversion made, innermost first.
+    """
 
     inventory: Inventory
     targets: list[Target]
@@ -162,7 +175,6 @@ class _Job:
     report: Report
     progress: Callable[[int, int], None] | None
     options: dict[str, Any]
-    #: folders above the target that this conversion made, innermost first
     made: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
@@ -172,6 +184,8 @@ class _Job:
         journal: Journal | None = None
         try:
             if rank == 0:
+                # Process 0 alone makes the partial, and locks it before it clears: a second launch is refused at the
+                # lock, and must not have removed the files of the first. The others join once they are answered.
                 self._make_partial()
                 journal = Journal(self.partial, rank, self.mark)
                 self.meeting.clear()
@@ -183,6 +197,7 @@ class _Job:
         except DistributedError:
             raise
         except UllageError as error:
+            # An unreadable file may be readable later, so what is done is kept; other processes may still be writing.
             refused = isinstance(error, CheckpointError) and not isinstance(error, Unreadable)
             self._fail(error, remove=world_size == 1 and refused)
             raise
@@ -210,6 +225,7 @@ class _Job:
             if self.progress is not None:
                 self.progress(count[0], self.report.num_bytes)
 
+        # Every process prepares: it needs the files, and does not know which process was first.
         copying.prepare(self.partial, self.targets)
         lines = done | copying.run_units(
             self.inventory, self.targets, self.partial, mine, journal, self.report.workers, step
@@ -226,7 +242,7 @@ class _Job:
         (self.partial / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def _present(self, done: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Units whose files are there at their size; a unit of small files needs all of them."""
+        """Finished units whose files are still there at their size; a unit of small files needs all of them."""
         units = {u.number: u for u in copying.split(self.targets)}
 
         def whole(unit: Unit) -> bool:
@@ -240,6 +256,7 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Compare and fill in the checksums, write ``ullage.json``, sync, rename."""
+        # The source is judged before the target is finished: a damaged source never becomes a target.
         self.report.records_checked = checksums.compare_sources(self.inventory, lines)
         self._compare_twins()
         checksums.fill_checksums(self.targets, self.partial, units, lines)
@@ -255,6 +272,8 @@ class _Job:
             "notes": self.report.notes,
         }
         (self.partial / "ullage.json").write_text(json.dumps(summary, indent=1) + "\n")
+        # All bytes are on the disk before the name is given; then the name is synced, an entry of the parent folder. So
+        # what stands under the target's name is complete, even after a crash.
         sync_files(self.partial)
         shutil.rmtree(self.partial / FOLDER)
         os.rename(self.partial, self.target)
@@ -291,6 +310,7 @@ class _Job:
         if not remove:
             self.meeting.fail(error)
             return
+        # A source that is refused will be refused again, so nothing is kept for a resumption.
         shutil.rmtree(self.partial, ignore_errors=True)
         for folder in self.made:
             with suppress(OSError):  # someone else has put something there

@@ -227,7 +227,7 @@ class _Worker:
                 self.sources.read(file, start, view)
                 write_at(fd, view, start)
                 stop = start + len(view)
-                # Records that end after ``start`` and begin before ``stop``; each is summed as far as it lies in this chunk.
+                # Records that end after ``start`` and begin before ``stop``; of each, what this chunk holds is summed.
                 first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop)
                 for begin, end in zip(begins[first:last].tolist(), ends[first:last].tolist()):
                     low, high = max(begin, start), min(end, stop)

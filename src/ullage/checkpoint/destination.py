@@ -50,6 +50,7 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
     above = next(p for p in target.parents if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
+    # What an interrupted run has written already counts as free. In blocks: files are holes until units fill them.
     held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
     free = shutil.disk_usage(above).free + held
     if free < num_bytes:
@@ -65,6 +66,7 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
 def point_to(target: Path) -> None:
     """Write ``latest_universal`` beside the target, with its name."""
     pointer = target.parent / "latest_universal"
+    # Written aside and renamed, so that a loader never reads half a name.
     new = pointer.with_name(f".latest_universal.{os.getpid()}")
     new.write_text(target.name)
     os.replace(new, pointer)

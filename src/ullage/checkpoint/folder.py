@@ -19,7 +19,18 @@ from ullage.layout import Int64
 
 @dataclass
 class Folder:
-    """A ZeRO folder while it is read. Readers add to ``problems``, ``notes``, ``records`` and ``groups``."""
+    """A ZeRO folder while it is read; readers add to what they find.
+
+    Attributes:
+        path: the folder (the tag's).
+        files: those whose names are known; elsewhere a file is named by its number in this list.
+        shards: optimizer files by (model rank, data-parallel rank).
+        models: files of model states by (model rank, data-parallel rank).
+        records: by file, offset, bytes and CRC-32 of each record, see :func:`record_table`.
+        problems: what is wrong.
+        notes: what is worth a line and hinders nothing.
+        groups: the flat buffers of all model ranks.
+    """
 
     path: Path
     files: list[Any]
@@ -63,6 +74,7 @@ def read_files(folder: Folder) -> None:
         parsed, source = result
         strangers |= dict.fromkeys(source.strangers)
         table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, ShardFile) else folder.models
+        # Files of one rank, such as zero_pp_rank_0 and bf16_zero_pp_rank_0: nothing tells which of them is current.
         key = (parsed.model_rank, parsed.dp_rank)
         if key in table:
             both = f"{table[key].name} and {parsed.name}"

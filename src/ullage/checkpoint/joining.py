@@ -16,7 +16,8 @@ Parts = dict[int, tuple[Slice, str, int | None]]
 #: By name and key, then by pipeline stage.
 Stages = dict[tuple[str, str], dict[int, Parts]]
 
-#: A folder that claims more ranks than this, of which fewer than one in this many is there, is not looked into.
+#: A folder that claims more than ``_LEAST`` ranks, of which fewer than one in ``_RATIO`` is there, is not looked into:
+#: the number is damage, and everything that is allocated per rank would grow with it.
 _LEAST, _RATIO = 1024, 64
 
 
@@ -38,6 +39,7 @@ def parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
     if degrees is not None:
         require_plausible(folder, "model ranks wrote it", degrees[0] * degrees[1], model_ranks)
         return degrees
+    # A pipeline module's layer files have the tensor-parallel rank in their names; without any, there is one stage.
     layers = [m for m in (shards.LAYER.fullmatch(f.name) for f in folder.files) if m]
     tp = len({int(m[2]) for m in layers}) if layers else model_ranks
     return max(1, tp), max(1, model_ranks // max(1, tp))
@@ -85,7 +87,17 @@ def join_stages(
 
 
 def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Patterns, tp: int, kind: Any) -> Tensor | None:
-    """One tensor from what tensor-parallel ranks hold of it; None and a problem where it cannot be made."""
+    """One tensor from what tensor-parallel ranks hold of it; None and a problem where it cannot be made.
+
+    Args:
+        folder: gets the problem.
+        name: of the parameter or buffer.
+        key: which state of it.
+        parts: by tensor-parallel rank.
+        patterns: how the slices of a name join.
+        tp: number of tensor-parallel ranks; each must have its part.
+        kind: of the tensor that is made.
+    """
     missing = sorted(set(range(tp)) - set(parts))
     if missing:
         folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {missing[0]}", parameter=name))

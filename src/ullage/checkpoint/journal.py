@@ -24,13 +24,16 @@ from ullage.checkpoint.inventory import Inventory
 from ullage.errors import InputError
 
 FOLDER = ".journal"
+#: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.
 _SYNC_EVERY_BYTES = 8 << 30
 _SYNC_EVERY_SECONDS = 30.0
+#: Part of the fingerprint: a change of how units are cut or numbered makes older journals those of another plan.
 _VERSION = 2
 
 
 def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
     """A digest that changes when any source file, any target file, or any option does."""
+    # Inode and time too: a file that was replaced by one of the same size is another source.
     files = []
     for file in inventory.files:
         status = os.stat(inventory.folder / file.name)
@@ -43,6 +46,7 @@ def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]
 
 
 def _boot() -> str:
+    # A name of this run of the kernel, another one after each restart; empty where the system has none.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -73,13 +77,14 @@ class Journal:
         fresh = not path.exists()
         self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
         try:
+            # Held until the stream is closed or the process dies, so a killed conversion leaves no stale lock.
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._stream.close()
             raise InputError("another conversion is writing this target", where=str(partial)) from None
         except OSError:
             pass  # a file system without locks
-        # a line that a killed process left half written must not swallow the next
+        # A line that a killed process left half written must not swallow the next: begin on a new line.
         self._stream.write(json.dumps({"mark": mark}) + "\n" if fresh else "\n")
         self._stream.write(json.dumps({"boot": _boot()}) + "\n")
         self._stream.flush()
@@ -93,6 +98,8 @@ class Journal:
             self._stream.write(text)
             self._stream.flush()
             self._bytes += num_bytes
+            # A sync covers all that this process has written before, so a mark vouches for all lines above it. The lock is
+            # held, so no line of a later unit slips in between.
             late = time.monotonic() - self._time > _SYNC_EVERY_SECONDS
             if self._bytes >= _SYNC_EVERY_BYTES or (late and self._bytes):
                 sync_files(self._partial)
@@ -106,11 +113,14 @@ class Journal:
 
 
 def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
-    """Lines of finished units by number, of all processes; None when the journals are of another plan or source."""
+    """Lines of finished units by number, of all processes; None when the journals are of another plan or source.
+
+    Only lines whose bytes must be in the files: those before a ``synced`` mark, and all since the machine started.
+    """
     done: dict[int, dict[str, Any]] = {}
     here = _boot()
     for path in sorted((partial / FOLDER).glob("*.jsonl")):
-        pending: list[dict[str, Any]] = []
+        pending: list[dict[str, Any]] = []  # not yet followed by a mark
         boot, seen_mark = "", False
         lines = path.read_text(encoding="utf-8").splitlines()
         if not lines:  # just opened by another process
@@ -118,7 +128,7 @@ def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
         for text in lines:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except ValueError:  # empty, or half written
                 continue
             if "mark" in line:
                 if line["mark"] != mark:
@@ -135,6 +145,7 @@ def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
                 pending.append(line)
         if not seen_mark:
             return None
+        # What this boot wrote need not be synced: a killed process leaves its pages to the kernel, a restart does not.
         if boot == here and here:
             done |= {unit["unit"]: unit for unit in pending}
     return done

@@ -92,10 +92,12 @@ class FileComparison:
         self._conclude(walk, source, name, known)
 
     def _conclude(self, walk: Walk, source: TorchFile | None, name: str, known: bool = False) -> None:
+        # Three are enough to recognise the file; a file of another layout would give thousands.
         for line in walk.differences[:3]:
             self._add("the file holds something else", name, found=line)
         file = None
         for stream, ref, where in walk.tensors:
+            # Tensors that the inventory of the target has are compared from there, and only once.
             if source is None or (known and where == "param"):
                 continue
             file = self._file(name) if file is None else file
@@ -141,6 +143,7 @@ class FileComparison:
         if size != planned.num_bytes:
             self._add("a copied file has another size", planned.name, found=size, expected=planned.num_bytes)
             return
+        # A copy is compared as one tensor of bytes, by the code that compares tensors.
         both = (_bytes_of(file, size), _bytes_of(self._file(planned.name), size))
         self.pairs.append((*both, planned.name))
 
@@ -205,6 +208,7 @@ class FileComparison:
         paths = metadata.mapping(root.get("planner_data"), "planner_data", ".metadata")
         if self.options:
             self._conclude(_compared(dcp.CONSTANTS, root.state, "the metadata"), None, ".metadata")
+        # Settings may be there without any state tensor (SGD without momentum).
         has = has_optimizer(self.theirs) or any(flat.startswith("optim.") for flat in entries)
         planned = dcp.items(self.ours, optimizer=has)
         owners = {path[1]: value for path, value in planned if path[0] == "model"}
@@ -241,6 +245,7 @@ class FileComparison:
         """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places."""
         if isinstance(value, TensorCopy):
             key = "fp32" if path[0] == "model" else value.tensor.key
+            # The entry must have the dtype of the target, which may have been cast; the bytes are compared elsewhere.
             held = (value.tensor.name, key) in self.theirs
             value = replace(value, dtype=self.theirs.tensor(value.tensor.name, key).dtype) if held else value
         walk = Walk(None)
@@ -258,6 +263,7 @@ class FileComparison:
             tuple(metadata.integers(chunk.get("offsets"), what, ".metadata")) if isinstance(chunk, Inert) else ()
             for chunk in metadata.sequence(entry.get("chunks"), what, ".metadata")
         ]
+        # torch's loader goes by the chunks, our reader by the places: a chunk without a place is seen only here.
         if chunks and sorted(chunks) != sorted(place.offsets for place in places):
             self._add(f"{flat} has chunks without a place", ".metadata")
 

@@ -32,6 +32,7 @@ def locate(folder: str | Path) -> tuple[Path, str]:
             tag = stream.read(_LONGEST_TAG).decode("utf-8", "replace").strip()
         candidates = [tag]
         if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
+            # Megatron's file holds the bare number; its folders are named iter_0000010, DeepSpeed's global_step10.
             candidates += [f"global_step{tag}", f"iter_{int(tag):07d}"]
         for name in candidates:
             with as_checkpoint_error(str(path)):

@@ -33,7 +33,12 @@ _T = TypeVar("_T")
 class Block:
     """A part of a file that has one sum. A file without content is one block of no bytes.
 
-    ``crc``: its CRC-32 as it was written; None before it is known.
+    Attributes:
+        name: of the file, relative to the folder of the manifest, with ``/`` between the parts.
+        offset: byte of the file at which the block begins, a multiple of :data:`BLOCK_BYTES`.
+        num_bytes: bytes of the block.
+        file_bytes: bytes of the whole file.
+        crc: CRC-32 of the block as it was written; None before it is known.
     """
 
     name: str
@@ -57,8 +62,11 @@ class Damage:
 class Manifest:
     """The content of the manifests of a folder, those of folders inside it included.
 
-    ``blocks``: of all files, those of one file together and in order. ``identity``: equal on all ranks that see the
-    same files on the same disk. ``damage``: manifests that cannot be read.
+    Attributes:
+        folder: the folder; names of blocks are relative to it.
+        blocks: of all files, those of one file together and in order.
+        identity: equal on all ranks that see the same files on the same disk.
+        damage: manifests that cannot be read.
     """
 
     folder: Path
@@ -84,6 +92,8 @@ def files_in(folder: Path) -> list[tuple[str, int]]:
     found = []
     for root, folders, names in os.walk(folder):
         place = Path(root)
+        # A folder within that has manifests of its own is listed by them: its files are
+        # left out here, and its manifests are taken as files. Clearing ``folders`` keeps ``os.walk`` out of it.
         own = {path.name for path in _manifests(place)}
         if place == folder:
             names = [name for name in names if name not in own]
@@ -108,6 +118,7 @@ def share_of_blocks(blocks: Sequence[Block], part: int, parts: int) -> list[Bloc
     costs = [block.num_bytes + _FILE_COST for block in blocks]
     total, done, mine = sum(costs), 0, []
     for block, cost in zip(blocks, costs, strict=True):
+        # A block belongs to the member in whose share of the total cost its middle lies; each is in exactly one share.
         if (done + cost // 2) * parts // total == part:
             mine.append(block)
         done += cost
@@ -151,6 +162,7 @@ def read_manifests(folder: Path) -> Manifest | None:
         try:
             text = path.read_bytes()
             status = path.stat()
+            # Inode and time tell disks apart: the same path on two machines may be two files of equal content.
             identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
             listed = _listed(path, text)
         except (OSError, CheckpointError) as error:
@@ -158,6 +170,7 @@ def read_manifests(folder: Path) -> Manifest | None:
             continue
         for name, own in listed.items():
             blocks.setdefault(name, own)
+    # A manifest that is listed as a file speaks for its folder; its blocks get their names from here.
     for nested in sorted({Path(name).parent for name in blocks if _is_manifest_name(Path(name).name)}):
         inner = read_manifests(folder / nested)
         if inner is not None:
@@ -172,7 +185,7 @@ def read_manifests(folder: Path) -> Manifest | None:
 def damage_in(
     folder: Path, blocks: Sequence[Block], *, content: bool = True, workers: int | None = None
 ) -> list[Damage]:
-    """Compares files with the blocks that were written; one entry for each file that is not as it was, by name.
+    """Compare files with the blocks that were written; one entry for each file that is not as it was, by name.
 
     ``content``: whether the blocks are read; otherwise only that the files are there, and their sizes. A block that
     was right before in this process, of a file that nothing has touched since, is not read again.
@@ -218,6 +231,7 @@ def _listed(path: Path, text: bytes) -> dict[str, list[Block]]:
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise CheckpointError("of another version", expected=VERSION, found=content.get("version"))
         files, size = content["files"], content["block_bytes"]
+        # The list itself has a sum: a flipped digit in it must not be blamed on the file that it is about.
         if content["files_crc32"] != _sum_of(files):
             raise CheckpointError("its own sum does not agree")
         if size != BLOCK_BYTES:
@@ -225,6 +239,7 @@ def _listed(path: Path, text: bytes) -> dict[str, list[Block]]:
         listed = {}
         for name, entry in files.items():
             blocks = blocks_of([(name, entry["bytes"])])
+            # A name must not lead out of the folder, and a file has exactly the blocks of its size.
             if name.startswith("/") or ".." in name.split("/") or len(blocks) != len(entry["crc32"]):
                 raise CheckpointError("an entry that no writer writes", found=name)
             listed[name] = [
@@ -268,6 +283,7 @@ def _compare(path: Path, block: Block) -> Damage | None:
         status = path.stat()
         key = (status.st_dev, status.st_ino, block.offset)
         state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, block.crc or 0)
+        # Any write changes mtime or ctime, and a replacement the inode: then the block is read again.
         if _RIGHT.get(key) == state:
             return None
         found = _sum(path, block)
@@ -306,5 +322,6 @@ def _each(work: Callable[[Block], _T], blocks: Sequence[Block], workers: int | N
 
 def _workers() -> int:
     """The processors of this machine that this process has for itself, at most eight."""
+    # The ranks of one machine share its processors, and each sums its share of the blocks at the same time.
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, there // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

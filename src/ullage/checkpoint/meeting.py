@@ -28,12 +28,18 @@ _LAUNCH = "launch.json"
 
 @dataclass
 class Meeting:
-    """The processes of one launch, around the folder ``partial``."""
+    """The processes of one launch, around the folder ``partial``.
+
+    Attributes:
+        partial: the folder that they write into; the files by which they meet are in its journal's folder.
+        rank: this process.
+        world_size: number of processes.
+        name: of this launch, once all have met.
+    """
 
     partial: Path
     rank: int
     world_size: int
-    #: names this launch, once all have met
     name: str = ""
     _word: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -54,7 +60,7 @@ class Meeting:
         if self.rank == 0:
             words: dict[int, str] = {}
             self._wait(lambda: self._all_here(words), "the other processes to begin", failures=False)
-            self.name = self._word
+            self.name = self._word  # unique to this launch, and known to those that read the answer
             self._write(_LAUNCH, json.dumps({"name": self.name, "words": sorted(words.values())}))
             return
         self._wait(self._answered, "process 0 to begin", failures=False)
@@ -96,9 +102,11 @@ class Meeting:
     def _wait(self, ready: Callable[[], bool], whom: str, *, failures: bool) -> None:
         pause, last, seen = 0.01, time.monotonic(), -1
         while not ready():
+            # Only failures under the name of this launch: before it has one, any that are there are of earlier ones.
             for path in self._folder.glob(f"failed-*-{self.name}") if failures else ():
                 rank = path.name.split("-")[1]
                 raise DistributedError("another process failed", where=f"process {rank}", found=path.read_text()[:300])
+            # A journal that grows is progress of some process, however long one unit takes.
             size = sum(p.stat().st_size for p in self._folder.glob("*.jsonl") if p.exists())
             if size != seen:
                 seen, last = size, time.monotonic()
@@ -109,11 +117,13 @@ class Meeting:
                     hint="call convert on every process of torchrun, or with world_size=1 on one",
                 )
             time.sleep(pause)
+            # Polls of a file system that many machines may share: frequent at first, then twice a second.
             pause = min(0.5, pause * 1.5)
 
 
 def remove_other(partial: Path) -> None:
     """Remove a partial of another conversion at once, although other processes may be writing to it."""
     aside = partial.with_name(f"{partial.name}.{uuid.uuid4().hex[:8]}.old")
+    # A rename is atomic, and open files follow it: what others still write goes to the old folder, and is removed too.
     os.rename(partial, aside)
     shutil.rmtree(aside)

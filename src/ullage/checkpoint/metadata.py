@@ -29,12 +29,14 @@ def brief(value: Any) -> str:
     """A value as text of at most 80 characters, without walking through all of it."""
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
+    # The digits of an int are cut by arithmetic: ``str`` of a very long one is slow, and CPython refuses it.
     text = value[:80] if isinstance(value, str) else repr(value)[:80] if type(value) is not int else str(value % 10**60)
     return f"{type(value).__name__} {text}"
 
 
 def comparable(value: Any) -> Any:
     """A small value in a form that can be hashed and compared; of any other value, its kind."""
+    # NaN is not equal to itself, and two files that both have it agree.
     if isinstance(value, float) and value != value:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -53,6 +53,7 @@ def frozen_and_buffers(
             continue
         found = _of_module(folder, model, trained, tied)
         if stage3:
+            # At stage 3 only buffers are whole in the module; frozen parameters are put together from their fragments.
             found = {k: v for k, v in found.items() if v.kind == "buffer"} | _frozen3(folder, model_rank, world)
         for tensor in found.values():
             _sort_in(folder, tensor, frozen, whole, model_rank, tp)
@@ -65,7 +66,16 @@ def frozen_and_buffers(
 def _sort_in(
     folder: Folder, tensor: Tensor, frozen: Stages, whole: dict[str, Tensor], model_rank: int, tp: int
 ) -> None:
-    """Add a model rank's tensor to the slices that are to be joined, or to the tensors that are whole already."""
+    """Add a model rank's tensor to the slices that are to be joined, or to the tensors that are whole already.
+
+    Args:
+        folder: gets the problem of a slice that cannot be joined.
+        tensor: what the model rank holds.
+        frozen: the slices, by name, pipeline stage and tensor-parallel rank.
+        whole: the tensors that need no joining, by name.
+        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
+        tp: number of tensor-parallel ranks.
+    """
     if tensor.kind == "buffer" or (tp == 1 and tensor.name not in whole and tensor.merge.kind == "strided"):
         whole.setdefault(tensor.name, tensor)
     elif tensor.merge.kind == "strided":
@@ -90,6 +100,7 @@ def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFi
     Raises ``CheckpointError`` when the tensor reaches beyond its storage.
     """
     place, shape = source.place(ref), tuple(ref.shape)
+    # Of a tensor that is not contiguous, the stretch of the storage that it spans is the fragment.
     numel, merge = (ref.numel, Merge()) if ref.contiguous else (ref.span, Merge("strided", strides=ref.strides))
     part = Slice(0, shape if ref.contiguous else (numel,), Fragments.one(file, place, numel))
     return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
@@ -143,6 +154,7 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, shape in (lead.frozen_shapes or {}).items():
         numel = int(np.prod(shape, dtype=np.int64))
+        # The cut of stage 3: W parts of ceil(numel / W), of which the last may be shorter or empty.
         pieces = Layout([numel]).pieces(np.arange(world + 1) * -(-numel // world))
         rows: list[tuple[int, int, int, int]] = []
         dtypes: list[str] = []
@@ -190,6 +202,8 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
             root = metadata.mapping(source.root, "a layer", str(folder.path / file.name))
             for local, value in root.items():
                 name = f"{int(match[1])}.{local}"
+                # A layer file has the name within the layer, the optimizer that within the pipeline module, where tied
+                # layers appear under ``tied_modules``.
                 known = (
                     name in trained
                     or local in trained

@@ -18,6 +18,7 @@ from ullage.checkpoint.partitions import fragments_by_parameter, stage3_group, s
 from ullage.checkpoint.shards import FlatTensor, ModelFile, ShardFile
 from ullage.checkpoint.torchfile import TorchFile
 
+#: Bytes before the tensors of a file, a stand-in for the description that is not made.
 _HEADER_BYTES = 4096
 
 
@@ -45,6 +46,7 @@ def on_paper(
     """
     item = ITEM_BYTES[dtype]
     laid = [stage3_group(i, 0, g, dp) if stage == 3 else stage12_group(i, 0, g, dp) for i, g in enumerate(groups)]
+    # The states of a group follow one another in each rank's file; ``at`` is where the next begins, alike on all ranks.
     tensors, at = [], _HEADER_BYTES
     ranks = np.arange(dp)
     for group, named in zip(laid, groups):

@@ -22,6 +22,7 @@ from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
 from ullage.errors import CheckpointError
 
 _MAX_VERSION = 0.4
+#: Sub-parameters of one parameter: a larger number is damage, and would be allocated.
 _MAX_SUB_PARAMETERS = 1 << 16
 _INFO = "universal_checkpoint_info"
 
@@ -63,7 +64,13 @@ def _shard_widths(info: dict[str, Any], where: str) -> dict[Any, list[list[int]]
 
 @dataclass
 class Patterns:
-    """``universal_checkpoint_info``, looked up by name. Remembers which patterns were ever used."""
+    """``universal_checkpoint_info``, looked up by the name of a parameter.
+
+    Attributes:
+        info: the entry as it was saved.
+        where: the folder, for errors.
+        used: patterns that have matched a name so far.
+    """
 
     info: dict[str, Any]
     where: str = ""
@@ -154,6 +161,7 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
             if not all(s.shape for s in slices):
                 raise CheckpointError("a parameter of two halves without a dim", where=name)
+            # ``torch.chunk(slice, 2)``: the first half is the larger one.
             halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
             dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
             extra |= {"cat_dim": 0, "param_n_sub_params": 2}
@@ -166,12 +174,14 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
             shape = _stacked(name, slices, dim)
             bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
             extra["cat_dim"] = dim
+        # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands))
     # 2. Padding rows of a vocabulary are cut off.
     if patterns.match("vocabulary_parameter", name):
         if not shape:
             raise CheckpointError("a vocabulary without rows", where=name)
+        # The bands stay those of the padded whole: rows beyond ``shape`` are simply never read.
         shape = (min(shape[0], patterns.vocab_size), *shape[1:])
         extra["vocab_tensor"] = True
     # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
@@ -201,7 +211,11 @@ def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
 
 
 def _interleaved(widths: list[list[int]]) -> list[Band]:
-    """Boxes for sub-parameters [j] of slices [i]: the whole holds sub-parameter 0 of all slices, then 1, and so on."""
+    """Bands of ``widths[j][i]``, those of sub-parameter j in slice i.
+
+    A slice holds its parts of all sub-parameters, one after the other. The whole holds sub-parameter 0 of all slices,
+    then sub-parameter 1 of all slices, and so on.
+    """
     bands, at = [], 0
     begins = [0] * len(widths[0])
     for row in widths:
@@ -247,6 +261,7 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     if math.prod(shape) != numel:
         raise CheckpointError("a fused parameter does not fit its view", where=name, expected=shape, found=numel)
     for i, part in enumerate(slices):
+        # Elements of the other dims, times the indices that this rank holds of all sub-parameters.
         held = math.prod(shape) // shape[dim] * sum(w[i] for w in widths) if shape[dim] else 0
         if held != math.prod(part.shape):
             raise CheckpointError(
@@ -265,12 +280,14 @@ def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -
     parts = []
     for band in merge.bands:
         whole = merge.outer if len(slices) == 1 else 1
-        if len(slices) == 1 and len(merge.bands) == 1:
+        if len(slices) == 1 and len(merge.bands) == 1:  # nothing was cut: the slice is the whole
             parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
             break
         if whole > 1:  # one slice: its sub-parameters already lie in order
             parts.append(slices[0].fragments.window(0, limit, item_bytes))
             break
+        # Nothing comes before the dim, so a band is one run: of its slice from ``begin`` on, of the whole from ``at``
+        # on. ``moved`` shifts its fragments from the one address to the other.
         begin, at = band.begin * merge.inner, band.at * merge.inner
         width = max(0, min(band.width * merge.inner, limit - at))
         piece = slices[band.slice].fragments.window(begin, begin + width, item_bytes)

@@ -40,6 +40,7 @@ def stage12_group(
     numels = np.array([int(np.prod(s, dtype=np.int64)) for s in named.values()], np.int64)
     paddings = np.array(alignments, np.int64) if alignments else np.zeros_like(numels)
     layout = Layout.from_slots(numels, numels + paddings)
+    # DeepSpeed pads the buffer to a multiple of 2W (``nccl_start_alignment_factor``), so a partition has an even size.
     size = max(shard_size, -(-layout.size // (2 * world)) * 2)
     return Group(index, model_rank, tuple(named), layout.pieces(np.arange(world + 1) * size), size, world, booked)
 
@@ -51,10 +52,12 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
     at = 0
     for item, shape in enumerate(named.values()):
         numel = int(np.prod(shape, dtype=np.int64))
+        # The last ranks may have less of it, or nothing: cuts reach past the end of the layout, where no piece is.
         share = -(-numel // world)
         pieces = Layout([numel]).pieces(np.arange(world + 1) * share)
         rows.append(Pieces(pieces.item + item, pieces.shard, pieces.item_start, pieces.shard_start + at, pieces.length))
         at += share
+    # Parameter by parameter, so ordered by item, as ``Pieces`` must be.
     fields = ("item", "shard", "item_start", "shard_start", "length")
     joined = [np.concatenate([getattr(r, f) for r in rows]) if rows else np.zeros(0, np.int64) for f in fields]
     return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
@@ -94,6 +97,7 @@ def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any =
     pieces = group.pieces
     found = []
     for low, high in itertools.pairwise(np.searchsorted(pieces.item, np.arange(len(group.names) + 1)).tolist()):
+        # Pieces are ordered by item: those of one parameter are ``[low, high)``, in the order of its elements.
         mine: Any = slice(low, high) if keep is None else np.arange(low, high)[keep[low:high]]
         found.append(Fragments(file[mine], offset[mine], pieces.item_start[mine], pieces.length[mine]))
     return found
@@ -116,6 +120,7 @@ def _compare_lengths(
             found=str(int(numel[rank])),
         )
     for rank, shard in mine.items():
+        # A longer shard would mean another layout than the one derived, so its elements may be of other parameters.
         if numel[rank] > group.shard_size:
             folder.add_problem(
                 f"the shard is too long for {key}",

@@ -44,6 +44,7 @@ def read_plain(folder: Folder) -> Inventory:
     for model in folder.models.values():
         model.aliases = {**tied, **model.aliases}
     held, twins = modules.frozen_and_buffers(folder, 1, tp, patterns, set())
+    # No optimizer has claimed anything yet, so all parameters were read as frozen; here they are the weights.
     weights = [replace(t, key="fp32", kind="parameter") if t.kind == "frozen" else t for t in held]
     folder.notes.append("no ZeRO (stage 0): the weights are those of the module")
     states, details, problems = _optimizer(lead, weights) if tp * pp == 1 else ([], None, [_unnamed(lead, "ranks")])
@@ -74,6 +75,7 @@ def _ties(model: ModelFile) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, ref in (model.module or {}).items():
         if isinstance(ref, TensorRef) and ref.numel and name not in model.buffer_names:
+            # Tied tensors were one tensor when they were saved, so they name the same place in the file.
             place = (ref.storage, ref.start, ref.shape, ref.strides)
             if place in owners:
                 found[name] = owners[place]
@@ -133,6 +135,7 @@ def _names_of(
     """By number: the parameter and its group; or, where they cannot be known, what was found instead."""
     ids = [(i, g) for g, group in enumerate(groups) for i in metadata.integers(group.get("params"), "params", where)]
     given = [n for group in groups for n in metadata.names(group.get("param_names"), "param_names", where)]
+    # The names of a group stand in the order of its numbers.
     if len(given) == len(ids) and set(given) <= set(weights) and len(set(given)) == len(given):
         return {i: (name, g) for (i, g), name in zip(ids, given)}
     # Without names, a state belongs to the one weight that has its shape.
@@ -142,9 +145,11 @@ def _names_of(
     found: dict[int, tuple[str, int]] = {}
     for i, g in ids:
         held = metadata.mapping(state.get(i), "state of the optimizer", where)
+        # Of states such as exp_avg, which have the shape of their parameter; a step of one element tells nothing.
         shapes = {tuple(v.shape) for k, v in held.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
         names = by_shape.get(next(iter(shapes)), []) if len(shapes) == 1 else []
         if len(names) != 1:
             return f"{len(names)} weights of shape {list(next(iter(shapes)))}" if len(shapes) == 1 else "no state"
         found[i] = names[0], g
+    # Two states that found one weight: then the shapes do not tell them apart after all.
     return found if len({name for name, _ in found.values()}) == len(found) else "weights of one shape"

@@ -22,7 +22,9 @@ from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Sli
 from ullage.checkpoint.torchfile import as_checkpoint_error
 from ullage.errors import CheckpointError, InputError
 
+#: Bytes of tensors in one file at most, unless one tensor is larger.
 MAX_FILE_BYTES = 5 << 30
+#: The safetensors library refuses headers beyond 100 MB, so a larger number is damage.
 _MAX_HEADER_BYTES = 100 << 20
 
 _NAMES = {
@@ -96,6 +98,7 @@ def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, 
     held = 0
     for entry in named:
         size = entry[1].numel * ITEM_BYTES[entry[2]]
+        # A tensor that is larger than the limit gets a file for itself.
         if held and held + size > MAX_FILE_BYTES:
             shards.append([])
             held = 0
@@ -106,6 +109,7 @@ def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, 
         many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         name = f"{stem}{many}.safetensors"
         targets.append(_file(name, shard, metadata))
+        # The index names files relative to itself.
         where |= {label: name.rpartition("/")[2] for label, _, _ in shard}
     total = sum(t.numel * ITEM_BYTES[d] for _, t, d in named)
     index = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": where}, indent=2).encode() + b"\n"
@@ -125,6 +129,7 @@ def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, s
         header[label] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces after the JSON are allowed; with them the data begin at a multiple of 8, as in files of the library.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     payloads = tuple(Payload(tensor, start + header[label]["data_offsets"][0], dtype) for label, tensor, dtype in shard)
@@ -171,7 +176,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int) -> Tensor:
-    """A tensor as the header of its file says. Raises ``CheckpointError``."""
+    """A tensor as the header of its file says. Raises ``CheckpointError``.
+
+    Args:
+        label: its name in the header; in ``optimizer/``, ``<key>:<parameter>``.
+        entry: dtype, shape and byte range.
+        file: number of the file in the inventory.
+        name: of the file, relative to the folder.
+        start: byte of the file at which the data begin, to which the range is relative.
+        size: bytes of the file.
+    """
     key, _, parameter = label.partition(":") if name.startswith("optimizer/") else ("fp32", "", label)
     entry = metadata.mapping(entry, "a tensor's entry", label)
     dtype = _DTYPES.get(entry.get("dtype") if isinstance(entry.get("dtype"), str) else "")

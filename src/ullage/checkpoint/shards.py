@@ -28,6 +28,7 @@ from ullage.errors import CheckpointError
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+#: Group 1: number of the layer; group 2: tensor-parallel rank.
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_.*|expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*")
 
@@ -38,9 +39,13 @@ _SMALL_STATE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """A flat tensor in a file: its dtype, its elements, and the byte offset of the first.
+    """A flat tensor in a file.
 
-    ``digest`` is that of its content, for a small tensor whose length is not the partition's; else None.
+    Attributes:
+        dtype: of its elements.
+        numel: number of elements.
+        offset: byte of the file at which the first lies.
+        digest: of its content, for a small tensor whose length is not the partition's; else None.
     """
 
     dtype: str
@@ -119,6 +124,7 @@ def sort_files(folder: Path) -> list[File]:
             where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
             hint="convert it with DeepSpeed's own converter",
         )
+    # By number, not by letter: rank 2 comes before rank 10.
     for path in sorted(
         folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
     ):
@@ -184,6 +190,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
     if optimizer.get("ds_zero_partition_groups"):
         raise RefusedFile("a mixture of experts (ds_zero_partition_groups) is not supported", where=where)
     stage = _stage(optimizer, where)
+    # The master weights of this rank, flat: of each parameter group, or at stage 3 of each sub-group.
     masters = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(masters, (list, tuple)):
         raise CheckpointError("not a ZeRO shard: it holds no master weights", where=where)
@@ -199,6 +206,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
         scalars.append(scalar)
         step = state.get("step")
         dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
+    # One number, or one per parameter group: the ranks over which it is cut.
     count = optimizer.get("partition_count", 0)
     counts = list(count) if isinstance(count, (list, tuple)) else [count] * len(masters)
     paddings = metadata.sequence(optimizer.get("param_alignment_paddings"), "param_alignment_paddings", where)
@@ -265,6 +273,7 @@ def _states(
     for identity, g in zip(ids, groups):
         held = dict(metadata.mapping(state.get(identity), f"state of {entry}", where))
         step = settings[g].get("step") if g < len(settings) else None
+        # FusedAdam keeps the step in the group, not in the state of each parameter.
         if "step" not in held and step is not None:
             held["step"] = step
         found.append(held)
@@ -280,6 +289,7 @@ def _split(
     for key, value in state.items():
         if not isinstance(key, str) or key == "fp32":
             raise metadata.malformed("a name of optimizer state", where, "a name other than fp32", key)
+        # A tensor of no dims is a number (a step); one of some dims may be a partition, which its length will tell.
         if isinstance(value, TensorRef) and value.shape and key != "step":
             flats[key] = _placed(source, value, key, where, master.numel)
         elif value is not None:
@@ -292,6 +302,7 @@ def _placed(source: TorchFile, ref: TensorRef, key: str, where: str, partition: 
     if not ref.contiguous:
         raise CheckpointError("optimizer state that is not contiguous", where=f"{where}, state {key}")
     digest = None
+    # Small, and no partition: its content is kept as a digest, to be compared over ranks (``states``).
     if partition is not None and ref.numel != partition and ref.num_bytes <= _SMALL_STATE:
         digest = hashlib.sha256(repr((ref.dtype, ref.shape)).encode() + read_bytes(source, ref)).hexdigest()
     return FlatTensor(ref.dtype, ref.numel, source.place(ref), digest)

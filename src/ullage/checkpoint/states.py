@@ -27,8 +27,11 @@ _RECOMPUTED = {"RMS"}
 class Uncut:
     """Optimizer state of one model rank that is not cut into partitions.
 
-    ``keys`` are tensors that are no partition, ``left_out`` numbers that need not be carried, ``problems`` why the
-    state cannot be converted.
+    Attributes:
+        keys: states whose tensors are no partition, so that they are kept whole.
+        left_out: states that are numbers and need not be carried.
+        problems: why the state cannot be converted.
+        notes: what was decided, for the report.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -52,6 +55,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
     }
     # A state on some ranks only has no place on the others.
     for shard in ordered[1:]:
+        # The reverse, a state that ``lead`` has and another rank lacks, is found where fragments are made of the state.
         for index, (mine, theirs) in enumerate(zip(lead.flats, shard.flats)):
             for key in sorted(set(theirs) - set(mine))[:1]:
                 found.problems.append(
@@ -126,7 +130,16 @@ def _compare_numbers(shards: list[ShardFile]) -> list[Problem]:
 def _differing(
     what: str, shard: ShardFile, index: int, mine: dict[str, Any], theirs: dict[str, Any], but: set[str]
 ) -> list[Problem]:
-    """One problem per key, other than ``but``, that ``shard`` has otherwise than rank 0."""
+    """One problem per key that ``shard`` has otherwise than rank 0.
+
+    Args:
+        what: words before the key.
+        shard: the file of the other rank, which the problem names.
+        index: number of the group.
+        mine: entries of rank 0.
+        theirs: entries of ``shard``.
+        but: keys that may differ.
+    """
     return [
         Problem(
             f"{what}{key} differs between ranks, so it cannot be carried to another layout",

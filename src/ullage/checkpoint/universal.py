@@ -40,6 +40,7 @@ from ullage.checkpoint.unpickling import TensorRef
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
+#: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
 #: Bytes of the longest name of a file on the file systems in use.
 _LONGEST_NAME = 255
@@ -86,6 +87,7 @@ def safe_name(name: str) -> str:
 
 
 def _state_file(tensor: Tensor) -> Target:
+    # What no optimizer holds has one state, its value, under the name that loaders of weights look for.
     stem = tensor.key if tensor.kind == "parameter" else "fp32"
     content: dict[str, Any] = {"param": TensorCopy(tensor, tensor.dtype)}
     for key, value in tensor.extra.items():
@@ -124,12 +126,14 @@ def _optimizer_file(details: Details) -> Target:
     groups = details.param_groups  # never empty: the loader walks them, and with none it would load nothing
     state: dict[int, Any] = {}
     for i, scalars in enumerate(shard.scalars):
+        # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.
         state[i] = {"step": None}
         if "step" in scalars:
             state[i]["step"] = number(scalars["step"], shard.step_dtypes[i])
         if rank in details.uncut:
             state[i] |= kept_whole(shard, i, details.uncut[rank])
     content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
+    # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
     return _described("zero/optimizer_state.pt", content, shard.source, shard.file)
@@ -148,6 +152,7 @@ def _described(name: str, content: dict[str, Any], source: TorchFile | None, fil
 
 def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
     """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
+    # Client state may hold objects that only torch can make. Such an entry is left out, rather than all of the states.
     limit = _limit(model.source)
     content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
     left_out = [k for k, v in content.items() if not is_writable(v, limit)]
@@ -196,10 +201,12 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt",
         )
         if not stage3:
+            # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         with _in_file(model.source):
             content, _ = _kept(model)
         if model.module is not None:
+            # Trained weights are loaded from zero/; of the module only what no optimizer holds is written again.
             others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
             content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
@@ -217,6 +224,7 @@ def read_universal(folder: Path) -> Inventory:
     models = found.models()
     groups = [shapes for model in models for shapes in model.param_shapes or []]
     settings = found.settings()
+    # The n-th entry of ``param_shapes`` is taken for the n-th parameter group only where the numbers agree.
     one_to_one = len(models) == 1 and len(groups) == len(settings)
     group_of = {name: i for i, named in enumerate(groups) for name in named} if one_to_one else {}
     shapes = {name: shape for named in groups for name, shape in named.items()}
@@ -266,6 +274,7 @@ class _Reading:
         paths = sorted(self.folder.glob("*mp_rank_*_model_states.pt"))
         whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]
         files = [File(p.name, p.stat().st_size, "model", 0, 0) for p in whole]
+        # The number of the file is 0 for all: nothing is read from them but shapes.
         read = [self._tried(p, partial(shards.read_model, self.folder, 0, f)) for p, f in zip(whole, files)]
         return [model for model, _ in filter(None, read)]
 
@@ -283,7 +292,7 @@ class _Reading:
         return self._tried(path, read) or []
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
-        """One state file, or the step, of a parameter."""
+        """Read one state file, or the step, of a parameter, and add what it holds."""
         name, key = path.parent.name, path.stem
         source = self._tried(path, lambda: read_torch_file(path))
         if source is None:
@@ -298,6 +307,7 @@ class _Reading:
         if not isinstance(ref, TensorRef):
             self.problems.append(Problem("a state file without a tensor", where, parameter=name))
             return
+        # ``param_shapes`` lists what an optimizer trains; without model states, everything counts as trained.
         kind = "parameter" if name in shapes or not shapes else "frozen"
         shape = tuple(ref.shape)
         if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat

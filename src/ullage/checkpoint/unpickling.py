@@ -95,7 +95,7 @@ class TensorRef(_Fixed):
 
 
 class _InertType(type):
-    """Metaclass that tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), to write the same again."""
+    """Metaclass that tells ``cls(*args)`` (REDUCE) from ``cls.__new__(cls, *args)`` (NEWOBJ), to write the same."""
 
     def __call__(cls, *args: Any) -> Any:
         made: Any = cls.__new__(cls, *args)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -77,6 +77,7 @@ def _pairs(ours: Inventory, theirs: Inventory) -> tuple[list[Pair], list[Problem
             )
         else:
             pairs.append((tensor, other, None))
+    # What the target has beyond the source would be loaded too, so it is a difference.
     known = {tensor.name for tensor in ours.tensors} | set(ours.aliases)
     strange = sorted({tensor.name for tensor in theirs.tensors} - known)
     problems += [Problem("in the target, not in the source", parameter=name) for name in strange]

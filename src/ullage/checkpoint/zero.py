@@ -111,7 +111,12 @@ def _first(folder: Folder) -> ShardFile:
 
 @dataclass
 class _Found:
-    """Content of the model ranks: slices of trained parameters, and by rank the state that is not cut."""
+    """Content of the model ranks.
+
+    Attributes:
+        slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
+        uncut: by model rank, the state that is not cut like the weights.
+    """
 
     slices: Stages = field(default_factory=dict)
     uncut: dict[int, Uncut] = field(default_factory=dict)
@@ -120,6 +125,7 @@ class _Found:
 def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
     """Add the slices of one model rank to ``found``, parameter by parameter and key by key."""
     model = folder.models.get((model_rank, 0))
+    # Shards of ranks beyond the world size are problems already (``require_ranks``), and have no partition here.
     mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}
     if model is None or not mine:
         return
@@ -139,12 +145,15 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     folder.notes += uncut.notes
     for group, named in zip(groups, shapes):
         for key in lead.flats[group.index]:
+            # State that is no partition has no place in the layout; ``kept_whole`` carries it.
             if key in uncut.keys:
                 continue
             dtype, fragments = fragments_of(folder, group, key, mine)
             for name, pieces in zip(named, fragments):
+                # A model rank is pipeline stage · tp + tensor-parallel rank.
                 parts = found.slices.setdefault((name, key), {}).setdefault(model_rank // tp, {})
                 parts[model_rank % tp] = (Slice(model_rank, named[name], pieces), dtype, lead.group_of[group.index])
+    # Stage 3 writes no mappings.
     if lead.stage < 3:
         compare_mappings(folder, model_rank, mine)
 
@@ -163,6 +172,7 @@ def _group(
     alignments = lead.alignments[index] if index < len(lead.alignments) else []
     booked = tuple(s.paddings[index] for _, s in sorted(mine.items()) if index < len(s.paddings))
     alignments = alignments if len(alignments) == len(named) else []
+    # The size that the rule gives, then the size that is seen: a writer that aligned further left longer partitions.
     least = stage12_group(index, model_rank, named, world, alignments).shard_size
     # A state of a full partition tells its size; the shortest does, since longer ones need not be partitions at all.
     seen = min((p.numel for p in mine[0].flats[index].values() if p.numel >= least), default=0) if 0 in mine else 0

@@ -87,6 +87,7 @@ def draw(group: Group) -> GroupDrawing:
     if len(padded):
         ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"
         sentence += f" The padding lies on {ranks}."
+    # Padding as the files book it: before DeepSpeed 0.16.4 all of it on the last rank, which may hold less than that.
     booked = np.array(group.booked) if len(group.booked) == group.num_shards else padding
     wrong = np.flatnonzero(booked > group.shard_size)
     if len(wrong):
@@ -94,6 +95,8 @@ def draw(group: Group) -> GroupDrawing:
             f" The files book {booked[wrong[0]]:,} of it on rank {wrong[0]}, which holds only {group.shard_size:,} "
             f"elements: cutting it off there would leave {group.shard_size - booked[wrong[0]]:,}.".replace("-", "−")
         )
+    # At stages 1 and 2 shards are parts of one buffer. At stage 3 each parameter is cut by itself, so positions fall
+    # from one piece to the next, and there is no whole buffer to draw.
     end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
     title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
     names = list(group.names)
@@ -137,6 +140,8 @@ def _span(group: Group, first: int, last: int, label: str) -> Row:
     start = _position(group)[inside] - first * group.shard_size
     item, ends = pieces.item[inside], start + pieces.length[inside]
     total = (last - first) * group.shard_size
+    # A parameter that a cut divides is two pieces that touch. In a bar of several shards they are drawn as one box:
+    # ``joined`` says of each piece that it continues the one before.
     joined = np.r_[False, (item[1:] == item[:-1]) & (start[1:] == ends[:-1])][: len(item)]
     begins = np.flatnonzero(~joined)  # a cut does not part what lies end to end
     stops = np.flatnonzero(~np.r_[joined[1:], False][: len(item)])
@@ -183,7 +188,15 @@ def _left_out(padding: np.ndarray, first: int, last: int, shard_size: int) -> st
 def _boxes(
     names: Sequence[str], item: np.ndarray, start: np.ndarray, length: np.ndarray, total: int
 ) -> tuple[Box, ...]:
-    """The pieces of one bar of ``total`` elements in order, padding where there are gaps between them."""
+    """The pieces of one bar in order, padding where there are gaps between them.
+
+    Args:
+        names: parameters of the group.
+        item [n]: the parameter of each piece, as its number in ``names``.
+        start [n]: first element of the bar that the piece covers.
+        length [n]: elements of the piece.
+        total: elements of the bar.
+    """
     order = np.argsort(start, kind="stable")
     boxes: list[Box] = []
     narrow: list[tuple[int, int, int]] = []
@@ -191,6 +204,7 @@ def _boxes(
 
     def place(begin: int, end: int, style: str, title: str, name: str = "") -> None:
         width = 100 * (end - begin) / total
+        # The whole name, else its last two parts, else nothing: whichever fits the width.
         short = next((t for t in (name, ".".join(name.split(".")[-2:])) if len(t) * _LETTER <= width), "")
         boxes.append(Box(round(100 * begin / total, 4), round(width, 4), style, title, short))
 
@@ -207,6 +221,7 @@ def _boxes(
 
     for k in order:
         i, begin, end = int(item[k]), int(start[k]), int(start[k] + length[k])
+        # What no piece covers is padding.
         if begin > at:
             flush()
             place(at, begin, "padding", f"padding: {begin - at:,} elements", "padding")

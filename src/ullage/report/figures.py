@@ -26,6 +26,7 @@ def ideal_microbatches(plan: Plan, stats: Statistics) -> float:
 
 def bound_ullage(plan: Plan, stats: Statistics) -> float:
     """The ullage of a plan with as many microbatches as the lower bound."""
+    # Slots of that many microbatches on all ranks.
     size = stats.lower_bound * plan.ranks * plan.capacity
     return 1 - stats.num_tokens / size if size else 0.0
 

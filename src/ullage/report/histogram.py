@@ -13,6 +13,7 @@ import numpy as np
 from ullage.layout import Int64
 
 _BUCKETS = 48
+#: Longest over shortest above which the axis is logarithmic.
 _LOG_FROM = 20
 _MAX_TICKS = 6
 
@@ -56,6 +57,7 @@ def histogram(lengths: Int64, costs: Int64) -> Histogram:
     place = _places(edges, logarithmic)
     buckets = []
     for k in np.flatnonzero(counts).tolist():
+        # The upper edge belongs to the next bucket, except that of the last.
         last = edges[k + 1] - (k < len(edges) - 2)
         title = (
             f"{edges[k]:,} to {last:,} tokens: {counts[k]:,} sequences ({100 * counts[k] / len(lengths):.1f} %),"
@@ -72,6 +74,7 @@ def _edges(low: int, high: int, logarithmic: bool) -> Int64:
     if high == low:
         return np.array([low, high + 1])
     edges = np.geomspace(low, high, _BUCKETS + 1) if logarithmic else np.linspace(low, high, _BUCKETS + 1)
+    # Lengths are integers: edges that round to the same one are merged, and there are fewer buckets.
     return np.unique(np.rint(edges).astype(np.int64))
 
 
@@ -87,9 +90,11 @@ def _ticks(edges: Int64, logarithmic: bool) -> list[Tick]:
     if high - low == 1:
         return [Tick(0.0, token_label(low))]
     if logarithmic:
+        # From the first power of two that is not below the shortest length to the last not above the longest.
         powers = [2**k for k in range(low.bit_length() - (low & (low - 1) == 0), high.bit_length())]
         values = powers[:: -(-len(powers) // _MAX_TICKS)]
     else:
+        # The least power of two that gives at most ``_MAX_TICKS`` steps.
         step = 2 ** max(0, int(np.ceil(np.log2((high - low) / _MAX_TICKS))))
         values = list(range(-(-low // step) * step, high + 1, step))
     return [

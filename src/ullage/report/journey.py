@@ -24,6 +24,7 @@ from ullage.report.plan import memory_drawing
 COMPARED, DIGITS = 3, 5
 #: Steps at the start of a process, which wait for compilers and caches and are left out of the speed.
 _WARMING = 2
+#: Units of the picture of the curves.
 _WIDTH, _HEIGHT = 600, 220
 
 
@@ -118,6 +119,7 @@ class Journey:
     def comparisons(self, leg: Leg) -> list[Comparison]:
         """The step before ``leg`` and its first ones, beside the uninterrupted run's; none for the first leg."""
         uninterrupted = {step.number: step.loss for step in self.whole.steps}
+        # The step before the change belongs to the comparison: it shows that both runs were alike up to there.
         for before, after in itertools.pairwise(self.legs):
             if after is leg:
                 steps = [before.steps[-1], *leg.steps[:COMPARED]]
@@ -206,6 +208,7 @@ def _curves(journey: Journey, low: float, high: float) -> Iterator[Curve]:
     last = max(journey.whole.steps[-1].number, 2)
 
     def points(steps: Sequence[Step]) -> str:
+        # Step 1 stands at the left edge; the picture's y grows downwards, so the highest loss is at 0.
         placed = (
             (_WIDTH * (step.number - 1) / (last - 1), _HEIGHT * (high - step.loss) / (high - low or 1.0))
             for step in steps
@@ -215,6 +218,7 @@ def _curves(journey: Journey, low: float, high: float) -> Iterator[Curve]:
     yield Curve("uninterrupted", "whole", points(journey.whole.steps), 0.0)
     before: Sequence[Step] = ()
     for k, leg in enumerate(journey.legs):
+        # A curve begins at the last step of the leg before, so that no gap hides a jump where the layout changes.
         steps = [*before[-1:], *leg.steps]
         start = 100 * (steps[0].number - 1) / (last - 1)
         yield Curve(leg.layout, f"k{k % NUM_COLOURS}", points(steps), start)

@@ -50,6 +50,7 @@ def size(num_bytes: float) -> str:
         return f"{num_bytes:,.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
         num_bytes /= 1000
+        # From 999.5 on, three digits would read 1e+03: the next unit is taken.
         if num_bytes < 999.5 or unit == "TB":
             break
     return f"{num_bytes:.3g} {unit}"

@@ -113,6 +113,7 @@ class _Shades:
         """Per class, the highest cost it stands for, in per cent of the highest of all."""
         if self.high <= self.low:
             return [("s0", "every sequence costs the same")]
+        # The upper edge of shade k, as a part of the highest cost: the inverse of ``style``.
         parts = (self.low / self.high) ** (1 - np.arange(1, NUM_SHADES + 1) / NUM_SHADES)
         return [(f"s{k}", f"up to {100 * part:.3g} %") for k, part in enumerate(parts.tolist())]
 
@@ -128,8 +129,9 @@ class _Window:
     def of(cls, plan: Plan) -> _Window:
         ranks = list(range(min(plan.ranks, MAX_RANKS)))
         busiest = int(plan.loads.sum(axis=0).argmax())
-        if busiest not in ranks:  # the one that others wait for
+        if busiest not in ranks:  # the one that the others wait for must be seen
             ranks[-1] = busiest
+        # A microbatch takes two boxes at least, its content and the waiting or ullage after it.
         return cls(ranks, min(plan.num_microbatches, MAX_MICROBATCHES, MAX_BLOCKS // (2 * len(ranks))))
 
     @property
@@ -150,8 +152,10 @@ def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
     times, window = timeline(plan), _Window.of(plan)
     whole = window.microbatches == plan.num_microbatches
     shown = slice(0, window.microbatches)
+    # Where only the first microbatches are drawn, the width is the time until the last of those ends.
     end = times.end if whole else float((times.start + times.duration)[shown].max())
     scale = 100 / end if end else 0.0
+    # The number beside a row is its load over the mean load: 1 is a rank with its exact share.
     mean = float(times.duration.sum()) / plan.ranks
     rows = []
     for rank in window.ranks:
@@ -160,6 +164,7 @@ def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
             start = float(times.start[microbatch, rank]) * scale
             width = float(times.duration[microbatch, rank]) * scale
             costs = plan.costs[plan.members(microbatch, rank)].astype(float)
+            # The time of a microbatch, shared out to its sequences by cost; per cent of the drawing, like ``start``.
             widths = costs * (width / costs.sum()) if costs.sum() else costs
             boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
             boxes += _waiting(times, microbatch, rank, scale, end)
@@ -194,6 +199,7 @@ def memory_drawing(plan: Plan) -> PlanDrawing:
         held = 0
         for microbatch in range(window.microbatches):
             layout = plan.layout(microbatch, rank)
+            # Ranks that share a microbatch hold an equal part of its tokens each, and of its slots.
             held += int(layout.num_tokens) / plan.degree(microbatch, rank)
             scale = cell / (plan.capacity * plan.degree(microbatch, rank))
             slots, lengths = layout.slots * scale, layout.lengths * scale
@@ -219,12 +225,24 @@ def _blocks(
     shades: _Shades,
     least: float,
 ) -> Iterator[Box]:
-    """The sequences of one bin as boxes: every ``pitch`` per cent one of ``widths``, narrow neighbours as one."""
+    """The sequences of one bin as boxes, narrow neighbours as one.
+
+    Args:
+        plan: the plan.
+        microbatch: number of the microbatch.
+        rank: the rank, whose members are drawn.
+        start: per cent of the row at which the bin begins.
+        pitch [members]: per cent from the beginning of a sequence to that of the next.
+        widths [members]: per cent that a sequence fills of its pitch; what is left over is padding.
+        shades: colours of costs.
+        least: per cent below which a block is drawn with its neighbours.
+    """
     members = plan.members(microbatch, rank)
     ends = start + np.cumsum(pitch)
     shared = _shared(plan, microbatch, rank)
     for first, last in _groups(pitch, least):
         left = float(ends[first] - pitch[first])
+        # Neighbours drawn as one take their slots too; a sequence alone is as wide as its tokens, its padding beside it.
         width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
         ids = members[first:last]
         style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")

@@ -39,12 +39,14 @@ def timeline(plan: Plan) -> Timeline:
     """The timeline of one step."""
     duration = plan.loads
     if plan.sync == "microbatch":
+        # A microbatch begins on all ranks when the slowest has ended the one before, so meetings are sums of maxima.
         meetings = np.cumsum(duration.max(axis=1, initial=0))
         start = np.repeat((meetings - duration.max(axis=1, initial=0))[:, None], plan.ranks, axis=1)
         end = float(meetings[-1]) if len(meetings) else 0.0
     else:
         meetings, start = np.empty(0), np.cumsum(duration, axis=0) - duration
         end = float(duration.sum(axis=0).max(initial=0))
+    # Both figures are "time of the step over the ideal time", so the ideal time follows from the end.
     critical = plan.statistics().critical_path if plan.sync == "microbatch" else plan.statistics().rank_imbalance
     return Timeline(start, duration, meetings, end, end / critical if critical else end)
 
@@ -64,6 +66,7 @@ def write_trace(plan: Plan, file: IO[str]) -> None:
 
 def _events(plan: Plan) -> Iterator[dict[str, Any]]:
     times = timeline(plan)
+    # A trace counts microseconds: the ideal step is 1e6 of them.
     scale = 1e6 / times.ideal if times.ideal else 1.0
     for rank in range(plan.ranks):
         yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
@@ -74,6 +77,7 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
             if len(times.meetings) and times.meetings[microbatch] > start + duration:
                 wait = float(times.meetings[microbatch]) - start - duration
                 yield _event("waiting", "wait", rank, (start + duration) * scale, wait * scale)
+        # Ranks that meet once per step wait once, after their last microbatch.
         busy = float(times.start[-1, rank] + times.duration[-1, rank]) if plan.num_microbatches else 0.0
         if not len(times.meetings) and times.end > busy:
             yield _event("waiting", "wait", rank, busy * scale, (times.end - busy) * scale)
@@ -87,6 +91,7 @@ def _microbatch_events(
     facts = {"tokens": layout.num_tokens, "slots": layout.size, "degree": plan.degree(microbatch, rank)}
     yield _event(f"microbatch {microbatch}", "microbatch", rank, start, duration, **facts)
     costs = plan.costs[members]
+    # Within a microbatch, sequences share its time by cost.
     widths = costs * (duration / max(1, int(costs.sum())))
     begins = start + np.cumsum(widths) - widths
     for i, begin, width, length, slot in zip(members, begins, widths, layout.lengths, layout.slots):
