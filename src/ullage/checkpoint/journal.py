@@ -98,8 +98,8 @@ class Journal:
             self._stream.write(text)
             self._stream.flush()
             self._bytes += num_bytes
-            # A sync covers all that this process has written before, so a mark vouches for all lines above it. The lock is
-            # held, so no line of a later unit slips in between.
+            # A sync covers all that this process has written before, so a mark vouches for all lines above it. The lock
+            # keeps lines of later units from slipping in between.
             late = time.monotonic() - self._time > _SYNC_EVERY_SECONDS
             if self._bytes >= _SYNC_EVERY_BYTES or (late and self._bytes):
                 sync_files(self._partial)

@@ -37,7 +37,8 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        if sys.argv[1:2] != [cmd_name]:  # ``ullage --help``: the line is enough
+        # click asks for every command when it lists them; importing all would load torch and transformers for a help.
+        if sys.argv[1:2] != [cmd_name]:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
         command = typer.main.get_command(importlib.import_module(f"ullage.cli.{cmd_name}").app)
         command.name = cmd_name
@@ -64,17 +65,19 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Runs the command line and exits with its status, once the process groups that it formed have ended."""
+    """Run the command line and exit with its status, once the process groups that it formed have ended."""
     try:
         _run()
     except SystemExit as leaving:
         status = _status(leaving.code)
+        # Ending the interpreter joins its threads, which may wait for a rank that never comes: then it is not ended.
         if can_leave(status):
             raise
         leave_at_once(status)
     except BaseException as error:
         if can_leave(1):
             raise
+        # ``os._exit`` skips the interpreter's own report of the error, so it is printed first.
         sys.excepthook(type(error), error, error.__traceback__)
         leave_at_once(1)
 

@@ -77,6 +77,7 @@ def convert_checkpoint(
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
         _say(expected, as_json, _dry_lines)
         return
+    # Under torchrun every process converts its share, and one of them speaks.
     leader = int(os.environ.get("RANK", "0")) == 0
     with progress_bar("converting", shown=leader and not as_json) as progress:
         report = convert(inventory, target, format=to.value, workers=workers, progress=progress, **options)
@@ -147,7 +148,8 @@ def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _seconds_expected(inventory: Any, target: Path, num_bytes: int) -> float:
-    """Reading all and writing all, one after the other, at the rates of a probe."""
+    """Seconds to read all and to write all, one after the other, at the rates of a probe."""
+    # The largest file, so that the probe finds enough to read.
     largest = max(inventory.files, key=lambda file: file.num_bytes)
     probe = max(1, min(_PROBE_BYTES, num_bytes))
     above = next(parent for parent in Path(os.path.abspath(target)).parents if parent.is_dir())
@@ -157,6 +159,7 @@ def _seconds_expected(inventory: Any, target: Path, num_bytes: int) -> float:
 def _seconds_to_read(path: Path, limit: int) -> float:
     """Seconds per byte, from the disk and not from the page cache."""
     with open(path, "rb", buffering=0) as file:
+        # Pages that are in memory would show the speed of memory.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began, total = time.perf_counter(), 0
@@ -168,6 +171,7 @@ def _seconds_to_read(path: Path, limit: int) -> float:
 def _seconds_to_write(folder: Path, limit: int) -> float:
     """Seconds per byte, synced, into a file without a name: nothing is left, whatever happens."""
     with tempfile.TemporaryFile(dir=folder) as file:
+        # Random bytes: a file system that compresses would take zeros at any speed.
         chunk, began = os.urandom(min(8 << 20, limit)), time.perf_counter()
         for _ in range(max(1, limit // len(chunk))):
             file.write(chunk)

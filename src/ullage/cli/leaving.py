@@ -14,14 +14,16 @@ from typing import NoReturn
 
 #: Seconds for threads to let go, after an error: the launcher waits for this process before it ends the others.
 _AFTER_ERROR = 2.0
+#: Seconds for standard output and error to take what is in their buffers.
 _TO_FLUSH = 1.0
 
 
 def can_leave(status: int) -> bool:
-    """End the process groups; whether the interpreter can end as well and the status will be ``status``."""
+    """End the process groups. Returns whether the interpreter can end as well, with ``status`` as its status."""
     solver = sys.modules.get("ullage.planning.solver.compiled")
     if solver is not None and solver.is_busy():  # Ctrl-C in a plan: the interpreter would wait for its end
         return False
+    # Looked up, not imported: a verb that never loaded torch must not load it in order to end.
     ending = sys.modules.get("ullage.ranks.ending")
     if ending is None:  # nothing of this process talked to another one
         return True
@@ -30,6 +32,7 @@ def can_leave(status: int) -> bool:
 
 def leave_at_once(status: int) -> NoReturn:
     """Exit with ``status`` from any thread, and wait for nothing but what was printed."""
+    # ``os._exit`` runs no handlers, so workers of data loaders would outlive this process.
     processes = sys.modules.get("multiprocessing")
     if processes is not None:
         for child in processes.active_children():

@@ -102,7 +102,15 @@ def plan(
 def _measured(
     source: str, n: int | None, seed: int, column: str | None, tokenizer: str | None
 ) -> tuple[str, Measured, int | None]:
-    """A name for people, the lengths, and the capacity that belongs to them, if any."""
+    """A name for people, the lengths, and the capacity that belongs to them, if any.
+
+    Args:
+        source: the argument LENGTHS: a workload, ``docstrings``, a distribution in JSON, ``-``, or a file.
+        n: number of sequences; None for all of a file, :data:`DEFAULT_N` of what is drawn.
+        seed: of what is drawn.
+        column: of a file.
+        tokenizer: for text.
+    """
     import io
 
     from ullage.datasets.files import Measured, read_lengths, read_stream
@@ -117,6 +125,7 @@ def _measured(
     data = sys.stdin.buffer.read() if source == "-" else b""
     name = "standard input" if source == "-" else Path(source).name
     text = data.decode("utf-8", "replace") if data else source
+    # A .json file may be a list of lengths or a distribution: an object with a "mode" is the latter.
     if source.endswith(".json") and not source.lstrip().startswith("{"):
         text = read_text(source)
     if text.lstrip().startswith("{") and (source.lstrip().startswith("{") or _has_mode(text)):
@@ -182,8 +191,10 @@ def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tup
         return planned, None
     if settings["context_parallel"] != "auto":
         return planned, make_plan(measured.lengths, strategy="next_fit", **settings)
+    # ``next_fit`` has one degree for all microbatches: with "auto", the smallest at which it can hold every sequence.
     degrees = [2**k for k in range(planned.ranks.bit_length()) if planned.ranks % 2**k == 0]
     for degree in degrees:
+        # The lengths of the plan are truncated already, so anything oversize here means a larger degree is needed.
         alone: dict[str, Any] = {**settings, "context_parallel": degree, "oversize": "error"}
         try:
             return planned, make_plan(planned.lengths, strategy="next_fit", **alone)
@@ -209,7 +220,7 @@ def _outputs(
 
 
 def _write(path: Path, fill: Callable[[IO[str]], object]) -> None:
-    """Writes beside the place and renames, so that no half file stands under the name."""
+    """Write beside the place and rename, so that no half file stands under the name."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -29,6 +29,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 #: Sequences of a global batch; tokens of a microbatch; bytes that the checkpoints take at the most.
 _BATCH, _CAPACITY, _DISK_BYTES = 32, 2048, 1_000_000_000
+#: Steps of the padded run, which only shows its speed and its padding.
 _PADDED_STEPS = 6
 
 
@@ -53,6 +54,7 @@ class _Launch:
         return ["--zero", str(self.zero)] if self.zero else []
 
 
+#: The legs of the run: processes and stage change each time.
 _LAUNCHES = (_Launch(2, 2), _Launch(1, 1), _Launch(2, 3), _Launch(1, 0))
 
 
@@ -90,7 +92,7 @@ def quickstart(
 
 
 def _require_surroundings(folder: Path) -> None:
-    """Raises for what is missing, before anything is written."""
+    """Raise for what is missing, before anything is written."""
     for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the quickstart needs {module}", hint=f"pip install 'ullage[{extra}]'")
@@ -131,6 +133,7 @@ class _Quickstart:
     def __init__(self, folder: Path, steps: int, model: str) -> None:
         self.folder, self.steps = folder, steps
         self.typed: list[str] = []
+        # The last step of each leg: equal parts of the run, the last one at its end.
         self.stops = [steps * (k + 1) // len(_LAUNCHES) for k in range(len(_LAUNCHES))]
         self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
         self.common += ["--save_total_limit", "20", "--per_device_train_batch_size", str(_BATCH // 2)]
@@ -156,7 +159,16 @@ class _Quickstart:
     def train(
         self, title: str, launch: _Launch, name: str, until: int, flags: Sequence[str], stop: bool = False
     ) -> None:
-        """One ``ullage train``, unless its folder is there already."""
+        """Run one ``ullage train``, unless its folder has reached the step already.
+
+        Args:
+            title: what the command is for.
+            launch: processes and ZeRO stage.
+            name: of its folder.
+            until: the step that it ends at.
+            flags: further arguments.
+            stop: whether it ends there on the way, with a checkpoint.
+        """
         folder = self.folder / name
         flags = [*launch.flags, *flags, *(["--stop_at_step", str(until)] if stop else [])]
         command = [*launch.launcher, "ullage", "train", "--output_dir", str(folder), *flags]
@@ -176,7 +188,7 @@ class _Quickstart:
         self.do(title, ["ullage", *map(str, command)], done=False)
 
     def do(self, title: str, command: Sequence[str], done: bool) -> None:
-        """Shows a command and runs it; raises ``TrainingError`` if it fails."""
+        """Show a command and run it unless that is ``done``. Raises ``TrainingError`` if it fails."""
         shown = shlex.join(command)
         self.typed.append(shown)
         _Shown.line(f"\n{title}{' (done before)' if done else ''}")
@@ -190,6 +202,7 @@ class _Quickstart:
 
         folders = {name: self.folder / name for name in ("padded", "whole", "run")}
         steps = {name: read_steps(folder / f"checkpoint-{_reached(folder)}") for name, folder in folders.items()}
+        # The log of the last checkpoint has the steps of all legs; each leg is cut out of it by its numbers.
         begins = [0, *self.stops]
         legs = [
             Leg(str(launch), [step for step in steps["run"] if begin < step.number <= end])
@@ -199,7 +212,7 @@ class _Quickstart:
         return Journey(Leg(first, steps["padded"]), Leg(first, steps["whole"]), legs)
 
     def page(self, journey: Journey) -> Path:
-        """Writes the page."""
+        """Write the page; returns its path."""
         from ullage.checkpoint import read
         from ullage.datasets.text import docstring_lengths
         from ullage.planning import plan
@@ -214,9 +227,10 @@ class _Quickstart:
 
 
 def _run(command: Sequence[str], shown: str) -> None:
-    """Runs a command with this Python; Ctrl-C ends all of its processes at once, which harms no checkpoint."""
+    """Run a command with this Python; Ctrl-C ends all of its processes at once, which harms no checkpoint."""
     modules = {"torchrun": "torch.distributed.run", "ullage": "ullage"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
+    # In a session of its own, so that Ctrl-C in the terminal reaches this process alone, which then ends them all.
     process = subprocess.Popen(
         [sys.executable, "-m", modules[command[0]], *command[1:]],
         env=environment,
@@ -239,10 +253,11 @@ def _run(command: Sequence[str], shown: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and all that it started; torchrun's workers are in sessions of their own."""
+    """End a command and all that it started, by process: torchrun's workers are in sessions of their own."""
     import psutil
 
     parent = psutil.Process(process.pid)
+    # All are listed before the first is killed: the children of a dead process are given to another parent.
     for one in (parent, *parent.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()

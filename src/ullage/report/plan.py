@@ -131,7 +131,7 @@ class _Window:
         busiest = int(plan.loads.sum(axis=0).argmax())
         if busiest not in ranks:  # the one that the others wait for must be seen
             ranks[-1] = busiest
-        # A microbatch takes two boxes at least, its content and the waiting or ullage after it.
+        # Two boxes per microbatch are reckoned with: its content, and the waiting or the ullage after it.
         return cls(ranks, min(plan.num_microbatches, MAX_MICROBATCHES, MAX_BLOCKS // (2 * len(ranks))))
 
     @property
@@ -242,7 +242,7 @@ def _blocks(
     shared = _shared(plan, microbatch, rank)
     for first, last in _groups(pitch, least):
         left = float(ends[first] - pitch[first])
-        # Neighbours drawn as one take their slots too; a sequence alone is as wide as its tokens, its padding beside it.
+        # Neighbours drawn as one are as wide as their slots; one sequence alone as its tokens, its padding beside it.
         width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
         ids = members[first:last]
         style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")

@@ -97,7 +97,7 @@ _MOST_USED = (
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
-    """Raises ``UsageError``, which names near matches for an unknown key or flag. ``--help`` prints and exits."""
+    """Parse the arguments of a call. Raises ``UsageError``, with near matches of an unknown name; ``--help`` exits."""
     parser = _Parser(
         (DataArguments, ModelArguments, OutputArguments, RunArguments, ParallelArguments, TrainingArguments)
     )
@@ -106,10 +106,11 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     for path in before:
         parser.where = path
         flags += parser.flags_of(_read_config(Path(path)))
-        parser.parse_known_args(flags)  # a wrong value is said to be in the file
+        parser.parse_known_args(flags)  # while ``where`` is set, so that the error of a wrong value names the file
     parser.where = None
     flags += rest
     given = parser.given(flags)
+    # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
     try:
         *parts, unknown = parser.parse_args_into_dataclasses(
@@ -126,11 +127,12 @@ def parse(argv: Sequence[str]) -> TrainCommand:
 
 
 def _resumed(parser: _Parser, given: dict[str, Any]) -> list[str]:
-    """The settings of the run that is resumed, as flags."""
+    """The settings of the run that is resumed, as flags; none where the call does not resume."""
     resume = str(given.get("resume_from_checkpoint", "false"))
     if resume.lower() == "false":
         return []
     output = given.get("output_dir", DEFAULTS["output_dir"])
+    # The record lies in the output folder, beside the checkpoints.
     folder = Path(output if resume.lower() in ("true", "last") else resume.rstrip("/") + "/..")
     layout = ParallelArguments(**{name: given[name] for name in ("dp", "cp", "tp") if name in given})
     ranks = layout.data_ranks(int(os.environ.get("WORLD_SIZE", "1")))
@@ -146,7 +148,9 @@ def _zero(given: dict[str, Any]) -> list[str]:
         raise UsageError("two settings for DeepSpeed", where="--zero and --deepspeed", hint="leave one out")
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
+        # Weights are cut at stage 3; without this, DeepSpeed does not put them together for ``save_model``.
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+    # "auto": transformers fills these in from its own arguments.
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
     return [f"--deepspeed={json.dumps({**settings, **dict.fromkeys(auto, 'auto')})}"]
@@ -205,6 +209,7 @@ class _Parser(HfArgumentParser):
 
     def given(self, flags: list[str]) -> dict[str, Any]:
         """The values of ``flags``, without defaults; ``None`` in a config file counts as said."""
+        # argparse fills in no default where the namespace has a value, so what is not given keeps this mark.
         unsaid = object()
         names = argparse.Namespace(**dict.fromkeys(self._by_name, unsaid))
         said, _ = self.parse_known_args(flags, namespace=names)
@@ -227,9 +232,11 @@ class _Parser(HfArgumentParser):
                     self.error(f"{name} takes one value, found a list")
                 flags += [f"--{name}", *map(str, value)]
             elif value is None:
+                # argparse has no flag for None; the default says it, and the name counts as given.
                 self.set_defaults(**{name: None})
                 self.emptied.add(name)
             else:
+                # One word with "=", so that a value that begins with a dash is not taken for a flag.
                 flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
         return flags
 

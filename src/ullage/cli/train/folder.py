@@ -34,10 +34,15 @@ _LAST = ("true", "last")
 
 @dataclass(frozen=True)
 class Situation:
-    """``checkpoint``: where to continue from. ``summary``: of a run that is finished already. ``notes``: to be said.
+    """Decision of what a call does with its output folder. All fields empty: a run from the beginning.
 
-    ``there``: the step that ``--stop_at_step`` names is reached already. ``named``: the call names this checkpoint, so
-    no other will do. ``reason``: why a run is continued, before the checkpoint's name.
+    Attributes:
+        checkpoint: where to continue from.
+        summary: of a run that is finished already, so that nothing is left to do.
+        notes: lines to be printed.
+        there: whether the step that ``--stop_at_step`` names is reached already.
+        named: whether the call names this checkpoint, so that no other will do.
+        reason: why a run is continued, printed before the checkpoint's name.
     """
 
     checkpoint: Path | None = None
@@ -49,13 +54,15 @@ class Situation:
 
 
 def look_at(command: TrainCommand) -> Situation:
-    """Decides what to do; changes nothing but a save that was interrupted. Every rank calls it, and none goes on alone.
+    """Decide what to do; changes nothing but a save that was interrupted. Collective: if one rank fails, all raise.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint or is damaged, and ``InputError`` for an output
     folder that holds something else.
     """
     several = several_ranks()
     with agreement(several, "looking at the output folder"):
+        # One process per machine, since machines may have disks of their own. An ``agreement`` ends when all ranks have
+        # come to its end, so nobody looks before a save that was moved aside is back in its place.
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             put_back(Path(command.training.output_dir or "."))
     with agreement(several, "looking at the output folder"):
@@ -96,6 +103,7 @@ def _look_at(command: TrainCommand) -> Situation:
     resume = command.training.resume_from_checkpoint
     if resume is not None and resume.lower() != "false":
         named = resume.lower() not in _LAST
+        # ``--resume_from_checkpoint`` of a run that has ended, with the same settings, reports it again.
         if not named and _finished(record, folder) and not _changed(record, command):
             return Situation(summary=record["summary"] if record else None)
         checkpoint = _to_resume(resume, folder, checkpoints)
@@ -130,7 +138,7 @@ def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
 
 
 def begin(command: TrainCommand, situation: Situation) -> None:
-    """Makes the folder ready and writes the settings down; one rank calls it, after all checks."""
+    """Make the folder ready and write the settings down; one rank calls it, after all checks."""
     folder = Path(command.training.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     if command.output.overwrite_output_dir and situation.checkpoint is None:
@@ -141,7 +149,7 @@ def begin(command: TrainCommand, situation: Situation) -> None:
 
 
 def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
-    """Writes down that the run is finished; one rank calls it."""
+    """Write down that the run is finished; one rank calls it."""
     folder = Path(command.training.output_dir or ".")
     write_record(folder, command, summary)
 
@@ -165,6 +173,7 @@ def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
         return []
     before, now = record["settings"], settings_of(command)
     changed = [name for name in now if name in before and before[name] != now[name]]
+    # Other processes with the same global batch are the same run: only the product of the two decides its numbers.
     shared = ("per_device_train_batch_size", "world_size")
     same = before.keys() >= set(shared) and math.prod(before[name] for name in shared) == math.prod(
         now[name] for name in shared

@@ -21,7 +21,8 @@ def parallel_trainer(command: TrainCommand, **others: Any) -> fsdp.Trainer:
 
 
 def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
-    """Raises ``CheckpointError`` for a checkpoint of the other kind of run."""
+    """Raise ``CheckpointError`` for a checkpoint of the other kind of run. ``asked``: this one has an axis flag."""
+    # Only the engine saves a folder of this name; the Trainer saves weights and optimizer in files of their own.
     if checkpoint is None or (checkpoint / WEIGHTS).is_dir() == asked:
         return
     written, hint = "with", "give them again, in any layout: --dp 1 for one process"

@@ -21,6 +21,7 @@ from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
 from ullage.training.saving import WEIGHT_FILES
 
+#: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
 _DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
@@ -50,6 +51,7 @@ def load_model(command: TrainCommand, tokenizer: Any, checkpoint: Path | None) -
     arguments = command.model
     if checkpoint is not None:
         config = _config_from(checkpoint)
+        # Model arguments of a call that resumes are not used, but must not contradict the checkpoint either.
         if not command.given.isdisjoint(field.name for field in fields(arguments)):
             _require_same(_config(arguments, tokenizer), config, checkpoint)
         return _new(config)
@@ -110,9 +112,10 @@ def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) ->
 
 
 def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> LlamaConfig:
-    """Heads of 64, half as many for keys and values, a feed-forward of 8/3: the proportions of its kind."""
+    """Config of a llama in usual proportions: heads of 64, half as many for keys and values, a feed-forward of 8/3."""
     if hidden_size % 2:
         raise InputError("a llama's hidden size must be even", where="--hidden_size", found=hidden_size)
+    # At most one head per 64, and of an even size: rotary embeddings turn pairs of elements.
     heads = next(heads for heads in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * heads) == 0)
     return LlamaConfig(
         hidden_size=hidden_size,

@@ -15,8 +15,9 @@ from ullage.errors import TrainingError, UsageError
 
 
 def make_ready(argv: list[str]) -> None:
-    """One voice, ours: libraries speak when ``--log_level`` asks them to. No hub is asked. Runs before torch loads."""
+    """Set up the environment before torch loads: no hub, and no messages of libraries without ``--log_level``."""
     _form_group_of_one(argv)
+    # Tokenizers complain in every worker of a data loader that is forked after they have used threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["PATH"] = path_of_environment(os.environ.get("PATH", os.defpath))
     # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
@@ -81,6 +82,7 @@ def one_line_errors() -> Iterator[None]:
 def _failed_to_build(error: BaseException | None) -> str | None:
     """Torch's message about an operator of DeepSpeed that could not be built, if ``error`` comes from one."""
     while error is not None:
+        # The error is torch's, of any extension; what tells is that DeepSpeed's builder is on the stack.
         if any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
             return str(error).partition("\n")[0].partition(": ")[0]
         error = error.__cause__
@@ -88,11 +90,12 @@ def _failed_to_build(error: BaseException | None) -> str | None:
 
 
 def _form_group_of_one(argv: list[str]) -> None:
-    """DeepSpeed wants a process group also of one process, which torchrun did not start."""
+    """Describe a process group of one in the environment: DeepSpeed needs one also where torchrun did not start us."""
     asked = any(argument.startswith(("--zero", "--deepspeed")) for argument in argv)
     if not asked or "RANK" in os.environ:
         return
     with socket.socket() as free:
+        # Port 0: the system gives a free one.
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):

@@ -16,7 +16,9 @@ from ullage.training.stopping import EarlyEnd
 class Progress(TrainerCallback):
     """Bar on rank 0, and the time of training.
 
-    ``meter``: the trainer's own. ``seconds``: without the time that evaluation and saving took.
+    Attributes:
+        meter: the trainer's own.
+        seconds: of training, without the time that evaluation and saving took.
     """
 
     def __init__(self, meter: TokenMeter, *, show: bool) -> None:
@@ -32,7 +34,7 @@ class Progress(TrainerCallback):
         return self.meter.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def close(self) -> None:
-        """Ends the bar, also after an error."""
+        """End the bar; called also after an error."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -62,7 +64,7 @@ class Progress(TrainerCallback):
             self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tick()
+        self._tick()  # from the end of one step to that of the next, so that loading data counts
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -94,5 +96,6 @@ class Stop(EarlyEnd):
         self._step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # At the last step the run ends by itself, and is not one that was stopped.
         if self._step is not None and self._step <= state.global_step < state.max_steps:
             self.end(control)

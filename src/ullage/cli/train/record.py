@@ -61,8 +61,10 @@ _KEPT = (
 def settings_of(command: TrainCommand) -> dict[str, Any]:
     """The settings that decide the numbers of a run, as they are written to JSON."""
     training = {name: getattr(command.training, name) for name in _DECIDING}
+    # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
     training["world_size"] = command.parallel.data_ranks(command.training.world_size)
     settings = {**asdict(command.data), **asdict(command.model), **training}
+    # As they come back from JSON (tuples as lists, enums as text), so that records compare equal.
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -76,7 +78,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | None) -> None:
-    """Writes the settings and the summary of a finished run down; the file is whole or the one before."""
+    """Write down the settings, and the summary of a finished run; the file is replaced whole or stays as it was."""
     kept = {name: getattr(command.training, name) for name in _KEPT}
     record = {
         "settings": settings_of(command),
@@ -107,5 +109,6 @@ def taken_over(folder: Path, given: set[str], world_size: int) -> dict[str, Any]
                 where=str(folder / RECORD),
                 hint="give --per_device_train_batch_size, and expect other losses; or take another number of processes",
             )
+        # The product of the two stays: the global batch, on which the losses depend.
         settings["per_device_train_batch_size"] = batch * there // world_size
     return {name: value for name, value in settings.items() if name not in given and value is not None}

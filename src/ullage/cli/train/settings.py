@@ -94,7 +94,7 @@ class RunArguments:
 
 @dataclass
 class ParallelArguments:
-    """Over which axes to spread the model; any of them turns to torch's own engine, packed."""
+    """Axes over which the model is spread; any of them selects torch's own engine, packed."""
 
     dp: int | None = field(
         default=None,

@@ -112,7 +112,7 @@ def _written(command: TrainCommand) -> Iterator[None]:
 
 
 class _Voice:
-    """Speaks on the first rank; with ``--json`` the result alone goes to stdout."""
+    """Output of the first rank; with ``--json`` the result alone goes to stdout."""
 
     def __init__(self, first: bool, as_json: bool) -> None:
         self._first, self._as_json = first, as_json
@@ -177,6 +177,7 @@ def _trainer(
     from ullage.training import RaggedCollator, Trainer
 
     arguments = command.training
+    # The default is to evaluate, which transformers refuses without a data set.
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
     given = {"model": model, "train_dataset": training, "eval_dataset": held_out, "processing_class": tokenizer}
@@ -185,6 +186,7 @@ def _trainer(
         trainer = parallel_trainer(command, **given)
     else:
         trainer = Trainer(args=arguments, data_collator=cast(Any, RaggedCollator()), **given)
+    # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     progress = Progress(trainer.meter, show=first and not arguments.disable_tqdm)
@@ -195,7 +197,16 @@ def _trainer(
 def _train(
     trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
 ) -> bool:
-    """Trains; whether to the end. After a signal says how to continue, and exits with 130 or 143."""
+    """Train; returns whether to the end. After a signal prints how to continue, and exits with 130 or 143.
+
+    Args:
+        trainer: any of ours.
+        progress: its bar, which is ended here.
+        command: the arguments of the call.
+        checkpoint: where to continue from, if anywhere.
+        argv: the call as it was typed, to print how to continue.
+        say: the voice of the first rank.
+    """
     from ullage.cli.train.progress import Stop
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
@@ -251,6 +262,7 @@ def _command(argv: list[str]) -> str:
     left_out = ("--resume_from_checkpoint", "--resume-from-checkpoint", "--stop_at_step", "--stop-at-step")
     follows = False
     for argument in argv:
+        # The argument after one of these is its value, unless it is a flag: a bare --resume_from_checkpoint has none.
         is_value = follows and not argument.startswith("--")
         follows = argument in left_out
         if not (is_value or follows or argument.startswith(tuple(f"{name}=" for name in left_out))):
@@ -268,8 +280,9 @@ def _launcher() -> list[str]:
 
 
 def _summary(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
-    """Saves the model, evaluates it once more unless that was just done, and gathers what there is to say."""
+    """Save the model, evaluate it once more unless that was just done, and gather the figures of the run."""
     history = trainer.state.log_history
+    # The Trainer has evaluated at the last step if its interval says so.
     evaluated = [row for row in history if "eval_loss" in row and row["step"] == trainer.state.global_step]
     eval_loss = None
     if trainer.eval_dataset is not None:
