@@ -82,6 +82,7 @@ def require_agreement(folder: Folder) -> None:
                     Problem(what, names[key].name, names[key].dp_rank, expected=str(common), found=str(fact))
                 )
 
+    # The world size is compared on model rank 0 only; within one model rank all shards must be at the same step.
     held = folder.shards
     odd_ones({k: s.stage for k, s in held.items()}, "shards of two ZeRO stages", held)
     odd_ones({k: tuple(s.world) for k, s in held.items() if k[0] == 0}, "shards disagree on the world size", held)
@@ -118,6 +119,7 @@ def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]
                 continue
             # Entries of length 0 say nothing: the layout has no piece there.
             booked = {n: at for n, at in shard.mappings[group.index].items() if at[0] > 0}
+            # A rank of padding only has no entry on either side.
             layout = expected.get(rank, {})
             total += len(layout)
             wrong += [(shard, group.index, n) for n in {*booked, *layout} if booked.get(n) != layout.get(n)]

@@ -38,9 +38,16 @@ class Payload:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A file to be written: fixed ``texts`` at offsets, and payloads; or a plain copy of source file ``copy_of``.
+    """A file to be written, or a plain copy of a source file.
 
-    ``root`` is the content of an archive, as a loader must find it; ``stored`` gives the tensors of other files in it.
+    Attributes:
+        name: relative to the target's folder.
+        num_bytes: its size, known before anything is copied.
+        payloads: tensors to be copied into it.
+        texts: all other bytes, as (offset, bytes): headers, descriptions, directory.
+        copy_of: number of the source file that it is a copy of; then there is nothing else in it.
+        root: of an archive, its content as a loader must find it.
+        stored: turns references to tensors of other files in ``root`` into tensors to copy.
     """
 
     name: str

@@ -216,6 +216,7 @@ class _Job:
         rank, world_size = self.share
         units = copying.split(self.targets)
         mine = [u for u in _part(units, rank, world_size) if u.number not in done]
+        # Bytes done before, by any process: progress counts the whole conversion.
         held = sum(u.num_bytes for u in units if u.number in done)
         self.report.bytes_resumed = held
         count = [held]
@@ -300,6 +301,7 @@ class _Job:
         found = dict(lines)
 
         def complete() -> bool:
+            # A process adds a line after the bytes of the unit are written, so all lines together mean all bytes.
             found.update(read_journals(self.partial, self.mark) or {})
             return len(found) >= len(units)
 

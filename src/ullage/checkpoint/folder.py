@@ -63,6 +63,7 @@ def read_files(folder: Folder) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(one, range(len(folder.files))))
+    # A dict for a set that keeps its order, so that the note reads the same every time.
     strangers: dict[str, None] = {}
     for index, result in enumerate(results):
         file = folder.files[index]

@@ -181,9 +181,14 @@ class Tensor:
 class Group:
     """One flat buffer (a parameter group; at stage 3 a sub-group) of one model rank, and how the ranks share it.
 
-    ``pieces.item`` indexes ``names``, ``pieces.shard`` is the data-parallel rank. ``shard_size`` is the elements each
-    rank holds; what no piece covers is padding. ``booked`` is the padding as the files book it, by rank, for the
-    record: nothing is computed from it.
+    Attributes:
+        index: number of the group.
+        model_rank: the rank among tensor- and pipeline-parallel ranks that holds it.
+        names: its parameters, in the order of memory.
+        pieces: where each parameter lies: ``item`` indexes ``names``, ``shard`` is the data-parallel rank.
+        shard_size: elements that each rank holds; what no piece covers is padding.
+        num_shards: number of data-parallel ranks.
+        booked: padding by rank as the files book it, for the record: nothing is computed from it.
     """
 
     index: int
@@ -348,7 +353,8 @@ class Inventory:
 
 
 def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:
-    # Tiling: in order of start, each fragment begins where the one before ends, and the last ends with the tensor.
+    # Tiling: in order of start, each fragment begins where the one before ends, and the last ends with the slice. The
+    # first break is enough: what follows it is mostly the same damage.
     for part in tensor.slices:
         fragments = part.fragments
         numel = int(np.prod(part.shape, dtype=np.int64))
@@ -372,6 +378,7 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
         for i in outside[:1]:
             file = inventory.files[int(fragments.file[i])]
             yield Problem("a fragment ends beyond its file", file.name, file.dp_rank, tensor.group, tensor.name)
+    # Bands tile the dim that is cut in the same way.
     if tensor.merge.kind == "columns":
         covered = sorted((b.at, b.at + b.width) for b in tensor.merge.bands if b.width)
         whole = covered and covered[0][0] == 0 and covered[-1][1] == tensor.merge.size

@@ -22,7 +22,7 @@ _LEAST, _RATIO = 1024, 64
 
 
 def require_plausible(folder: Folder, what: str, claimed: int, there: int) -> None:
-    """Raise ``CheckpointError`` for a number of ranks of which almost none is there. No memory depends on it before."""
+    """Raise ``CheckpointError`` for a number of ranks of which almost none is there, before memory depends on it."""
     if claimed > max(_LEAST, _RATIO * there):
         raise CheckpointError(
             f"the files say that {claimed} {what}, and almost none is there",

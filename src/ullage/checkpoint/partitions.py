@@ -106,7 +106,16 @@ def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any =
 def _compare_lengths(
     folder: Folder, group: Group, key: str, mine: dict[int, ShardFile], numel: Int64, short: npt.NDArray[np.bool_]
 ) -> None:
-    """Report shards that are shorter than the pieces they must hold, or longer than a partition."""
+    """Report shards that are shorter than the pieces they must hold, or longer than a partition.
+
+    Args:
+        folder: gets the problems.
+        group: the flat buffer.
+        key: which state of it.
+        mine: the optimizer files by data-parallel rank.
+        numel [num_shards]: elements of the flat tensor of each rank, -1 where it is missing.
+        short [pieces]: whether a piece ends beyond its flat tensor.
+    """
     pieces = group.pieces
     for rank in np.unique(pieces.shard[short]).tolist():
         first = int(np.flatnonzero(short & (pieces.shard == rank))[0])

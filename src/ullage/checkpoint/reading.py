@@ -178,7 +178,10 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
 
 
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
-    """Elements ``[low, high)`` of a tensor that several slices make."""
+    """Elements ``[low, high)`` of a tensor that several slices make; whole rows where they lie side by side.
+
+    Does not use the caller's buffer, but about a chunk of memory per slice. Raises ``CheckpointError`` when replicas differ.
+    """
     item, merge = tensor.item_bytes, tensor.merge
     # Side by side: the rows of each slice are read, and each of its bands goes to its columns of the whole.
     if merge.kind == "columns":

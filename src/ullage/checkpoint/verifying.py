@@ -40,6 +40,7 @@ def verify(
     """
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
+    # Without a whole tiling on both sides there is nothing sound to compare.
     problems = ours.problems() + theirs.problems()
     if problems:
         return problems

@@ -195,6 +195,7 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
         first = tensors[0]
         shape = " × ".join(map(str, first.shape)) or "scalar"
         states = ", ".join(t.key for t in tensors)
+        # The states of a parameter are cut alike as a rule; the most cut one is shown.
         fragments = str(max(t.num_fragments for t in tensors))
         rows.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
     table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)

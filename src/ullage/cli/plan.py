@@ -122,6 +122,7 @@ def _measured(
         from ullage.datasets.text import docstring_lengths
 
         return "docstrings", Measured(docstring_lengths(n or DEFAULT_N, seed)), 8192
+    # Standard input is read once, before it is known whether it holds a distribution or lengths.
     data = sys.stdin.buffer.read() if source == "-" else b""
     name = "standard input" if source == "-" else Path(source).name
     text = data.decode("utf-8", "replace") if data else source

@@ -96,6 +96,7 @@ def _require_surroundings(folder: Path) -> None:
     for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the quickstart needs {module}", hint=f"pip install 'ullage[{extra}]'")
+    # The folder need not exist yet: the nearest one above it that does tells rights and space.
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError("the folder cannot be written", where=str(above), hint="give another --output_dir")
@@ -137,6 +138,7 @@ class _Quickstart:
         self.stops = [steps * (k + 1) // len(_LAUNCHES) for k in range(len(_LAUNCHES))]
         self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
         self.common += ["--save_total_limit", "20", "--per_device_train_batch_size", str(_BATCH // 2)]
+        # --max_steps is that of the whole run on every leg, since the learning rate's schedule depends on it.
         self.packed = ["--packing_capacity", str(_CAPACITY), "--max_steps", str(steps)]
 
     def run(self) -> tuple[Journey, Path]:

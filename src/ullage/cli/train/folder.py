@@ -143,6 +143,7 @@ def begin(command: TrainCommand, situation: Situation) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if command.output.overwrite_output_dir and situation.checkpoint is None:
         remove_unfinished(folder)
+        # Checkpoints and what our saves leave; other files in the folder are not touched.
         for path in (*checkpoints_in(folder), folder / PARTIAL):
             shutil.rmtree(path, ignore_errors=True)
     write_record(folder, command, None)

@@ -76,6 +76,7 @@ def _new(config: Any) -> Any:
 
 def _config(arguments: ModelArguments, tokenizer: Any) -> Any:
     path = Path(arguments.model)
+    # A name of a cell wins over a folder of that name that holds no weights.
     match = _NAME.fullmatch(arguments.model)
     if match is not None and match["cell"] in (*CELLS, "llama"):
         return _by_name(arguments, match, tokenizer)
@@ -97,6 +98,7 @@ def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) ->
         flag = getattr(arguments, name)
         if match[name] is not None and flag is not None and flag != int(match[name]):
             raise InputError(f"two values for {name}", where="--model", expected=int(match[name]), found=flag)
+        # A size may stand in the name or in a flag; in both only if they agree.
         chosen = flag if flag is not None else match[name]
         if chosen is not None:
             sizes[name] = int(chosen)

@@ -70,6 +70,7 @@ def _run(argv: list[str], first: bool) -> None:
     if situation.there:
         say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
         return
+    # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
     tokenizer = tokenizer_for(command.data.tokenizer, command.model.model)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
@@ -211,6 +212,7 @@ def _train(
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
 
+    # The engine of --dp, --cp and --tp loads its own checkpoints in any layout; only the Trainer may have to convert.
     converts = checkpoint is not None and not command.parallel.asked
     conversion = trainer.conversion_for(checkpoint) if converts else None
     if conversion is not None:
@@ -275,6 +277,7 @@ def _launcher() -> list[str]:
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if everywhere == 1:
         return []
+    # GROUP_WORLD_SIZE: torchrun's number of machines.
     hosts = ["--standalone"] if here == everywhere else ["--nnodes", os.environ.get("GROUP_WORLD_SIZE", "N")]
     return ["torchrun", *hosts, "--nproc_per_node", str(here), "-m"]
 
@@ -289,6 +292,7 @@ def _summary(command: TrainCommand, trainer: Any, progress: Progress) -> dict[st
         eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
     trainer.save_model()
     losses = [row["loss"] for row in history if "loss" in row]
+    # The Trainer writes what it left out once, in its last entry.
     closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
     return {
         "model": str(command.training.output_dir),
