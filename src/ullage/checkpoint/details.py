@@ -23,7 +23,7 @@ class Details:
 
 
 def kept_by_group(details: Details) -> dict[int, dict[str, Any]]:
-    """By parameter group: optimizer state that is neither cut nor the step, and the same on all ranks."""
+    """Optimizer state that is neither cut nor the step and is the same on all ranks, by parameter group."""
     found: dict[int, dict[str, Any]] = {}
     for rank, shard in list(details.shards.items())[:1]:
         for index, group in enumerate(shard.group_of):

@@ -242,7 +242,15 @@ class FileComparison:
         self._conclude(walk, source, places[0].file)
 
     def _described(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
-        """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places."""
+        """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places.
+
+        Args:
+            flat: name of the item, its path joined by dots.
+            path: keys that lead to it in the state dict.
+            value: what it must be.
+            entry: its description in ``.metadata``.
+            places: where ``.metadata`` says that it lies.
+        """
         if isinstance(value, TensorCopy):
             key = "fp32" if path[0] == "model" else value.tensor.key
             # The entry must have the dtype of the target, which may have been cast; the bytes are compared elsewhere.

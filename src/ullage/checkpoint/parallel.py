@@ -227,7 +227,18 @@ def _interleaved(widths: list[list[int]]) -> list[Band]:
 
 
 def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str, patterns: Patterns):
-    """(dim, shape of the whole, widths [sub][slice], what the universal file says) of a fused parameter."""
+    """Shape and cut of a fused parameter, such as QKV in one matrix: several sub-parameters along one dim.
+
+    Args:
+        name: of the parameter.
+        slices: those of tensor-parallel ranks 0, 1, ...
+        sub: the view that the writer recorded: a shape in which the cut dim may be a tuple of sizes.
+        pattern: the pattern that matched, under which widths are recorded.
+        patterns: the whole of ``universal_checkpoint_info``.
+
+    Returns the dim that is cut, the shape of the whole, the widths [sub-parameter][slice], and the entry for the
+    universal file. Raises ``CheckpointError`` where slices, view and widths do not fit together.
+    """
     # 1. The sizes of the sub-parameters along the dim that is cut: listed, or equal parts.
     dim, spec, tp = sub.partition_dim, sub.shape[sub.partition_dim], len(slices)
     numel = sum(math.prod(s.shape) for s in slices)

@@ -132,7 +132,7 @@ def _optimizer(model: ModelFile, weights: list[Tensor]) -> tuple[list[Tensor], D
 def _names_of(
     groups: list[dict[str, Any]], state: dict[Any, Any], weights: dict[str, Tensor], where: str
 ) -> dict[int, tuple[str, int]] | str:
-    """By number: the parameter and its group; or, where they cannot be known, what was found instead."""
+    """Parameter and group by number of the state; a text that says what was found, where they cannot be known."""
     ids = [(i, g) for g, group in enumerate(groups) for i in metadata.integers(group.get("params"), "params", where)]
     given = [n for group in groups for n in metadata.names(group.get("param_names"), "param_names", where)]
     # The names of a group stand in the order of its numbers.

@@ -155,7 +155,15 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
 
 
 def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
-    """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them."""
+    """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them.
+
+    Args:
+        sources: the open files.
+        tensor: the tensor, whose one slice is a stretch of its storage.
+        low: first element of the tensor, in row-major order.
+        high: the element after the last.
+        tally: gets the runs that were read, whole blocks.
+    """
     # The place of each element in the storage, from its index along each dim (row-major, so the last dim comes first).
     item, part = tensor.item_bytes, tensor.slices[0]
     rest = np.arange(low, high)
@@ -180,7 +188,15 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that several slices make; whole rows where they lie side by side.
 
-    Does not use the caller's buffer, but about a chunk of memory per slice. Raises ``CheckpointError`` when replicas differ.
+    Args:
+        sources: the open files.
+        tensor: the tensor to read.
+        low: first element, at the beginning of a row.
+        high: the element after the last.
+        tally: gets the runs that were read.
+
+    Does not use the caller's buffer, but about a chunk of memory per slice. Raises ``CheckpointError`` where replicas
+    differ.
     """
     item, merge = tensor.item_bytes, tensor.merge
     # Side by side: the rows of each slice are read, and each of its bands goes to its columns of the whole.

@@ -123,7 +123,15 @@ class _Found:
 
 
 def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
-    """Add the slices of one model rank to ``found``, parameter by parameter and key by key."""
+    """Add the slices of one model rank to ``found``, parameter by parameter and key by key.
+
+    Args:
+        folder: the files read; gets groups, problems and notes.
+        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
+        world: number of data-parallel ranks.
+        tp: number of tensor-parallel ranks.
+        found: gets the slices, and the state that is not cut.
+    """
     model = folder.models.get((model_rank, 0))
     # Shards of ranks beyond the world size are problems already (``require_ranks``), and have no partition here.
     mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}

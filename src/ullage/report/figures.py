@@ -76,7 +76,7 @@ def _text(value: float | None, form: str, unit: str = "") -> str:
 
 
 def reference_name(reference: Plan) -> str:
-    """Its strategy, and its degree where ranks share every microbatch."""
+    """Name of a reference plan: its strategy, and its degree where ranks share every microbatch."""
     degree = int(reference.degrees.max(initial=1))
     return reference.strategy if degree == 1 else f"{reference.strategy}, degree {degree}"
 

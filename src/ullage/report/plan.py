@@ -176,7 +176,15 @@ def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
 
 
 def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: float) -> Iterator[Box]:
-    """The box between a rank's end of a microbatch and the meeting, if there is one to see."""
+    """The box between a rank's end of a microbatch and the meeting, if there is one to see.
+
+    Args:
+        times: the timeline of the plan.
+        microbatch: number of the microbatch.
+        rank: the rank.
+        scale: per cent of the drawing per unit of time.
+        end: time at the right edge of the drawing.
+    """
     done = float(times.start[microbatch, rank] + times.duration[microbatch, rank])
     if len(times.meetings):
         until = float(times.meetings[microbatch])
@@ -253,7 +261,7 @@ def _blocks(
 
 
 def _groups(pitch: np.ndarray, least: float) -> Iterator[tuple[int, int]]:
-    """Runs of neighbours that are ``least`` wide together; a narrow rest joins the run before it."""
+    """Ranges [first, last) of neighbours that are ``least`` wide together; a narrow rest joins the range before it."""
     runs: list[tuple[int, int]] = []
     first, width = 0, 0.0
     for k, step in enumerate(pitch.tolist()):

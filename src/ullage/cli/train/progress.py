@@ -90,7 +90,7 @@ class Progress(TrainerCallback):
 
 
 class Stop(EarlyEnd):
-    """Ends training after optimizer step ``step``, with a checkpoint. ``reached``: whether it did, before the end."""
+    """Callback that ends training after optimizer step ``step``, with a checkpoint. ``reached``: whether it did so."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step

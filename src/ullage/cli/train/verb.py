@@ -101,7 +101,7 @@ def _run(argv: list[str], first: bool) -> None:
 
 @contextlib.contextmanager
 def _written(command: TrainCommand) -> Iterator[None]:
-    """Let all ranks raise in one line if one of them cannot write."""
+    """Raise on all ranks, in one line, if the block cannot write on one of them. Collective at its end."""
     from ullage.training.agreement import agreement, several_ranks
 
     where = command.training.output_dir
