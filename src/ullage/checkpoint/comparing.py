@@ -65,7 +65,7 @@ def compare_pairs(
             yours.close()
         return found
 
-    # About four shares per thread, so that none is left with a long last one; at most 64 ranges, for progress to move.
+    # About four shares per thread, so that none is left alone with a long last one; each share opens its own files.
     size = max(1, min(64, len(jobs) // (4 * workers) + 1))
     with ThreadPoolExecutor(workers) as pool:
         for found in pool.map(one, [jobs[i : i + size] for i in range(0, len(jobs), size)]):

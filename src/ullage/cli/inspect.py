@@ -172,7 +172,6 @@ def _ranges(ranks: list[int]) -> str:
     """[3, 5, 6, 7] → ``3, 5–7``, at most three ranges."""
     ranges: list[list[int]] = []
     for rank in ranks:
-        # Neighbours extend the last range.
         if ranges and ranges[-1][1] == rank - 1:
             ranges[-1][1] = rank
         else:
