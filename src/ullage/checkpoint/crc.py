@@ -42,7 +42,7 @@ _SQUARES = _squares()
 
 def _power(num_bytes: Int64) -> UInt32:
     """x^(8·num_bytes), elementwise."""
-    # Units and runs come in few sizes, so each distinct size is raised once, by square and multiply.
+    # Most parts have one of a few sizes, so each distinct size is raised once, by square and multiply.
     distinct, back = np.unique(num_bytes, return_inverse=True)
     result = np.full(len(distinct), 1 << 31, np.uint32)
     for bit in range(int(distinct.max(initial=0)).bit_length()):

@@ -92,8 +92,8 @@ def files_in(folder: Path) -> list[tuple[str, int]]:
     found = []
     for root, folders, names in os.walk(folder):
         place = Path(root)
-        # A folder within that has manifests of its own is listed by them: its files are
-        # left out here, and its manifests are taken as files. Clearing ``folders`` keeps ``os.walk`` out of it.
+        # A folder within that has manifests of its own is listed by them: its files are left out here; its manifests
+        # are taken as files. Clearing ``folders`` keeps ``os.walk`` out of it.
         own = {path.name for path in _manifests(place)}
         if place == folder:
             names = [name for name in names if name not in own]

@@ -230,7 +230,7 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
                     hint="tensor-parallel ranks have drifted apart; convert from a checkpoint where they agree",
                 )
         return slices[0]
-    # The mean as ``sum(slices) / len(slices)`` of DeepSpeed gives it, in the order of the ranks; bfloat16 in float32.
+    # ``sum(slices) / len(slices)``, as in DeepSpeed's merge_tp_slices, in the order of ranks; bfloat16 as float32.
     numbers = [as_floats(s, tensor.dtype) for s in slices]
     total = numbers[0].copy()
     for other in numbers[1:]:
