@@ -203,7 +203,7 @@ def show_rebalanced(console: Console, seeds: int) -> list[dict[str, float | str]
 
 def show_bins(console: Console, n: int) -> list[dict[str, float]]:
     """Bins of ``pack_lengths`` above the L2 bound, and its time."""
-    table = Table(title="pack_lengths, {n:,} sequences")
+    table = Table(title=f"pack_lengths, {n:,} sequences")
     for column in ("workload", "bins", "L2 bound", "above", "ms"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     found = []
