@@ -60,6 +60,27 @@ def test_three_processes_share_one_conversion(written, tmp_path):
     assert not (target / ".journal").exists()
 
 
+def test_a_process_without_a_share_that_is_slow_to_start_neither_hangs_nor_disturbs(tmp_path):
+    """One unit for two processes: the second one has nothing to do but to meet the first."""
+    small = real_zero.write(tmp_path / "written", Recipe(stage=1, dp=1, groups=[{"a.weight": (3, 4)}]))
+    code = (
+        "import sys, time; from ullage import checkpoint; from ullage.checkpoint import meeting\n"
+        "meeting.PATIENCE, sleep = 10.0, time.sleep\n"
+        "time.sleep = lambda seconds: sleep(float(sys.argv[4]))\n"
+        "checkpoint.convert(sys.argv[1], sys.argv[2], format='safetensors', rank=int(sys.argv[3]), world_size=2)\n"
+    )
+    target = tmp_path / "out"
+    for process in [
+        subprocess.Popen(
+            [sys.executable, "-c", code, small.folder, target, str(rank), pause], stderr=subprocess.PIPE, text=True
+        )
+        for rank, pause in ((1, "3"), (0, "0.01"))
+    ]:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert checkpoint.verify(small.folder, target) == []
+
+
 def test_every_process_refuses_alike(written, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")

@@ -233,6 +233,8 @@ class _Job:
         )
         if rank == 0:
             self._finish(units, self._gather(units, lines) if world_size > 1 else lines)
+        else:
+            self.meeting.finish_share()
 
     def _make_partial(self) -> None:
         """Make the partial, or go on with the one that is there if it is of this very conversion."""
@@ -301,9 +303,10 @@ class _Job:
         found = dict(lines)
 
         def complete() -> bool:
-            # A process adds a line after the bytes of the unit are written, so all lines together mean all bytes.
+            # A process adds a line after the bytes of the unit are written, so all lines together mean all bytes. One
+            # without units may still be starting: it must have prepared the files before their checksums are filled in.
             found.update(read_journals(self.partial, self.mark) or {})
-            return len(found) >= len(units)
+            return len(found) >= len(units) and self.meeting.shares_finished()
 
         self.meeting.wait(complete, "the other processes")
         return found

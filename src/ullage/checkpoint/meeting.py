@@ -49,7 +49,7 @@ class Meeting:
 
     def clear(self) -> None:
         """Remove the files of earlier launches. Process 0 calls it before any other process begins."""
-        for pattern in (_LAUNCH, "failed-*", "here-*"):
+        for pattern in (_LAUNCH, "failed-*", "here-*", "done-*"):
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -88,6 +88,15 @@ class Meeting:
         new = self._folder / f".{name}.{self._word}"
         new.write_text(text)
         os.replace(new, self._folder / name)
+
+    def finish_share(self) -> None:
+        """Report to process 0 that this process writes to ``partial`` no more."""
+        self._write(f"done-{self.rank}-{self.name}", "")
+
+    def shares_finished(self) -> bool:
+        """Whether every other process of the launch has reported that it writes no more."""
+        others = range(1, self.world_size)
+        return all((self._folder / f"done-{rank}-{self.name}").exists() for rank in others)
 
     def fail(self, error: Exception) -> None:
         """Report to the others of the launch that this process has failed."""
