@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ullage.errors import DistributedError
 from ullage.ranks import Axis, together
+from ullage.ranks.wire import gather_objects
 
 #: How many different values an error lists.
 _LISTED = 8
@@ -18,11 +19,7 @@ _LISTED = 8
 
 def gather(value: Any, several: bool) -> list[Any]:
     """``value`` of every rank, by rank; of this process alone unless there are ``several``. Collective."""
-    if not several:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gather_objects(value, _ranks(several))
 
 
 def rank_here(several: bool) -> int:
@@ -37,7 +34,11 @@ def several_ranks() -> bool:
 
 def agreement(several: bool, doing: str) -> AbstractContextManager[None]:
     """:func:`ullage.ranks.together` over all ranks; over this process alone unless there are ``several``."""
-    return together(Axis.world() if several else Axis("world"), doing)
+    return together(_ranks(several), doing)
+
+
+def _ranks(several: bool) -> Axis:
+    return Axis.world() if several else Axis("world")
 
 
 def require_same_folder(folder: Path, several: bool) -> Path:
