@@ -235,7 +235,7 @@ def materialize(
 
 
 def _local_sample(i: int, axis: Axis) -> str:
-    return f"rank {axis.ranks[axis.rank] if axis.ranks else axis.rank}, sample {i}"
+    return f"rank {axis.global_rank}, sample {i}"
 
 
 def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:

@@ -194,7 +194,7 @@ class StepMaker:
     def _where(self, i: int) -> str:
         axis = self.topology.dp
         k = int(self.given[axis.rank]) + i
-        return f"rank {_name(axis)}, sample {k * self.stream.streams + axis.rank} of the stream"
+        return f"rank {axis.global_rank}, sample {k * self.stream.streams + axis.rank} of the stream"
 
     def _ways(self) -> list[Axis]:
         """The axes along which this rank hears from those that exchange, or tells others, from coordinate 0 on."""
@@ -242,10 +242,6 @@ def _union(choices: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(name for choice in choices for name in choice or ()))
 
 
-def _name(axis: Axis) -> int:
-    return axis.ranks[axis.rank] if axis.ranks else axis.rank
-
-
 def _relay_microbatches(
     microbatches: list[RaggedBatch] | None, failure: Exception | None, axis: Axis, fields: Sequence[str] | None
 ) -> tuple[list[RaggedBatch] | None, Exception | None]:
@@ -280,7 +276,7 @@ def _relay_lengths(
     if gathered is not None and not np.array_equal(gathered.lengths, received.lengths):
         failure = failure or DistributedError(
             "the pipeline stages that own data are out of step",
-            where=f"rank {_name(axis)} against rank {axis.ranks[0]}",
+            where=f"rank {axis.global_rank} against rank {axis.ranks[0]}",
             hint="give them the same samples in the same order",
         )
     return received, failure
