@@ -13,7 +13,7 @@ import numpy as np
 
 from ullage.datasets.packing import gathered_rows, kept_lengths, require_packing_sizes
 from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.layout import Int64, starts_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -67,7 +67,7 @@ def _packed(dataset: Dataset, seq_length: int, oversize: str) -> Dataset:
     features = datasets.Features({**dataset.features, "seq_lengths": datasets.List(datasets.Value("int64"))})
     step = max(1, _GROUP_TOKENS // seq_length)  # offsets within a group fit into int32
     groups = (rows[start : start + step] for start in range(0, len(rows), step))
-    table = pa.concat_tables(_tables(groups, columns, np.cumsum(lengths) - lengths, kept))
+    table = pa.concat_tables(_tables(groups, columns, starts_of(lengths), kept))
     packed = datasets.Dataset(table.cast(features.arrow_schema))
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64, Layout, starts_of
 from ullage.places import Places, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
@@ -123,7 +123,7 @@ class Schedule:
             for start, count in zip(cuts[:-1], steps, strict=True):
                 windows += _blocks(int(count), int(ranked.batch_sizes[start]), hidden_size)
         # The formula of the module's opening, for all tokens at once.
-        step_starts = np.cumsum(rows) - rows
+        step_starts = starts_of(rows)
         place_of = step_starts[layout.positions()] + ranked.inverse[layout.item_ids()]
         order, inverse = (
             torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse)
