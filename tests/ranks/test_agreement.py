@@ -106,6 +106,14 @@ def test_a_block_costs_one_collective_and_none_on_a_single_rank():
 
 
 @pytest.mark.distributed
+def test_a_failed_block_keeps_nothing_of_what_it_held():
+    """A cycle of error, traceback and frame would keep a step's tensors until the next collection."""
+    for alive in processes.values(processes.run(ranks_cases.kept, 4)):
+        assert len(alive) == 5
+        assert not any(alive.values()), alive
+
+
+@pytest.mark.distributed
 def test_a_rank_that_is_gone_keeps_nobody_waiting():
     told = processes.run(ranks_cases.death, 3, deaths=[1])
     assert told[0]["value"] == "InputError: mine"

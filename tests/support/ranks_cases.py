@@ -1,8 +1,11 @@
 """What the ranks of the tests of agreement run. Kept apart from the tests so that worker processes import no pytest."""
 
+import gc
 import os
+import weakref
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ullage.errors import InputError
@@ -61,6 +64,38 @@ def blocks(rank, world):
     assert [record["n"] for record in gather_agreed({"n": rank}, axis, "counting")] == list(range(world))
     assert gather_int64(np.array([rank]), axis).ravel().tolist() == list(range(world))  # and the group still works
     return lines
+
+
+def kept(rank, world):
+    """Whether what a failed block held is still there after its error is gone, without the collector of cycles."""
+    gc.disable()
+    axis, alive = Axis.world(), {}
+
+    def hold(name):
+        tensor = torch.zeros(4)
+        alive[name] = weakref.ref(tensor)
+        return tensor
+
+    def block(name, ranks):
+        held = hold(name)
+        with together(ranks, "reading"):
+            if rank == 1:
+                raise ValueError(held.shape)
+
+    def header(name, ranks):
+        held = hold(name)
+        _, failure = tried(lambda: 1 // (rank - 1))
+        try:
+            gather_agreed({"shape": list(held.shape)}, ranks, "counting", failure)
+        finally:
+            failure = None  # this frame's own hold on the error
+
+    told(lambda: block("block", axis))
+    told(lambda: block("block of one", Axis("tp")))
+    told(lambda: block("block along two axes", grid(rank, world)))
+    told(lambda: header("header", axis))
+    told(lambda: header("header of one", Axis("tp")))
+    return {name: tensor() is not None for name, tensor in alive.items()}
 
 
 def axes(rank, world):

@@ -43,7 +43,7 @@ _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_paralle
 
 
 class _CutRows:
-    """Count of the rows that ``shard_batch`` cut and that no attention has used yet, and of attention calls.
+    """Count of the rows that ``shard_batch`` cut and that have come to no attention yet, and of attention calls.
 
     Leaving ``context_parallel`` raises if a row was cut and no attention took part: then the model has computed each
     slice as if it were a row. A row may be freed before its block ends, because ``model(**shard_batch(...))`` keeps no
@@ -59,7 +59,7 @@ class _CutRows:
 
     @property
     def waiting(self) -> bool:
-        """Whether a row was cut that no attention has used."""
+        """Whether a row was cut that has come to no attention."""
         return bool(self._waiting)
 
     def add(self, slices: Slices) -> None:
@@ -71,7 +71,7 @@ class _CutRows:
         finalize(slices, self._drop, slices.number).atexit = False
 
     def serve(self, slices: Slices) -> None:
-        """Note that an attention has used a row."""
+        """Note that a row has come to an attention."""
         self._waiting.discard(slices.number)
 
     def forget_gone(self) -> None:
@@ -170,6 +170,9 @@ class ContextParallel(contextlib.ContextDecorator):
 
         Collective and waits for the device, once a row.
         """
+        if slices is not None:
+            # An attention has the row, also where it refuses it: from here on no block has missed it.
+            _CUT_ROWS.serve(slices)
         failure: UllageError | None = None
         try:
             self._check(slices, query)
@@ -178,20 +181,19 @@ class ContextParallel(contextlib.ContextDecorator):
             failure = error
         # Later layers of a row skip the comparison, which waits for the device. A rank that failed takes part in it
         # all the same: without its record the others would wait forever.
-        if slices is None or slices.served_by is not self:
-            # What decides the branch and the sizes of the exchange. shape[1::2] is (heads, dim) without the tokens, of
-            # which the ranks may hold different numbers.
-            facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
-            self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
-        if failure is not None:
-            try:
+        try:
+            if slices is None or slices.served_by is not self:
+                # What decides the branch and the sizes of the exchange. shape[1::2] is (heads, dim) without the tokens,
+                # of which the ranks may hold different numbers.
+                facts = f"{self.method} {self.fallback} {query.dtype} {query.shape[1::2]} {key.shape[1::2]}"
+                self._compare(failure, 0 if slices is None else slices.digest ^ _digest(facts), query.device)
+            if failure is not None:
                 raise failure
-            finally:
-                # Its traceback refers to this frame: without this, the cycle would keep the row until a collection.
-                failure = None
+        finally:
+            # Its traceback refers to this frame: without this, the cycle would keep the row until a collection.
+            failure = None
         assert slices is not None
         slices.served_by = self
-        _CUT_ROWS.serve(slices)
         return slices
 
     def _compare(self, failure: Exception | None, digest: int, device: torch.device) -> None:
@@ -204,7 +206,10 @@ class ContextParallel(contextlib.ContextDecorator):
         dist.all_to_all_single(every, mine, ones, ones, group=self.group)
         records = every.tolist()
         if any(failed for failed, _ in records):  # every rank sees it, so that all of them meet once more
-            agree(failure, self.axis, "attending to its slice of a row")
+            try:
+                agree(failure, self.axis, "attending to its slice of a row")
+            finally:
+                failure = None
         for rank, (_, other) in enumerate(records):
             if other != records[0][1]:
                 raise DistributedError(

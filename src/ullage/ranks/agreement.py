@@ -54,7 +54,12 @@ def together(ranks: Axis | Topology, doing: str) -> Iterator[None]:
         raise
     except BaseException as error:  # whatever it is, the other ranks have to hear of it
         failure = error
-    agree(failure, ranks, doing)
+    try:
+        agree(failure, ranks, doing)
+    finally:
+        # The traceback of an error refers to each frame that it passes. A frame that in turn holds the error closes a
+        # cycle, which would keep the tensors of the block until the next collection.
+        failure = None
 
 
 def agree(failure: BaseException | None, ranks: Axis | Topology, doing: str) -> None:
@@ -72,7 +77,10 @@ def agree(failure: BaseException | None, ranks: Axis | Topology, doing: str) -> 
     except PeerLost:
         if failure is None:
             raise
-    raise_failures(failure, [known], doing, *axes)
+    try:
+        raise_failures(failure, [known], doing, *axes)
+    finally:
+        failure = None  # see together
 
 
 def gather_agreed(record: Any, axis: Axis, doing: str, failure: Exception | None = None) -> list[Any]:
@@ -86,11 +94,17 @@ def gather_agreed(record: Any, axis: Axis, doing: str, failure: Exception | None
     """
     if axis.size == 1:
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # see together
         return [record]
     entry = {"failed": report(failure, axis), "record": record}
     entries = [json.loads(text) for text in gather_records(dumps(entry), axis)]
-    raise_failures(failure, [entry["failed"] for entry in entries], doing, axis)
+    try:
+        raise_failures(failure, [entry["failed"] for entry in entries], doing, axis)
+    finally:
+        failure = None  # see together
     return [entry["record"] for entry in entries]
 
 
@@ -141,7 +155,10 @@ def raise_failures(failure: BaseException | None, reports: Iterable[Report], doi
         # The others raise an error that quotes this one, so one rank's message is enough for a log.
         if isinstance(failure, UllageError) and axes:
             failure.told_to_all = True
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # see together
 
 
 def _another_rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> DistributedError:
