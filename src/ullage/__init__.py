@@ -22,10 +22,12 @@ if TYPE_CHECKING:
         errors as errors,
         exchange as exchange,
         layout as layout,
+        mixers as mixers,
         models as models,
         movement as movement,
         places as places,
         planning as planning,
+        proofs as proofs,
         ranks as ranks,
         report as report,
         schema as schema,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from ullage.layout import Layout as Layout, Pieces as Pieces
+    from ullage.mixers import PackedModel as PackedModel, pack_model as pack_model
     from ullage.movement import to_device as to_device
     from ullage.planning import (
         Plan as Plan,
@@ -58,12 +61,13 @@ else:
                 "CheckpointError", "DistributedError", "InputError", "TrainingError", "UllageError", "UsageError",
             ],
             "layout": ["Layout", "Pieces"],
+            "mixers": ["PackedModel", "pack_model"],
             "movement": ["to_device"],
             "planning": ["Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
         },
         modules=[
             "attention", "batch", "checkpoint", "cli", "columns", "datasets", "engines", "errors", "exchange", "layout",
-            "models", "movement", "places", "planning", "ranks", "report", "schema", "training",
+            "mixers", "models", "movement", "places", "planning", "proofs", "ranks", "report", "schema", "training",
         ],
     )  # fmt: skip
 

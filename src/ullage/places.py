@@ -21,32 +21,40 @@ class Places:
     """The place of each row, and the row in each place.
 
     Attributes:
-        place_of: int64 [rows], the place of each row; no two rows share one.
+        place_of: int64 [rows], the place of each row; no two rows share one. Any place for a row that has none.
         row_of: int64 [places], the row in each place; any row where the place is padding.
         padding: int64 [places that hold no row]; ``None`` if there is none.
+        homeless: int64 [rows that have no place]; ``None`` if there is none.
     """
 
     place_of: Tensor
     row_of: Tensor
     padding: Tensor | None = None
+    homeless: Tensor | None = None
 
     @classmethod
     def of(cls, place_of: Int64, num_places: int, device: torch.device) -> Places:
-        """Places from a host array. Copies three indices to ``device`` without waiting for it."""
+        """Places from a host array, in which -1 stands for none. Copies to ``device`` without waiting for it."""
         row_of, is_padding = np.zeros(num_places, np.int64), np.ones(num_places, bool)
-        # Padding keeps row 0, any row will do: its values are overwritten with zeros.
-        row_of[place_of] = np.arange(len(place_of))
-        is_padding[place_of] = False
-        padding = np.flatnonzero(is_padding) if num_places > len(place_of) else None
-        return cls(*(None if a is None else _on(a, device) for a in (place_of, row_of, padding)))  # type: ignore[arg-type]
+        placed = np.flatnonzero(place_of >= 0)
+        # Padding keeps row 0, any row will do: its values are overwritten with zeros. So are those of homeless rows.
+        row_of[place_of[placed]] = placed
+        is_padding[place_of[placed]] = False
+        padding = np.flatnonzero(is_padding) if num_places > len(placed) else None
+        homeless = np.flatnonzero(place_of < 0) if len(placed) < len(place_of) else None
+        place_of = np.maximum(place_of, 0)
+        return cls(*(None if a is None else _on(a, device) for a in (place_of, row_of, padding, homeless)))  # type: ignore[arg-type]
 
     def place(self, rows: Tensor) -> Tensor:
         """Rows [rows, ...] in their places [places, ...], zeros in the padding. Does not wait for the device."""
-        return _gather(rows, self.row_of, self.place_of, self.padding, None)
+        return _gather(rows, self.row_of, self.place_of, self.padding, self.homeless)
 
     def take(self, placed: Tensor) -> Tensor:
-        """Values [places, ...] as rows [rows, ...]; undoes :meth:`place`, and leaves behind what the padding holds."""
-        return _gather(placed, self.place_of, self.row_of, None, self.padding)
+        """Values [places, ...] as rows [rows, ...], zeros in rows without a place; undoes :meth:`place`.
+
+        What the padding holds is left behind.
+        """
+        return _gather(placed, self.place_of, self.row_of, self.homeless, self.padding)
 
 
 def permute(rows: Tensor, order: Tensor | None, inverse: Tensor | None, padding: Tensor | None = None) -> Tensor:

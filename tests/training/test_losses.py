@@ -19,6 +19,7 @@ from transformers import (
 
 from tests.support import own_losses, packing_script
 from ullage import InputError
+from ullage.mixers.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
     RecurrentConfig,
     RecurrentEncoderDecoder,
@@ -27,7 +28,6 @@ from ullage.models import (
     RecurrentForTokenClassification,
 )
 from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
-from ullage.training.losses import loss_divides_by_count, loss_shifts
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 LENGTHS = (9, 3, 14, 1, 6, 11)

@@ -13,7 +13,7 @@ the one whose call is in progress. The result is kept with the layer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,25 @@ def require_packing(model: nn.Module) -> None:
     Its layers remember the result, so a packed call does not check again.
     """
     _require(packing_problem(model))
+    _remember(model, _attention_modules(model))
+
+
+def implementations(model: nn.Module) -> dict[int, str]:
+    """The attention implementation of each config of a model, by the config's identity."""
+    return {id(config): config._attn_implementation for _, config in _configs(model)}
+
+
+def use_implementations(model: nn.Module, chosen: Mapping[int, str]) -> None:
+    """Give the configs of a model the attention implementations that :func:`implementations` told."""
+    for _, config in _configs(model):
+        if id(config) in chosen:
+            config._attn_implementation = chosen[id(config)]
+    for module in model.modules():
+        vars(module).pop(_MARK, None)
+
+
+def remember_packable(model: nn.Module) -> None:
+    """Note that the attention of this model may take packed rows: what its support cannot see was seen to elsewhere."""
     _remember(model, _attention_modules(model))
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ullage.errors import InputError
+from ullage.mixers.heads import KNOWN_AUTHORS, package_of
 from ullage.schema import IGNORED_LABEL
 
 Division = Literal["sum", "token_mean", "sequence_mean"]
@@ -32,7 +32,6 @@ DIVISIONS: dict[str, str] = {
 }
 #: Trainers of others whose source was read: their ``compute_loss`` divides so.
 _READ: dict[str, Division] = {"trl.trainer.sft_trainer.SFTTrainer": "sum"}
-_NOT_OF_OTHERS = ("ullage", "transformers")
 
 
 def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:
@@ -43,82 +42,7 @@ def defining_class(kind: type, name: str, *, below: type | None = None) -> type 
     order = kind.__mro__
     if below is not None:
         order = order[order.index(below) + 1 :]
-    return next((each for each in order if name in vars(each) and _package(each) not in _NOT_OF_OTHERS), None)
-
-
-def loss_name(model: nn.Module) -> str | None:
-    """The entry of transformers' ``LOSS_MAPPING`` that a model's class is named after; None if its name does not tell.
-
-    A subclass of another name that keeps the ``forward`` of its base keeps its loss, so the name of the class that
-    defines ``forward`` is asked next.
-    """
-    name = getattr(model, "loss_type", None)
-    if name in LOSS_MAPPING:
-        return name
-    author = _author_of_loss(model)
-    if _package(author) not in _NOT_OF_OTHERS:
-        return None
-    # The longest, because names contain each other: DeformableDetrForObjectDetection and ForObjectDetection.
-    return max((name for name in LOSS_MAPPING if name in author.__name__), key=len, default=None)
-
-
-def loss_shifts(model: nn.Module) -> bool | None:
-    """Whether the model's loss compares the output at a token with the label of the next; None if that is not known.
-
-    Read off what ``forward`` names: ``loss_function``, or, in transformers' own, a cross-entropy, whose labels are
-    shifted or not. Of other models the name of the class tells, as it tells transformers.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    name, author = loss_name(model), _author_of_loss(model)
-    names, variables = _words_of_forward(author)
-    if _package(author) != "ullage":
-        if "loss_function" in names:
-            # PreTrainedModel.loss_function falls back to ForCausalLM for a loss_type that is not in the mapping.
-            name = name if getattr(model, "loss_type", None) in LOSS_MAPPING else "ForCausalLM"  # its default
-        elif _package(author) == "transformers" and names & {"CrossEntropyLoss", "cross_entropy"}:
-            # Older heads compute the cross-entropy themselves; those that shift give the shifted tensors these names.
-            return bool(variables & {"shift_labels", "shift_logits"})
-    return None if name is None else LOSS_MAPPING[name] is ForCausalLMLoss
-
-
-def loss_divides_by_count(model: nn.Module) -> bool:
-    """Whether the model's loss is a sum over its labels, divided by ``num_items_in_batch``, by its source.
-
-    So are all of ours, and transformers' ``ForCausalLMLoss``. Most other heads of transformers take keywords and give
-    a mean whatever they are given, and of others' models nobody knows; a mean is weighed by who asked for it.
-    """
-    author = _author_of_forward(model)
-    if _package(author) == "ullage":
-        return True
-    return (
-        _package(author) == "transformers"
-        and "loss_function" in _words_of_forward(author)[0]
-        and loss_shifts(model) is True
-    )
-
-
-def _author_of_forward(model: nn.Module) -> type:
-    return next(each for each in type(model).__mro__ if "forward" in vars(each))
-
-
-def _author_of_loss(model: nn.Module) -> type:
-    """The class whose ``forward`` computes the loss: not one of a user's that hands on to ``super().forward``."""
-    authors = [each for each in type(model).__mro__ if "forward" in vars(each)]
-    for author in authors:
-        if _package(author) in _NOT_OF_OTHERS or not {"super", "forward"} <= _words_of_forward(author)[0]:
-            return author
-    return authors[0]
-
-
-def _words_of_forward(author: type) -> tuple[set[str], set[str]]:
-    """The names that a class's ``forward`` refers to, and those of its own variables."""
-    code = getattr(inspect.unwrap(vars(author)["forward"]), "__code__", None)
-    return (set(code.co_names), set(code.co_varnames)) if code is not None else (set(), set())
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+    return next((each for each in order if name in vars(each) and package_of(each) not in KNOWN_AUTHORS), None)
 
 
 @dataclass

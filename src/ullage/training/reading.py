@@ -17,10 +17,11 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.mixers.heads import loss_divides_by_count, loss_shifts
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
-from ullage.training.losses import defining_class, loss_divides_by_count, loss_shifts
+from ullage.training.losses import defining_class
 
 
 class BatchReader:

@@ -1,0 +1,12 @@
+"""Whatever lets tokens see each other, on packed rows: any transformers model packed, by lengths where need be.
+
+``pack_model(model)`` changes a model in place so that ``model(**batch.to_flattened())`` gives each sequence what it
+gets alone, and returns a handle to undo it.
+"""
+
+from __future__ import annotations
+
+from ullage.mixers.packed_model import PackedModel, is_packed, pack_model
+from ullage.mixers.ways import Way
+
+__all__ = ["PackedModel", "Way", "is_packed", "pack_model"]

@@ -1,0 +1,252 @@
+"""The forwards that a packed model and its parts get in the place of their own.
+
+The model's own call reads the lengths from its keywords, puts them in force, and runs the model. A part that mixes
+tokens finds them there and runs by lengths. They are in force for this call in this thread alone. A layer that gradient
+checkpointing repeats in the backward pass, when no call is running, gets the row of its first run again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ullage.errors import InputError
+from ullage.mixers.by_lengths import call_by_lengths, join_outputs
+from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, PackedRow, Segments
+from ullage.mixers.ways import Way
+from ullage.mixers.whole import call_whole
+
+#: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
+_NOT_OF_PARTS = frozenset(
+    {*LENGTH_NAMES, *TARGET_LENGTH_NAMES, "attention_mask", "cache_params", "cu_seqlens", "mask", "past_key_values"}
+    | {"seq_idx"}
+)
+
+
+class CurrentRow:
+    """The packed row of the call of one model that is running in this thread."""
+
+    def __init__(self) -> None:
+        self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
+
+    def get(self) -> PackedRow | None:
+        """The row; None outside packed calls."""
+        return self._row.get()
+
+    @contextmanager
+    def set(self, row: PackedRow | None) -> Iterator[None]:
+        """Put a row in force, or none."""
+        token = self._row.set(row)
+        try:
+            yield
+        finally:
+            self._row.reset(token)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
+        return memo.setdefault(id(self), CurrentRow())
+
+
+class CheckpointedRow:
+    """A function that checkpoints a layer, which runs with the same row each time."""
+
+    def __init__(self, function: Callable[..., Any], current: CurrentRow) -> None:
+        self.function, self.current = function, current
+
+    def __call__(self, layer: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        row = self.current.get()
+
+        def with_row(*again: Any, **named: Any) -> Any:
+            with self.current.set(row):
+                return layer(*again, **named)
+
+        return self.function(layer if row is None else with_row, *arguments, **keywords)
+
+    def __reduce__(self) -> Any:
+        # In a pickle: the function alone.
+        return functools.partial, (self.function,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedRow:
+        return CheckpointedRow(self.function, copy.deepcopy(self.current, memo))
+
+
+class Forward:
+    """A ``forward`` in the place of a module's own. A copy of the module has one too; in a pickle it is the own one.
+
+    Attributes:
+        module: whose forward it is.
+        current: the row that is in force for its model.
+        before: what the instance itself had in this place, a wrapper for example; None if its class has the forward.
+    """
+
+    def __init__(self, module: nn.Module, current: CurrentRow) -> None:
+        self.module, self.current = module, current
+        self.before: Callable[..., Any] | None = vars(module).get("forward")
+
+    def put_in(self) -> None:
+        """Take the place of the module's own forward."""
+        vars(self.module)["forward"] = self
+
+    def take_out(self) -> None:
+        """Give the module its own forward back."""
+        if self.before is None:
+            vars(self.module).pop("forward")
+        else:
+            vars(self.module)["forward"] = self.before
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.before or functools.partial(type(self.module).forward, self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    def __reduce__(self) -> Any:
+        # The module is known when its attributes are read, and at that time has the forward of its class.
+        return getattr, (self.module, "forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        for name, value in vars(self).items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        return other
+
+
+class PartForward(Forward):
+    """The forward of a part that mixes tokens: by lengths within a packed call, its own in any other.
+
+    ``is_causal``: whether no token of the part sees a later one, so that sequences may be padded behind.
+    """
+
+    def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
+        super().__init__(module, current)
+        self.is_causal = is_causal
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.current.get() is None:
+            return self.own(*arguments, **keywords)
+        return self._by_lengths(arguments, keywords)
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        row = self.current.get()
+        assert row is not None
+        kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
+        if "use_cache" in inspect.signature(self.own).parameters:
+            kept["use_cache"] = False
+        groups = row.padded_behind if self.is_causal else row.alike
+        # Within, the sequences are rows of a batch.
+        with self.current.set(None):
+            return join_outputs(call_by_lengths(self.own, groups, arguments, kept), groups)
+
+
+class ModelForward(Forward):
+    """The forward of a packed model: reads the lengths of a packed call from its keywords.
+
+    ``way``: of the model, which tells which of its parts run by lengths.
+    """
+
+    def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
+        super().__init__(module, current)
+        self.way = way
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Whoever asks what the model takes finds the lengths among it.
+        signature = inspect.signature(self.own)
+        own = list(signature.parameters.values())
+        rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
+        added = [name for name in LENGTH_NAMES if name not in signature.parameters]
+        named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
+        return signature.replace(parameters=[*(each for each in own if each not in rest), *named, *rest])
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if keywords.get("cu_seq_lens_q") is None:
+            return self.own(*arguments, **keywords)
+        return self._packed(arguments, keywords)
+
+    # The model inside is compiled as it would be without this function around it.
+    @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
+    def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        taken = inspect.signature(self.own).parameters
+        keywords = {**dict(zip(taken, arguments)), **keywords}
+        targets = _targets_as_rows(keywords)
+        row = PackedRow.of(keywords, targets)
+        assert row is not None
+        _refuse_masks_and_caches(keywords, type(self.module).__name__)
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+        hands_lengths_on = self.way.kind == "mixers" and (takes_any or "cu_seq_lens_q" in taken)
+        positions = keywords.pop("position_ids", None)
+        is_usual = positions is None or row.sources.counts_as_usual(positions)
+        if not is_usual and "position_ids" not in taken:
+            raise InputError(
+                "this model counts positions by itself, from 0 in each sequence",
+                where=f"{type(self.module).__name__}.forward",
+                found="other position_ids",
+                hint="leave position_ids out",
+            )
+        if hands_lengths_on and "position_ids" in taken:
+            keywords["position_ids"] = row.sources.positions(row.device) if positions is None else positions
+        elif not is_usual:
+            keywords["position_ids"] = positions
+        if not hands_lengths_on:
+            keywords = {name: each for name, each in keywords.items() if name not in LENGTH_NAMES}
+        keywords = {name: each for name, each in keywords.items() if name not in TARGET_LENGTH_NAMES}
+        if "use_cache" in taken:
+            keywords["use_cache"] = False
+        if self.way.kind == "whole":
+            return call_whole(self.module, self.own, row, keywords)
+        if self.way.kind == "mixers":
+            self._remember_row_in_checkpoints()
+        with self.current.set(row):
+            return self.own(**keywords)
+
+    def _remember_row_in_checkpoints(self) -> None:
+        # At each call, because checkpointing may have been turned on since the last.
+        for module in self.module.modules():
+            function = vars(module).get("_gradient_checkpointing_func")
+            if function is not None and not isinstance(function, CheckpointedRow):
+                module._gradient_checkpointing_func = CheckpointedRow(function, self.current)
+
+
+def _targets_as_rows(keywords: dict[str, Any]) -> Segments | None:
+    """The layout of an encoder-decoder's targets; nested ones become a row [1, T] among the keywords."""
+    lengths = keywords.get("decoder_cu_seq_lens_q")
+    targets = None if lengths is None else Segments.of(lengths, None, "decoder_cu_seq_lens_q")
+    for name, value in list(keywords.items()):
+        if isinstance(value, Tensor) and value.is_nested:
+            rows = value.unbind()
+            keywords[name] = torch.cat(rows)[None]
+            if targets is None:
+                targets = Segments.of_lengths([len(row) for row in rows])
+    return targets
+
+
+def _refuse_masks_and_caches(keywords: dict[str, Any], where: str) -> None:
+    """Take out a mask that hides nothing; raise ``InputError`` for what a packed call cannot take."""
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = keywords.pop(name, None)
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(mask.bool().all())):
+            raise InputError(
+                "a packed row takes no mask, its lengths say which tokens see each other",
+                where=f"{where}, {name}",
+                hint="pass what RaggedBatch.to_flattened() gives",
+            )
+    for name in ("past_key_values", "cache_params", "encoder_outputs"):
+        if keywords.get(name) is not None:
+            raise InputError("a packed row takes no cache", where=f"{where}, {name}", hint="leave it out")
+        keywords.pop(name, None)
+    if keywords.get("output_attentions"):
+        raise InputError(
+            "a packed row gives no attention weights", where=where, hint="call the model on padded rows for them"
+        )

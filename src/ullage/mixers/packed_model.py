@@ -1,0 +1,108 @@
+"""``pack_model``: a transformers model that keeps the sequences of a packed row apart, and the way back.
+
+Only a few parts of a model let tokens see each other. Each of them gets a ``forward`` that, within a packed call, runs
+by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed row as it is. Which parts these are,
+:mod:`ullage.mixers.ways` tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from ullage.attention.support import NAME, implementations, packing_problem, remember_packable, use_implementations
+from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
+from ullage.mixers.ways import Way, way_by_lengths
+
+
+class PackedModel:
+    """What :func:`pack_model` has put in place, and how to take it out again; a context manager that does so.
+
+    Attributes:
+        model: the model, changed in place.
+        way: how its sequences are kept apart.
+    """
+
+    def __init__(self, model: nn.Module, way: Way, before: dict[int, str]) -> None:
+        self.model, self.way = model, way
+        #: The attention implementations of the model's parts before it was packed.
+        self._before = before
+
+    def undo(self) -> None:
+        """Make the model what it was before it was packed. More than once does nothing more."""
+        for module in self.model.modules():
+            forward = vars(module).get("forward")
+            if isinstance(forward, Forward):
+                forward.take_out()
+            function = vars(module).get("_gradient_checkpointing_func")
+            if isinstance(function, CheckpointedRow):
+                module._gradient_checkpointing_func = function.function
+        use_implementations(self.model, self._before)
+
+    def __enter__(self) -> PackedModel:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"PackedModel({type(self.model).__name__}, {self.way})"
+
+
+def pack_model(model: nn.Module) -> PackedModel:
+    """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
+
+    Afterwards ``model(**batch.to_flattened())`` takes a packed row; a call without ``cu_seq_lens_q`` stays what it was.
+    The model is changed in place. Names of parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a
+    deep copy is packed too.
+
+    Returns a handle with ``undo()``, which is a context manager as well. Reads no weights and does not wait for the
+    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for
+    one that is packed already.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
+    >>> with pack_model(model) as packed:
+    ...     str(packed.way)
+    'native'
+    """
+    before = implementations(model)
+    if is_packed(model):
+        forward = vars(model)["forward"]
+        return PackedModel(model, forward.way, before)
+    way = _native(model)
+    if way is None:
+        use_implementations(model, before)
+        way = way_by_lengths(model)
+        _put_in(model, way)
+    return PackedModel(model, way, before)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether :func:`pack_model` has given this model another forward."""
+    return isinstance(vars(model).get("forward"), ModelForward)
+
+
+def _native(model: nn.Module) -> Way | None:
+    """The native way, where it is one, with the packed attention in place."""
+    if packing_problem(model) is not None and hasattr(model, "set_attn_implementation"):
+        try:
+            model.set_attn_implementation(NAME)
+        except (KeyError, ValueError):  # no hook to put it in
+            return None
+    return Way("native") if packing_problem(model) is None else None
+
+
+def _put_in(model: nn.Module, way: Way) -> None:
+    current = CurrentRow()
+    for path in way.paths:
+        if path:
+            PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
+    ModelForward(model, current, way=way).put_in()
+    if way.kind == "mixers":
+        # Its attention reads the lengths; what it is not to check is now done by lengths.
+        if hasattr(model, "set_attn_implementation"):
+            with contextlib.suppress(KeyError, ValueError):  # it has no attention
+                model.set_attn_implementation(NAME)
+        remember_packable(model)

@@ -1,0 +1,134 @@
+"""How a model can keep the sequences of a packed row apart, and which of its parts have to be told the lengths.
+
+There are three ways, the finest that a model allows is taken:
+
+- *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
+- *mixers*: the attention does, and its convolutions, scans and states run by lengths;
+- *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
+  model whose rows do not see each other, whatever it is made of, and computes no padding either.
+
+A model in which the rows of a batch do see each other, by design, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ullage.errors import InputError
+from ullage.mixers.heads import works_by_token
+
+Kind = Literal["native", "mixers", "backbone", "whole"]
+
+#: Endings of the class names of modules that mix tokens and are causal, by the hybrids that were proved with them.
+_MIXERS = (
+    "DeltaAttention",
+    "GatedDeltaNet",
+    "LightningAttention",
+    "MambaLayer",
+    "MambaMixer",
+    "Mamba2Mixer",
+    "FalconH1Mixer",
+    "BambaMixer",
+    "RecurrentBlock",
+    "RwkvFeedForward",
+    "RwkvSelfAttention",
+    "ShortConv",
+    "xLSTMBlock",
+)
+#: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
+#: by the audit. Any other type with such mixers runs by lengths as a whole.
+HYBRIDS = frozenset(
+    (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2"),
+        *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm"),
+        "zamba2",
+    )
+)
+#: Types in which the rows of a batch meet by design, and how.
+_RANDOM = {
+    "reformer": "hashes its tokens at random",
+    "yoso": "hashes its tokens at random",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model keeps sequences apart.
+
+    Attributes:
+        kind: the granularity.
+        paths: the modules that run by lengths, by their path in the model; "" is the model itself.
+    """
+
+    kind: Kind
+    paths: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "native":
+            return "native"
+        return f"{self.kind} by lengths"
+
+
+def way_by_lengths(model: nn.Module) -> Way:
+    """The way of a model whose attention alone does not keep sequences apart. Reads no weights.
+
+    Raises ``InputError`` for a model whose sequences compete, with the path of the part in which they do.
+    """
+    require_independent_rows(model)
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return Way("whole", ("",))
+    if getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
+        return Way("mixers", tuple(path for path, _ in mixers_of(model)))
+    backbone = _backbone(model)
+    if backbone is not None and works_by_token(model):
+        return Way("backbone", (backbone,))
+    return Way("whole", ("",))
+
+
+def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that mix tokens in another way than by attention, with their paths."""
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{known}.") for known in outer):
+            continue
+        if type(module).__name__.endswith(_MIXERS):
+            outer.append(path)
+            yield path, module
+
+
+def require_independent_rows(model: nn.Module) -> None:
+    """Raise ``InputError`` for a model in which the sequences of one batch compete, with the path of the part."""
+    config: Any = getattr(model, "config", None)
+    reason = _RANDOM.get(getattr(config, "model_type", None) or "")
+    if reason is not None:
+        raise _competes(type(model).__name__, reason)
+    for path, module in model.named_modules():
+        where = f"{path} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise _competes(where, "normalises over the tokens of all sequences")
+        if isinstance(getattr(module, "expert_capacity", None), int):
+            raise _competes(where, "gives each expert a limited number of tokens")
+
+
+def _competes(where: str, reason: str) -> InputError:
+    return InputError(
+        f"the sequences of this model compete: it {reason}",
+        where=where,
+        hint="no batch of it equals its sequences alone; train it unpacked, with a padding collator",
+    )
+
+
+def _backbone(model: nn.Module) -> str | None:
+    """The path of a model's backbone, which holds no head; None for a model that is one."""
+    backbone = getattr(model, "base_model", None)
+    if backbone is model:
+        # A prefix that names no attribute: then the one part that is a model itself.
+        parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+        backbone = parts[0] if len(parts) == 1 else None
+    return next((path for path, module in model.named_modules() if module is backbone), None)

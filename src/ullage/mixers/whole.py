@@ -1,0 +1,76 @@
+"""A whole model run by lengths, head and loss included: each call computes the loss of its sequences.
+
+The losses of the calls are means over labels or over sequences, so their mean weighed by what they count is the loss
+of the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ullage.mixers.by_lengths import call_by_lengths, join_outputs
+from ullage.mixers.heads import loss_divides_by_count, works_by_sequence
+from ullage.mixers.rows import Groups, PackedRow
+from ullage.schema import IGNORED_LABEL
+
+#: Fields that hold one entry per sequence, whatever their shape.
+_SEQUENCE_FIELDS = frozenset({"start_positions", "end_positions", "next_sentence_label", "mc_labels"})
+
+
+def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywords: dict[str, Any]) -> Any:
+    """Outputs of a packed call of a model that runs by lengths as a whole: [1, T, ...] by token, [N, ...] by sequence.
+
+    Args:
+        model: whose class tells what its head returns.
+        own: its forward, of sequences in rows.
+        row: the packed row.
+        keywords: of the call, without lengths and masks.
+
+    Waits for the device where there are labels. Raises ``InputError`` for a field that is neither by token nor by
+    sequence.
+    """
+    by_sequence = works_by_sequence(model)
+    config = getattr(model, "config", None)
+    # Heads that look for a sequence's last token take one sequence at a time where padding has no id.
+    alone = by_sequence and getattr(config, "pad_token_id", None) is None
+    groups = row.one_by_one if alone else row.alike
+    # Each call gives a mean, which is weighed below.
+    num_items = keywords.pop("num_items_in_batch", None)
+    fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())
+    outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields)
+    joined = join_outputs(outputs, groups, per_sequence=frozenset({"logits"} if by_sequence else ()))
+    losses = [_loss_of(each) for each in outputs]
+    if losses[0] is None:
+        return joined
+    counts = _counts(keywords.get("labels"), groups, by_sequence=by_sequence)
+    loss = _weighted(losses, counts)
+    if num_items is not None and loss_divides_by_count(model):
+        loss = loss * (sum(counts) / num_items)
+    if isinstance(joined, tuple):
+        return (loss, *joined[1:])
+    joined["loss"] = loss
+    return type(joined)(**{name: joined[name] for name in outputs[0] if name in joined})
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    first = outputs.get("loss") if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else None
+    return first if isinstance(first, Tensor) and first.ndim == 0 else None
+
+
+def _counts(labels: Any, groups: Groups, *, by_sequence: bool) -> list[int]:
+    """How much the mean of each call counts: its labels where they are by token, else its sequences."""
+    calls = groups.sources if groups.targets is None else groups.targets
+    if isinstance(labels, Tensor) and not by_sequence and tuple(labels.shape[:2]) == (1, calls.num_slots):
+        is_label = labels[0] != IGNORED_LABEL
+        return [int(part.sum()) for part in calls.cut(is_label.reshape(calls.num_slots, -1).any(1).long())]
+    return [len(part) for part in groups.members]
+
+
+def _weighted(losses: Sequence[Any], weights: Sequence[int]) -> Tensor:
+    """The mean of losses by weight. A loss of weight 0 does not count, not even as nan."""
+    counted = [loss * (weight / sum(weights)) for loss, weight in zip(losses, weights) if weight]
+    return torch.stack(counted).sum() if counted else losses[0]
