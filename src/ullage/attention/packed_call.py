@@ -38,6 +38,7 @@ _HARMLESS = frozenset(
         "output_router_logits",
         "return_dict",
         # the loss
+        "labels",
         "num_items_in_batch",
         "shift_labels",
         # facts for other attention implementations

@@ -111,6 +111,7 @@ def join_outputs(
         # Experts' scores: the tokens of all rows, one below the other.
         if all(part.shape[0] == n * width for part, (n, width) in zip(outputs, calls.shapes)):
             return calls.join([part.unflatten(0, shape) for part, shape in zip(outputs, calls.shapes)])
-    if all(part.shape[0] == n for part, (n, _) in zip(outputs, calls.shapes)):
+    is_alike = len({tuple(part.shape[1:]) for part in outputs}) == 1
+    if is_alike and all(part.shape[0] == n for part, (n, _) in zip(outputs, calls.shapes)):
         return groups.ordered(outputs)
     return None

@@ -141,9 +141,14 @@ class PartForward(Forward):
     def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         row = self.current.get()
         assert row is not None
+        taken = inspect.signature(self.own).parameters
+        if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values()):
+            keywords, arguments = {**dict(zip(taken, arguments)), **keywords}, ()
         kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
-        if "use_cache" in inspect.signature(self.own).parameters:
+        kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
+        if "use_cache" in taken:
             kept["use_cache"] = False
+        row.is_served = True
         groups = row.padded_behind if self.is_causal else row.alike
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
@@ -209,7 +214,15 @@ class ModelForward(Forward):
         if self.way.kind == "mixers":
             self._remember_row_in_checkpoints()
         with self.current.set(row):
-            return self.own(**keywords)
+            outputs = self.own(**keywords)
+        if not row.is_served:
+            raise InputError(
+                "the model did not call the part that keeps its sequences apart",
+                where=", ".join(self.way.paths),
+                found=f"{type(self.module).__name__}.forward calls another",
+                hint="train it on padded batches",
+            )
+        return outputs
 
     def _remember_row_in_checkpoints(self) -> None:
         # At each call, because checkpointing may have been turned on since the last.

@@ -139,6 +139,8 @@ class PackedRow:
 
     def __init__(self, sources: Segments, targets: Segments | None, device: torch.device) -> None:
         self.sources, self.targets, self.device = sources, targets, device
+        #: Whether a part of the model has run by lengths.
+        self.is_served = False
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], targets: Segments | None = None) -> PackedRow | None:

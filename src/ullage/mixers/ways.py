@@ -108,12 +108,26 @@ def require_independent_rows(model: nn.Module) -> None:
     reason = _RANDOM.get(getattr(config, "model_type", None) or "")
     if reason is not None:
         raise _competes(type(model).__name__, reason)
-    for path, module in model.named_modules():
+    for path, module in _text_modules(model):
         where = f"{path} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise _competes(where, "normalises over the tokens of all sequences")
         if isinstance(getattr(module, "expert_capacity", None), int):
             raise _competes(where, "gives each expert a limited number of tokens")
+
+
+def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that text goes through: without the encoders of images and audio, where a model has such."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parts = [] if text is config else [path for path, part in model.named_modules() if _config(part) is text]
+    for path, module in model.named_modules():
+        if not parts or any(path.startswith(part) for part in parts):
+            yield path, module
+
+
+def _config(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
 
 
 def _competes(where: str, reason: str) -> InputError:
@@ -131,4 +145,9 @@ def _backbone(model: nn.Module) -> str | None:
         # A prefix that names no attribute: then the one part that is a model itself.
         parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
         backbone = parts[0] if len(parts) == 1 else None
+    # A wrapper around one model, which heads do not call: they call what it holds.
+    while (
+        backbone is not None and len(inner := list(backbone.children())) == 1 and isinstance(inner[0], PreTrainedModel)
+    ):
+        backbone = inner[0]
     return next((path for path, module in model.named_modules() if module is backbone), None)
