@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         pack_lengths as pack_lengths,
         plan as plan,
     )
+    from ullage.proofs import Audit as Audit, audit as audit
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -64,6 +65,7 @@ else:
             "mixers": ["PackedModel", "pack_model"],
             "movement": ["to_device"],
             "planning": ["Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
+            "proofs": ["Audit", "audit"],
         },
         modules=[
             "attention", "batch", "checkpoint", "cli", "columns", "datasets", "engines", "errors", "exchange", "layout",

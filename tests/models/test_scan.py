@@ -107,3 +107,27 @@ def test_gates_far_from_zero_stay_numbers(cell: str) -> None:
     assert values.grad is not None
     assert torch.isfinite(outputs).all()
     assert torch.isfinite(values.grad).all()
+
+
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_sequence(spoiled: float) -> None:
+    """0 times nan is nan, so that a decay of zero alone would let it through, forwards and in the gradient."""
+    lengths = [9, 30, 1, 17, 43]
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    torch.manual_seed(0)
+    decay, inflow, weights = torch.rand(100, 4), torch.randn(100, 4), torch.randn(100, 4)
+    expected = linear_scan(decay, inflow, starts)
+    for place, (start, length) in enumerate(zip(starts.tolist(), lengths)):
+        others = torch.ones(100, dtype=torch.bool)
+        others[start : start + length] = False
+        for poisoned in ({"inflow"}, {"decay"}, {"decay", "inflow"}):
+            inputs = []
+            for name, values in (("decay", decay), ("inflow", inflow)):
+                values = values.clone()
+                if name in poisoned:
+                    values[~others] = spoiled
+                inputs.append(values.requires_grad_())
+            found = linear_scan(*inputs, starts)
+            assert torch.equal(found[others], expected[others]), place
+            gradients = torch.autograd.grad((found * weights).sum(), inputs)
+            assert all(torch.isfinite(gradient[others]).all() for gradient in gradients), place

@@ -22,6 +22,7 @@ VERBS = {
     "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
     "plan": "Plan one step: where sequences of these lengths go, and how near the ideal that is.",
     "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",
+    "audit": "Show that a model keeps packed sequences apart: outputs, gradients, and that nothing leaks.",
     "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
     "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
     "verify": "Compare a converted checkpoint with its source, byte by byte.",

@@ -23,6 +23,11 @@ def works_by_token(model: nn.Module) -> bool:
     return any(_BY_TOKEN.search(each.__name__) for each in type(model).__mro__)
 
 
+def spans_sequences(model: nn.Module) -> bool:
+    """Whether the head looks at a sequence as a whole, for its class or for a span in it, so that a row will not do."""
+    return works_by_sequence(model) or any("ForQuestionAnswering" in each.__name__ for each in type(model).__mro__)
+
+
 def works_by_sequence(model: nn.Module) -> bool:
     """Whether logits and labels have one entry per sequence. Told by name."""
     return any(_BY_SEQUENCE.search(each.__name__) for each in type(model).__mro__)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ullage.attention.support import NAME, implementations, packing_problem, remember_packable, use_implementations
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
+from ullage.mixers.heads import package_of, spans_sequences
 from ullage.mixers.ways import Way, way_by_lengths
 
 
@@ -86,6 +87,9 @@ def is_packed(model: nn.Module) -> bool:
 
 def _native(model: nn.Module) -> Way | None:
     """The native way, where it is one, with the packed attention in place."""
+    # A head of transformers for whole sequences would find one in the row.
+    if spans_sequences(model) and package_of(type(model)) != "ullage":
+        return None
     if packing_problem(model) is not None and hasattr(model, "set_attn_implementation"):
         try:
             model.set_attn_implementation(NAME)

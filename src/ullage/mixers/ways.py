@@ -49,6 +49,8 @@ HYBRIDS = frozenset(
         "zamba2",
     )
 )
+#: Types whose heads take more from their backbone than one entry per token.
+_WITH_THEIR_HEADS = frozenset({"prophetnet"})
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
@@ -80,13 +82,13 @@ def way_by_lengths(model: nn.Module) -> Way:
     Raises ``InputError`` for a model whose sequences compete, with the path of the part in which they do.
     """
     require_independent_rows(model)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return Way("whole", ("",))
     if getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
         return Way("mixers", tuple(path for path, _ in mixers_of(model)))
     backbone = _backbone(model)
-    if backbone is not None and works_by_token(model):
+    if backbone is not None and works_by_token(model) and config.model_type not in _WITH_THEIR_HEADS:
         return Way("backbone", (backbone,))
     return Way("whole", ("",))
 
@@ -145,9 +147,7 @@ def _backbone(model: nn.Module) -> str | None:
         # A prefix that names no attribute: then the one part that is a model itself.
         parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
         backbone = parts[0] if len(parts) == 1 else None
-    # A wrapper around one model, which heads do not call: they call what it holds.
-    while (
-        backbone is not None and len(inner := list(backbone.children())) == 1 and isinstance(inner[0], PreTrainedModel)
-    ):
-        backbone = inner[0]
+    # Heads do not call a wrapper around one model, they call what it holds.
+    while backbone is not None and type(backbone).__name__.endswith("Wrapper"):
+        backbone = next((part for part in backbone.children() if isinstance(part, PreTrainedModel)), None)
     return next((path for path, module in model.named_modules() if module is backbone), None)

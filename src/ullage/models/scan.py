@@ -83,7 +83,19 @@ _scan.register_autograd(_backward, setup_context=_setup)
 
 
 def _run(decay: Tensor, inflow: Tensor, backwards: bool = False) -> Tensor:
-    """The recurrence over all of [T, H] from a zero state, from either end."""
+    """The recurrence over all of [T, H] from a zero state, from either end.
+
+    On a CPU, a nan or an infinity stays within its sequence.
+    """
+    out = _chunked(decay, inflow, backwards, is_spoiled=False)
+    # 0 · nan is nan: once there, it stays in its channel until the end, so that the last state tells of it.
+    if out.device.type == "cpu" and not torch.isfinite(out[0 if backwards else -1]).all():
+        out = _chunked(decay, inflow, backwards, is_spoiled=True)
+    return out
+
+
+def _chunked(decay: Tensor, inflow: Tensor, backwards: bool, is_spoiled: bool) -> Tensor:
+    """``is_spoiled``: whether a state times a decay of 0 is to be 0 whatever the state is."""
     decay, inflow = decay.contiguous(), inflow.contiguous()
     size, width = inflow.shape
     out = torch.empty_like(inflow)
@@ -106,15 +118,19 @@ def _run(decay: Tensor, inflow: Tensor, backwards: bool = False) -> Tensor:
         a, b, h = (t[start:stop].view(count, -1, width).unbind(1) for t in (decay, inflow, out))
         if backwards:
             a, b, h = a[::-1], b[::-1], h[::-1]
-        entering = _join(a, b, entering, backwards) if count > 1 else entering.expand(1, width)
+        entering = _join(a, b, entering, backwards, is_spoiled) if count > 1 else entering.expand(1, width)
         for decay_now, inflow_now, now in zip(a, b, h, strict=True):
-            torch.addcmul(inflow_now, decay_now, entering, out=now)
+            torch.addcmul(inflow_now, decay_now, _kept(entering, decay_now, is_spoiled), out=now)
             entering = now
         entering = entering[0 if backwards else -1]
     return out
 
 
-def _join(decay: Any, inflow: Any, entering: Tensor, backwards: bool) -> Tensor:
+def _kept(state: Tensor, decay: Tensor, is_spoiled: bool) -> Tensor:
+    return torch.where(decay == 0, 0.0, state) if is_spoiled else state
+
+
+def _join(decay: Any, inflow: Any, entering: Tensor, backwards: bool, is_spoiled: bool) -> Tensor:
     """The state that enters each chunk [chunks, H], from the state [H] that enters the first of them.
 
     ``decay``, ``inflow``: for each step of a chunk, [chunks, H].
@@ -122,12 +138,12 @@ def _join(decay: Any, inflow: Any, entering: Tensor, backwards: bool) -> Tensor:
     # First pass: a chunk maps what enters it to product * entering + ending, where ending comes of a zero state.
     product, ending = decay[0].clone(), inflow[0].clone()
     for decay_now, inflow_now in zip(decay[1:], inflow[1:], strict=True):
-        product.mul_(decay_now)
-        torch.addcmul(inflow_now, decay_now, ending, out=ending)
+        product = _kept(product, decay_now, is_spoiled).mul_(decay_now)
+        torch.addcmul(inflow_now, decay_now, _kept(ending, decay_now, is_spoiled), out=ending)
     # The join: through these maps, chunk after chunk.
     entering_each = torch.empty_like(ending)
     order = range(len(ending) - 1, -1, -1) if backwards else range(len(ending))
     for chunk in order:
         entering_each[chunk] = entering
-        entering = torch.addcmul(ending[chunk], product[chunk], entering)
+        entering = torch.addcmul(ending[chunk], product[chunk], _kept(entering, product[chunk], is_spoiled))
     return entering_each

@@ -1,1 +1,19 @@
-"""Proofs that a packed row gives each sequence what it gets alone, for the model types of transformers."""
+"""Proofs on the models themselves: whether a packed row gives each sequence what it gets alone.
+
+``audit(model)`` compares a model with itself; :mod:`ullage.proofs.catalogue` does it for every text type of the
+installed transformers, with tiny models that :mod:`ullage.proofs.tiny` builds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ullage.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ullage.proofs.auditing import Audit as Audit, Check as Check, audit as audit
+    from ullage.proofs.tiny import tiny_config as tiny_config, tiny_model as tiny_model
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__, {"auditing": ["Audit", "Check", "audit"], "tiny": ["tiny_config", "tiny_model"]}
+    )

@@ -109,10 +109,10 @@ def audit(
     Args:
         model: a transformers model, whose weights are used as they are; or a config, or a model type of the installed
             transformers, for a tiny model with random weights.
-        collate: makes the keywords of a packed row from samples ({"input_ids": [L], "labels": [L]}), for a collator of
-            your own; what ``RaggedBatch.to_flattened`` gives if None.
-        pack: whether :func:`ullage.pack_model` packs it first. Without, the model is audited as it is, for example plain
-            transformers with ``position_ids``, or a model that somebody else has packed.
+        collate: a collator of your own, which makes the keywords of a packed row from samples ({"input_ids": [L],
+            "labels": [L]}); what ``RaggedBatch.to_flattened`` gives if None.
+        pack: whether :func:`ullage.pack_model` packs it first. Without, the model is audited as it is, for example
+            plain transformers with ``position_ids``, or a model that somebody else has packed.
         seed: of the tokens.
 
     Runs some thirty forwards of up to 40 tokens and seven backwards; leaves weights, gradients, mode and attention of
@@ -159,14 +159,10 @@ def _model_of(given: Any) -> nn.Module:
         return given
     from transformers import PreTrainedConfig
 
-    from ullage.proofs.tiny import KINDS, model_types, tiny_model
+    from ullage.proofs.tiny import kind_of, tiny_model
 
-    if isinstance(given, PreTrainedConfig):
-        given = given.model_type
-    if isinstance(given, str):
-        for kind in KINDS:
-            if given in model_types(kind):
-                return tiny_model(given, kind)
+    if isinstance(given, (str, PreTrainedConfig)):
+        return tiny_model(given, kind_of(given))
     raise InputError(
         "there is no model to audit",
         expected="a model, a config or a model type of the installed transformers",

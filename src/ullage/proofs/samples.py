@@ -72,7 +72,7 @@ class Samples:
         return any("expert" in type(module).__name__.lower() for module in self.model.modules())
 
     def draw(self, lengths: Sequence[int]) -> list[Sample]:
-        """Sequences of these lengths. Labels are the tokens, without each sequence's first where nothing predicts it."""
+        """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts."""
         random = torch.Generator().manual_seed(self.seed)
         usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
         samples = []
@@ -129,9 +129,10 @@ class Samples:
         raise failure
 
     def _stand_in(self, logits: Tensor, place: int) -> Tensor:
-        """A loss of one sequence's logits, for a model without one: their sum by random weights."""
+        """A loss of one sequence's logits, for a model without one: their distance from random numbers."""
         random = torch.Generator().manual_seed(place)
-        return (logits * torch.randn(logits.shape, generator=random, dtype=torch.float64).to(logits)).mean()
+        aim = torch.randn(logits.shape, generator=random, dtype=torch.float64)
+        return (logits - aim.to(logits)).square().mean()
 
     def packed(self, row: Sequence[Sample]) -> Outcome:
         """All sequences in one row."""
@@ -282,6 +283,8 @@ def _logits(outputs: Any) -> Tensor:
         for name in ("logits", "prediction_logits", "last_hidden_state"):
             if isinstance(outputs.get(name), Tensor):
                 return outputs[name]
+        if isinstance(outputs.get("start_logits"), Tensor):  # question answering
+            return torch.stack([outputs["start_logits"], outputs["end_logits"]], -1)
     parts = outputs.values() if isinstance(outputs, dict) else outputs
     return next(part for part in parts if isinstance(part, Tensor) and part.ndim >= 2)
 

@@ -64,32 +64,60 @@ def model_types(kind: str) -> list[str]:
     return sorted(_NAMES[require_one_of(kind, KINDS, "kind of model")])
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Small configuration of ``model_type``, without dropout.
+def kind_of(model: str | PreTrainedConfig) -> str:
+    """The kind of head of a type: that of the configuration's ``architectures``, else the first of ``KINDS`` it has.
+
+    Raises ``InputError`` if transformers knows no text model of this type.
+    """
+    model_type = model if isinstance(model, str) else model.model_type
+    kinds = [kind for kind in KINDS if model_type in _NAMES[kind]]
+    if not kinds:
+        raise InputError("no such text model type in the installed transformers", found=repr(model_type))
+    named = [] if isinstance(model, str) else model.architectures or []
+    return next((kind for kind in kinds if {*named} & {*_classes(kind, model_type)}), kinds[0])
+
+
+def auto_class(kind: str) -> type:
+    """transformers' Auto class of one of ``KINDS``."""
+    return _AUTO[require_one_of(kind, KINDS, "kind of model")]
+
+
+def _classes(kind: str, model_type: str) -> tuple[str, ...]:
+    """Names of the classes with this head."""
+    names = _NAMES[kind][model_type]
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def tiny_config(model: str | PreTrainedConfig) -> PreTrainedConfig:
+    """Small configuration of a model type, or after a configuration of one's own; without dropout.
 
     Raises ``InputError`` if transformers knows no text model of this type, ``CannotBuild`` if its small configuration
     is refused.
     """
+    model_type = model if isinstance(model, str) else model.model_type
     if not any(model_type in names for names in _NAMES.values()):
         raise InputError("no such text model type in the installed transformers", found=repr(model_type))
     try:
-        return _shrunk(AutoConfig.for_model(model_type))
+        return _shrunk(AutoConfig.for_model(model) if isinstance(model, str) else model)
     except _REFUSALS as error:
         raise _cannot_build(model_type, error) from error
 
 
-def tiny_model(model_type: str, kind: str, *, seed: int = 0, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Tiny random model of ``model_type`` in float32 on the CPU, in evaluation mode.
+def tiny_model(
+    model: str | PreTrainedConfig, kind: str, *, seed: int = 0, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """Tiny random model of a type, or after a configuration of one's own, in float32 on the CPU, in evaluation mode.
 
     ``kind`` is one of ``KINDS``, the head. The parameters depend on ``seed`` alone, and the random state of the caller
     stays as it is. ``attn_implementation`` is passed to transformers. Raises ``InputError`` for an unknown type or
     kind, ``CannotBuild`` where something is missing to build the model.
     """
+    model_type = model if isinstance(model, str) else model.model_type
     if model_type not in model_types(kind):
         raise InputError(f"no such {kind} model type in the installed transformers", found=repr(model_type))
     if reason := MISSING.get((kind, model_type)):
         raise CannotBuild(f"cannot build a tiny {kind} model of type {model_type!r}", hint=reason)
-    config = tiny_config(model_type)
+    config = tiny_config(model)
     if kind == "causal" and not config.is_encoder_decoder:
         for switch in ("is_decoder", "causal"):
             if hasattr(config, switch):
@@ -100,16 +128,16 @@ def tiny_model(model_type: str, kind: str, *, seed: int = 0, attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = _build(config, kind, dtype=torch.float32, **options)
+            made = _build(config, kind, dtype=torch.float32, **options)
         except _REFUSALS as error:
             raise _cannot_build(model_type, error) from error
-        size = sum(parameter.numel() for parameter in model.parameters())
+        size = sum(parameter.numel() for parameter in made.parameters())
         if size > MOST_PARAMETERS:
             raise CannotBuild(
                 f"the model of type {model_type!r} is not tiny", expected=f"<= {MOST_PARAMETERS} parameters", found=size
             )
-        _vary(model)
-    return model.eval()
+        _vary(made)
+    return made.eval()
 
 
 def _build(config: PreTrainedConfig, kind: str, **options: Any) -> PreTrainedModel:

@@ -1,0 +1,127 @@
+"""The audit of every text type of the installed transformers, and of our recurrent models, as one table."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import date
+from typing import Any
+
+from ullage.errors import InputError
+from ullage.proofs.auditing import Audit, audit
+from ullage.proofs.tiny import KINDS, model_types, tiny_model
+
+#: Beside the kinds of transformers' heads: our own models, by cell.
+RECURRENT = "recurrent"
+
+_TITLES = {
+    "causal": "Causal language models",
+    "masked": "Masked language models",
+    "seq2seq": "Encoder-decoders",
+    RECURRENT: "Recurrent models of ullage",
+}
+_HEAD = """# Models that pack, and how that is proved
+
+Made on {today} by `ullage audit --all --output docs/models.md`, with {versions}, on the CPU in float32.
+
+Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 16 tokens in one row
+are then compared with each of them alone: logits to 1e-5, every gradient to 1e-4, in other orders and beside one-token
+and empty neighbours. Other tokens in one sequence must not change a bit of the others (with routed experts: 1e-12 in
+float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
+
+*Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
+lengths and its attention reads them; **backbone** or **whole**, the backbone or all of the model runs by lengths.
+*Difference*: the larger of that of logits and that of gradients, relative to the largest number.
+"""
+
+
+def entries(kinds: Sequence[str] = (*KINDS, RECURRENT)) -> list[tuple[str, str]]:
+    """(kind, model type) of everything that is audited, in the order of the table."""
+    from ullage.models.cells import CELLS
+
+    return [(kind, name) for kind in kinds for name in (sorted(CELLS) if kind == RECURRENT else model_types(kind))]
+
+
+def audit_entry(kind: str, name: str, *, seed: int = 0) -> Audit:
+    """The audit of a tiny model of one type; of one that cannot be built, the verdict "not built" and the reason."""
+    try:
+        model: Any = _recurrent(name, seed) if kind == RECURRENT else tiny_model(name, kind, seed=seed)
+    except InputError as error:
+        return Audit(name, "", verdict="not built", reason=error.hint or str(error))
+    report = audit(model, seed=seed)
+    report.model_type = name
+    return report
+
+
+def _recurrent(cell: str, seed: int) -> Any:
+    import torch
+
+    from ullage.models import RecurrentConfig, RecurrentForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return RecurrentForCausalLM(RecurrentConfig(cell=cell, vocab_size=99, hidden_size=32, num_hidden_layers=2))
+
+
+def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:
+    """The table as a page of Markdown. ``audits``: with the kind of each."""
+    import torch
+    import transformers
+
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    columns = (
+        "kind",
+        "types",
+        "exact",
+        "native",
+        "mixers",
+        "backbone",
+        "whole",
+        "competes",
+        "refused",
+        "not built",
+        "leaks",
+    )
+    lines = [
+        _HEAD.format(today=today.isoformat(), versions=f"{versions}, Python {platform.python_version()}"),
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(_summary(kind, [each for other, each in audits if other == kind]) for kind in _kinds(audits)),
+    ]
+    for kind in _kinds(audits):
+        rows = [each for other, each in audits if other == kind]
+        lines += ["", f"## {_TITLES[kind]}", "", "| type | verdict | way | difference |", "|---|---|---|---|"]
+        lines += [_row(each) for each in rows if each.passed]
+        others = [each for each in rows if not each.passed]
+        if others:
+            lines += ["", "| type | verdict | reason |", "|---|---|---|"]
+            lines += [f"| {each.model_type} | {each.verdict} | {told(each)} |" for each in others]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(audits: Sequence[tuple[str, Audit]]) -> Iterator[str]:
+    yield from dict.fromkeys(kind for kind, _ in audits)
+
+
+def _summary(kind: str, audits: Sequence[Audit]) -> str:
+    verdicts = Counter(each.verdict for each in audits)
+    ways = Counter(each.way.partition(" ")[0] for each in audits if each.passed)
+    numbers = [
+        *(len(audits), verdicts["exact"], *(ways[way] for way in ("native", "mixers", "backbone", "whole"))),
+        *(verdicts["competes"], verdicts["refused"], verdicts["not built"], verdicts["leak"] + verdicts["differs"]),
+    ]
+    return f"| {_TITLES[kind]} | {' | '.join(map(str, numbers))} |"
+
+
+def _row(report: Audit) -> str:
+    return f"| {report.model_type} | exact | {report.way.partition(' ')[0]} | {told(report)} |"
+
+
+def told(report: Audit) -> str:
+    """The difference that the audit found, or why there is none, in one line."""
+    if report.passed:
+        return f"{max(report.value('logits') or 0.0, report.value('gradients') or 0.0):.0e}"
+    failed = ", ".join(f"{check.name} {check.value:.0e}" for check in report.checks if not check.passed)
+    return re.sub(r"\s+", " ", report.reason or failed).replace("|", "/")
