@@ -13,8 +13,8 @@ the one whose call is in progress. The result is kept with the layer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,8 +35,28 @@ _EXCEPTIONS = {
 }
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
-#: Attribute of a layer with the id of the model that was checked and its row limits: plain data, so that it pickles.
-_MARK = "_ullage_row_limits"
+#: Attribute of a layer that was checked.
+_MARK = "_ullage_checked"
+#: Attribute of a config with the name of its attention.
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+
+class _Checked(NamedTuple):
+    """The model for which a layer was checked, by its id, and that model's :func:`row_limits`.
+
+    ``model`` is None for one that keeps sequences apart by other means too, and so do its copies. A pickle knows
+    nothing of a check.
+    """
+
+    model: int | None
+    limit: int | None
+    dynamic: bool
+
+    def __reduce__(self) -> Any:
+        return tuple, ()
+
+    def __deepcopy__(self, memo: Any) -> _Checked:
+        return self
 
 
 def supports_packing(model: nn.Module) -> bool:
@@ -75,23 +95,49 @@ def require_packing(model: nn.Module) -> None:
     _remember(model, _attention_modules(model))
 
 
-def implementations(model: nn.Module) -> dict[int, str]:
-    """The attention implementation of each config of a model, by the config's identity."""
-    return {id(config): config._attn_implementation for _, config in _configs(model)}
+class _InPlaceOf(str):
+    """The name of our attention, in the place of another: a pickle of the model has the other again."""
+
+    def __new__(cls, before: str) -> _InPlaceOf:
+        made = super().__new__(cls, NAME)
+        made.before = before
+        return made
+
+    def __reduce__(self) -> Any:
+        return str, (self.before,)
+
+    def __deepcopy__(self, memo: Any) -> _InPlaceOf:
+        return self
 
 
-def use_implementations(model: nn.Module, chosen: Mapping[int, str]) -> None:
-    """Give the configs of a model the attention implementations that :func:`implementations` told."""
+def put_in_attention(model: nn.Module) -> bool:
+    """Give a model our attention until :func:`take_out_attention`; False for one without a hook to put it in."""
+    before = [(config, config._attn_implementation) for _, config in _configs(model)]
+    try:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    except (AttributeError, KeyError, ValueError):
+        take_out_attention(model)
+        return False
+    for config, name in before:
+        if name != NAME and config._attn_implementation == NAME:
+            vars(config)[_IMPLEMENTATION] = _InPlaceOf(name)
+    return True
+
+
+def take_out_attention(model: nn.Module) -> None:
+    """Give a model the attention back that it had before :func:`put_in_attention`."""
     for _, config in _configs(model):
-        if id(config) in chosen:
-            config._attn_implementation = chosen[id(config)]
+        if isinstance(config._attn_implementation, _InPlaceOf):
+            vars(config)[_IMPLEMENTATION] = config._attn_implementation.before
     for module in model.modules():
         vars(module).pop(_MARK, None)
 
 
 def remember_packable(model: nn.Module) -> None:
     """Note that the attention of this model may take packed rows: what its support cannot see was seen to elsewhere."""
-    _remember(model, _attention_modules(model))
+    limits = row_limits(model)
+    for layer in _attention_modules(model):
+        setattr(layer, _MARK, _Checked(None, *limits))
 
 
 def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
@@ -101,10 +147,10 @@ def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple
     progress; after that the layer remembers for which model. Raises ``InputError`` for a model in which packed
     sequences would see each other.
     """
-    known: tuple[int, int | None, bool] | None = getattr(module, _MARK, None)
-    if known is None or (model is not None and known[0] != id(model)):
+    known: _Checked | tuple[()] = getattr(module, _MARK, ())
+    if not known or (model is not None and known.model not in (None, id(model))):
         return _examine(module, model)
-    return known[1:]
+    return known.limit, known.dynamic
 
 
 def row_limits(model: nn.Module) -> tuple[int | None, bool]:
@@ -198,7 +244,7 @@ def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bo
 def _remember(whole: nn.Module, layers: list[nn.Module], model: nn.Module | None = None) -> tuple[int | None, bool]:
     limits = row_limits(whole)
     for layer in layers:
-        setattr(layer, _MARK, (id(whole if model is None else model), *limits))
+        setattr(layer, _MARK, _Checked(id(whole if model is None else model), *limits))
     return limits
 
 

@@ -7,14 +7,17 @@ sequence. An encoder-decoder's targets have a row of their own, told by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ullage.errors import InputError
-from ullage.mixers.rows import Calls, Groups
+from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, Calls, Groups, PackedRow
 
+#: Fields of images, videos and audio.
+_OTHER_MEDIA = re.compile(r"pixel_|image_|images|video|input_features|audio_|input_values")
 #: Outputs that have one entry per sequence in every model.
 _PER_SEQUENCE = frozenset({"pooler_output", "pooled_output", "seq_relationship_logits", "sentence_embedding"})
 
@@ -45,6 +48,28 @@ def call_by_lengths(
     ]
 
 
+def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
+    """Raise ``InputError`` for images and audio, and for a tensor that is neither by token nor by sequence."""
+    sizes = {row.sources.num_slots, row.sources.num_slots if row.targets is None else row.targets.num_slots}
+    for name, value in keywords.items():
+        if not isinstance(value, Tensor) or name in (*LENGTH_NAMES, *TARGET_LENGTH_NAMES) or value.numel() == 1:
+            continue
+        shape = tuple(value.shape)
+        is_by_token = any(shape[:2] == (1, size) or shape[1:] == (1, size) or shape == (size,) for size in sizes)
+        if _OTHER_MEDIA.match(name) or not (is_by_token or shape[0] == len(row)):
+            raise _not_cuttable(name, value, row.sources.num_slots, len(row))
+
+
+def _not_cuttable(name: str, value: Tensor, num_slots: int, num_sequences: int) -> InputError:
+    return InputError(
+        "a packed row takes fields with one entry per token or per sequence",
+        where=name,
+        expected=f"[1, {num_slots}, ...] or [{num_sequences}, ...]",
+        found=f"shape {list(value.shape)}",
+        hint="leave the field out: images, audio and masks cannot be cut by the lengths of the text",
+    )
+
+
 def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list[Any]:
     """A value of the packed row, for each call."""
     if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
@@ -64,13 +89,7 @@ def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list
         return groups.select(value)
     if value.ndim == 1 and value.shape[0] == calls.num_slots:
         return [part.flatten() for part in calls.cut(value)]
-    raise InputError(
-        "a packed row takes fields with one entry per token or per sequence",
-        where=name,
-        expected=f"[1, {calls.num_slots}, ...] or [{groups.num_sequences}, ...]",
-        found=f"shape {list(value.shape)}",
-        hint="leave the field out: images, audio and masks cannot be cut by the lengths of the text",
-    )
+    raise _not_cuttable(name, value, calls.num_slots, groups.num_sequences)
 
 
 def _calls_of(name: str, groups: Groups) -> Calls:

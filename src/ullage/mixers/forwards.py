@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.mixers.by_lengths import call_by_lengths, join_outputs
+from ullage.mixers.by_lengths import call_by_lengths, join_outputs, require_cuttable
 from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, PackedRow, Segments
 from ullage.mixers.ways import Way
 from ullage.mixers.whole import call_whole
@@ -189,6 +189,7 @@ class ModelForward(Forward):
         row = PackedRow.of(keywords, targets)
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
+        require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         hands_lengths_on = self.way.kind == "mixers" and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)

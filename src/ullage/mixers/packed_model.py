@@ -7,11 +7,9 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 
 from __future__ import annotations
 
-import contextlib
-
 from torch import nn
 
-from ullage.attention.support import NAME, implementations, packing_problem, remember_packable, use_implementations
+from ullage.attention.support import packing_problem, put_in_attention, remember_packable, take_out_attention
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.heads import package_of, spans_sequences
 from ullage.mixers.ways import Way, way_by_lengths
@@ -25,10 +23,8 @@ class PackedModel:
         way: how its sequences are kept apart.
     """
 
-    def __init__(self, model: nn.Module, way: Way, before: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module, way: Way) -> None:
         self.model, self.way = model, way
-        #: The attention implementations of the model's parts before it was packed.
-        self._before = before
 
     def undo(self) -> None:
         """Make the model what it was before it was packed. More than once does nothing more."""
@@ -39,7 +35,7 @@ class PackedModel:
             function = vars(module).get("_gradient_checkpointing_func")
             if isinstance(function, CheckpointedRow):
                 module._gradient_checkpointing_func = function.function
-        use_implementations(self.model, self._before)
+        take_out_attention(self.model)
 
     def __enter__(self) -> PackedModel:
         return self
@@ -56,11 +52,10 @@ def pack_model(model: nn.Module) -> PackedModel:
 
     Afterwards ``model(**batch.to_flattened())`` takes a packed row; a call without ``cu_seq_lens_q`` stays what it was.
     The model is changed in place. Names of parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a
-    deep copy is packed too.
+    deep copy is packed too. Packing a model that is packed already changes nothing.
 
     Returns a handle with ``undo()``, which is a context manager as well. Reads no weights and does not wait for the
-    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for
-    one that is packed already.
+    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
@@ -68,16 +63,13 @@ def pack_model(model: nn.Module) -> PackedModel:
     ...     str(packed.way)
     'native'
     """
-    before = implementations(model)
     if is_packed(model):
-        forward = vars(model)["forward"]
-        return PackedModel(model, forward.way, before)
+        return PackedModel(model, vars(model)["forward"].way)
     way = _native(model)
     if way is None:
-        use_implementations(model, before)
         way = way_by_lengths(model)
         _put_in(model, way)
-    return PackedModel(model, way, before)
+    return PackedModel(model, way)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -90,12 +82,12 @@ def _native(model: nn.Module) -> Way | None:
     # A head of transformers for whole sequences would find one in the row.
     if spans_sequences(model) and package_of(type(model)) != "ullage":
         return None
-    if packing_problem(model) is not None and hasattr(model, "set_attn_implementation"):
-        try:
-            model.set_attn_implementation(NAME)
-        except (KeyError, ValueError):  # no hook to put it in
-            return None
-    return Way("native") if packing_problem(model) is None else None
+    if packing_problem(model) is not None:
+        put_in_attention(model)
+    if packing_problem(model) is None:
+        return Way("native")
+    take_out_attention(model)
+    return None
 
 
 def _put_in(model: nn.Module, way: Way) -> None:
@@ -106,7 +98,5 @@ def _put_in(model: nn.Module, way: Way) -> None:
     ModelForward(model, current, way=way).put_in()
     if way.kind == "mixers":
         # Its attention reads the lengths; what it is not to check is now done by lengths.
-        if hasattr(model, "set_attn_implementation"):
-            with contextlib.suppress(KeyError, ValueError):  # it has no attention
-                model.set_attn_implementation(NAME)
+        put_in_attention(model)
         remember_packable(model)

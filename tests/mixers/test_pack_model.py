@@ -1,0 +1,305 @@
+"""A packed model: exact, undone, copied, pickled, checkpointed, compiled, adapted, in threads, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+
+import ullage
+from ullage import RaggedBatch, pack_model
+from ullage.errors import InputError
+from ullage.mixers import is_packed
+from ullage.proofs.tiny import tiny_model
+
+pytestmark = pytest.mark.parity
+
+#: One type of each way: native, mixers, backbone, whole.
+WAYS = {"llama": "native", "qwen3_next": "mixers", "mamba2": "mixers", "gpt_neo": "backbone", "prophetnet": "whole"}
+LENGTHS = (7, 3, 12, 1, 3)
+
+
+def sequences(lengths=LENGTHS, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=random) for length in lengths]
+
+
+def packed_row(lengths=LENGTHS, seed=1):
+    rows = sequences(lengths, seed)
+    return RaggedBatch.from_samples([{"input_ids": row, "labels": row} for row in rows]).to_flattened()
+
+
+def alone(model, lengths=LENGTHS, seed=1):
+    """Logits [T, V] of each sequence in a call of its own."""
+    return torch.cat([model(input_ids=row[None]).logits[0] for row in sequences(lengths, seed)])
+
+
+def gradients(model, logits):
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    found = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
+    return torch.cat([each.flatten() for each in found if each is not None])
+
+
+def near(found, expected, limit=1e-5):
+    return float((found - expected).abs().max() / expected.abs().max()) < limit
+
+
+@pytest.mark.parametrize("model_type", WAYS)
+def test_each_sequence_gets_what_it_gets_alone_and_undo_leaves_nothing(model_type):
+    model = tiny_model(model_type, "causal")
+    attention = model.config._attn_implementation
+    expected = alone(model)
+    names = list(model.state_dict())
+    with pack_model(model) as packed:
+        assert packed.way.kind == WAYS[model_type]
+        found = model(**packed_row()).logits[0]
+        assert near(found, expected)
+        assert near(gradients(model, found), gradients(model, expected), 1e-4)
+        # A call without lengths is the model's own.
+        assert torch.equal(alone(model, seed=2), alone(copy.deepcopy(model), seed=2))
+        assert list(model.state_dict()) == names
+    assert model.config._attn_implementation == attention
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(alone(model), expected)
+
+
+def test_packing_twice_is_packing_once():
+    model = tiny_model("gpt_neo", "causal")
+    first, second = pack_model(model), pack_model(model)
+    assert str(first.way) == str(second.way) == "backbone by lengths"
+    second.undo()
+    first.undo()
+    assert not is_packed(model)
+    first.undo()  # once more does nothing
+    assert near(alone(model), alone(tiny_model("gpt_neo", "causal")))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo"])
+def test_generation_is_left_as_it_was(model_type):
+    model = tiny_model(model_type, "causal")
+    prompt = sequences([5])[0][None]
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    with pack_model(model):
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo", "prophetnet"])
+def test_a_copy_is_packed_by_itself(model_type):
+    model = tiny_model(model_type, "causal")
+    pack_model(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    expected = alone(other)
+    pack_model(model).undo()
+    assert not is_packed(model)
+    assert is_packed(other)
+    assert near(other(**packed_row()).logits[0], expected)
+
+
+def test_a_pickle_and_a_saved_folder_are_those_of_the_unpacked_model(tmp_path):
+    model = tiny_model("qwen3_next", "causal")
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = alone(model)
+    pack_model(model)
+    model(**packed_row())
+    loaded = pickle.loads(pickle.dumps(model))
+    assert not is_packed(loaded)
+    assert near(alone(loaded), expected)
+    # A process that has no ullage reads it.
+    torch.save(model, tmp_path / "model.pt")
+    script = (
+        "import sys; sys.modules['ullage'] = None; import torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "print(model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1:] == ["3"], done.stderr[-2000:]
+    model.save_pretrained(tmp_path / "folder")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert all(torch.equal(value, plain[name]) for name, value in again.state_dict().items())
+    assert "ullage" not in (tmp_path / "folder" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "gpt_neo"])
+def test_two_forwards_before_one_backward(model_type):
+    model = tiny_model(model_type, "causal")
+    expected = gradients(model, torch.cat([alone(model), alone(model, (2, 9, 4), 3)]))
+    with pack_model(model):
+        first = model(**packed_row()).logits[0]
+        second = model(**packed_row((2, 9, 4), 3)).logits[0]
+        assert near(gradients(model, torch.cat([first, second])), expected, 1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "gpt_neo"])
+def test_gradient_checkpointing_repeats_a_layer_with_its_own_row(model_type, reentrant):
+    model = tiny_model(model_type, "causal")
+    expected = gradients(model, torch.cat([alone(model), alone(model, (2, 9, 4), 3)]))
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with pack_model(model):
+        # Two rows of other lengths, so that the row of the last call is the wrong one for the first.
+        logits = torch.cat([model(**packed_row()).logits[0], model(**packed_row((2, 9, 4), 3)).logits[0]])
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+        (logits * weights).sum().backward()
+        found = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    assert near(found, expected, 1e-4)
+    # What repeats a layer is the model's own function again.
+    functions = [vars(each).get("_gradient_checkpointing_func") for each in model.modules()]
+    assert not any(type(each).__module__.startswith("ullage") for each in functions)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo"])
+def test_two_packed_models_in_threads(model_type):
+    models = [tiny_model(model_type, "causal", seed=seed) for seed in (0, 1)]
+    rows = [(LENGTHS, 1), ((2, 9, 4), 3)]
+    expected = [[alone(model, *row) for row in rows] for model in models]
+    for model in models:
+        pack_model(model)
+    found = {}
+
+    def run(which, row):
+        for _ in range(10):
+            found[which, row] = models[which](**packed_row(*rows[row])).logits[0]
+
+    threads = [threading.Thread(target=run, args=(which, row)) for which in (0, 1) for row in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(near(found[which, row], expected[which][row]) for which in (0, 1) for row in (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo", "llama"])
+def test_a_compiled_model(model_type):
+    model = tiny_model(model_type, "causal")
+    expected = alone(model)
+    wanted = gradients(model, expected)
+    pack_model(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = compiled(**packed_row()).logits[0]
+    assert near(found, expected)
+    assert near(gradients(model, found), wanted, 1e-4)
+    assert near(compiled(**packed_row((2, 9, 4), 3)).logits[0], alone(model, (2, 9, 4), 3))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo"])
+def test_adapters_on_a_packed_model(model_type):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model(model_type, "causal")
+    targets = ["q_proj", "v_proj", "in_proj_qkvz", "out_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    expected = alone(adapted)
+    wanted = gradients(adapted, expected)
+    pack_model(adapted.base_model.model)
+    found = adapted(**packed_row()).logits[0]
+    assert near(found, expected)
+    assert near(gradients(adapted, found), wanted, 1e-4)
+
+
+def test_padding_within_a_row_changes_nothing():
+    rows = sequences()
+    batch = RaggedBatch.from_samples([{"input_ids": row} for row in rows], pad_to_multiple_of=8)
+    real = torch.from_numpy(~batch.layout.padding_mask())
+    for model_type, kind in (("bert", "masked"), ("gpt_neo", "causal"), ("qwen3_next", "causal")):
+        model = tiny_model(model_type, kind)
+        expected = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
+        pack_model(model)
+        assert near(model(**batch.to_flattened()).logits[0][real], expected), model_type
+
+
+def test_a_head_for_whole_sequences_gets_each_sequence():
+    config = BertConfig(
+        vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    rows, labels = sequences(), torch.tensor([0, 2, 1, 1, 0])
+    single = [model(input_ids=row[None], labels=label[None]) for row, label in zip(rows, labels)]
+    expected = torch.cat([each.logits for each in single])
+    pack_model(model)
+    outputs = model(**{**packed_row(), "labels": labels})
+    assert outputs.logits.shape == (5, 3)
+    assert near(outputs.logits, expected)
+    assert near(outputs.loss, torch.stack([each.loss for each in single]).mean())
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_an_encoder_decoder_takes_two_layouts(model_type):
+    model = tiny_model(model_type, "seq2seq")
+    sources, targets = sequences((7, 3, 12, 3, 7)), sequences((2, 5, 4, 5, 1), 9)
+    single = [model(input_ids=row[None], labels=target[None]) for row, target in zip(sources, targets)]
+    loss = torch.stack([each.loss * len(target) for each, target in zip(single, targets)]).sum() / 17
+    pack_model(model)
+    row = RaggedBatch.from_samples([{"input_ids": row} for row in sources]).to_flattened()
+    nested = model(**row, labels=torch.nested.nested_tensor(targets, layout=torch.jagged))
+    assert near(nested.logits[0], torch.cat([each.logits[0] for each in single]))
+    assert near(nested.loss, loss)
+    # The same as a row of its own.
+    bounds = torch.tensor([0, 2, 7, 11, 16, 17], dtype=torch.int32)
+    flat = model(**row, labels=torch.cat(targets)[None], decoder_cu_seq_lens_q=bounds)
+    assert torch.equal(flat.logits, nested.logits)
+
+
+# What is refused.
+
+
+def test_a_model_whose_sequences_compete_is_refused_with_the_path():
+    config = AutoConfig.for_model("gpt2", vocab_size=99, n_embd=16, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(config)
+    model.transformer.h[0].mlp.act = torch.nn.BatchNorm1d(16)
+    model.config.reorder_and_upcast_attn = False
+    with pytest.raises(InputError, match=r"transformer\.h\.0\.mlp\.act \(BatchNorm1d\)"):
+        ullage.mixers.ways.require_independent_rows(model)
+    with pytest.raises(InputError, match="compete: it gives each expert a limited number of tokens"):
+        pack_model(tiny_model("switch_transformers", "seq2seq"))
+    with pytest.raises(InputError, match="hashes its tokens at random"):
+        pack_model(tiny_model("reformer", "causal"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_mask": torch.zeros(1, 26)}, ["takes no mask", "attention_mask"]),
+        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, ["pixel_values", "images, audio"]),
+        ({"past_key_values": object()}, ["takes no cache"]),
+        ({"output_attentions": True}, ["no attention weights"]),
+        ({"cu_seq_lens_q": torch.tensor([0, 7, 10], dtype=torch.int32)}, ["does not cover the row", "26", "10"]),
+        ({"cu_seq_lens_q": torch.tensor([1, 26], dtype=torch.int32)}, ["must be the places"]),
+        ({"input_ids": torch.zeros(2, 13, dtype=torch.int64)}, ["one row of tokens", "[2, 13]"]),
+        ({"position_ids": torch.arange(26)[None] % 26}, ["counts positions by itself"]),
+    ],
+)
+def test_a_call_that_has_no_exact_answer_is_refused(change, words):
+    model = tiny_model("bloom", "causal")  # takes no position_ids
+    pack_model(model)
+    with pytest.raises(InputError) as raised:
+        model(**{**packed_row(), **change})
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_model_that_calls_another_part_is_refused():
+    """A head that does not call the backbone it holds would leave the sequences together."""
+
+    class Other(type(tiny_model("gpt_neo", "causal"))):
+        def forward(self, input_ids=None, labels=None, **others):
+            hidden = self.transformer.wte(input_ids)
+            return self.lm_head(hidden)
+
+    model = tiny_model("gpt_neo", "causal")
+    model.__class__ = Other
+    pack_model(model)
+    with pytest.raises(InputError, match="did not call the part that keeps its sequences apart"):
+        model(**packed_row())

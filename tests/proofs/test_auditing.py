@@ -1,0 +1,249 @@
+"""The audit finds every leak that is planted, and nothing where there is none."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from tests.support.launch import ROOT
+from ullage import RaggedBatch, audit
+from ullage.cli.audit import app
+from ullage.layout import Layout
+from ullage.mixers import forwards, rows
+from ullage.proofs.catalogue import audit_entry, entries, page
+from ullage.proofs.tiny import tiny_model
+
+pytestmark = pytest.mark.parity
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    return GPT2LMHeadModel(config)
+
+
+def flattened(samples, **changes):
+    """What to_flattened makes of the audit's samples."""
+    fields = {name: torch.cat([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+    row = RaggedBatch(fields, Layout([len(sample["input_ids"]) for sample in samples])).to_flattened()
+    return {name: value for name, value in {**row, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("llama", "causal"), ("mixtral", "causal"), ("nemotron_h", "causal"), ("bert", "masked"), ("t5", "seq2seq")],
+)
+def test_a_packed_model_is_exact_and_left_as_it_was(model_type, kind):
+    model = tiny_model(model_type, kind).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = audit(model)
+    assert report.verdict == "exact", report
+    names = {check.name for check in report.checks}
+    assert {"logits", "loss", "gradients", "order", "neighbours", "other tokens"} <= names
+    assert ("poison" in names) == (model_type not in ("mixtral", "nemotron_h"))
+    assert report.value("gradients") > 0  # compared, and not with itself
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# Ten leaks, planted on purpose.
+
+
+def plant_a_mixer_unwrapped(monkeypatch):
+    put_in = forwards.PartForward.put_in
+    monkeypatch.setattr(
+        forwards.PartForward, "put_in", lambda self: None if "Mixer" in type(self.module).__name__ else put_in(self)
+    )
+    of = rows.PackedRow.of.__func__
+
+    def served(cls, *arguments):
+        row = of(cls, *arguments)
+        row.is_served = True
+        return row
+
+    monkeypatch.setattr(rows.PackedRow, "of", classmethod(served))
+    return audit(tiny_model("bamba", "causal"))
+
+
+def plant_an_offset_wrong_by_one(monkeypatch):
+    of = rows.Segments.of.__func__
+
+    def shifted(cls, bounds, *rest):
+        bounds = bounds.clone()
+        bounds[1:-1] += 1
+        return of(cls, bounds, *rest)
+
+    monkeypatch.setattr(rows.Segments, "of", classmethod(shifted))
+    return audit(tiny_model("gpt_neo", "causal"))
+
+
+def plant_a_state_carried_over(monkeypatch):
+    model = gpt2()
+    mlp = model.transformer.h[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden) + 0.1 * hidden.cumsum(1)
+    return audit(model)
+
+
+def plant_a_row_without_lengths(monkeypatch):
+    return audit(tiny_model("bert", "masked"), pack=False)  # reads neither lengths nor positions
+
+
+def plant_positions_that_go_on(monkeypatch):
+    model = gpt2()
+
+    def collate(samples):
+        row = flattened(samples)
+        return {"input_ids": row["input_ids"], "labels": row["labels"]}
+
+    return audit(model, pack=False, collate=collate)
+
+
+def plant_a_convolution_over_the_boundary(monkeypatch):
+    model = gpt2()
+    kernel = torch.randn(16, 1, 3)
+    norm = model.transformer.h[1].ln_1
+    forward = norm.forward
+
+    def convolved(hidden):
+        padded = torch.nn.functional.pad(hidden.transpose(1, 2), (2, 0))
+        return forward(hidden) + torch.nn.functional.conv1d(padded, kernel, groups=16).transpose(1, 2)
+
+    norm.forward = convolved
+    return audit(model)
+
+
+def plant_labels_across_the_boundary(monkeypatch):
+    def collate(samples):
+        return flattened(samples, labels=torch.cat([sample["input_ids"] for sample in samples])[None])
+
+    return audit(gpt2(), collate=collate)
+
+
+def plant_statistics_of_the_row(monkeypatch):
+    model = gpt2()
+    norm = model.transformer.ln_f
+    forward = norm.forward
+    norm.forward = lambda hidden: forward(hidden - hidden.mean(1, keepdim=True))
+    return audit(model)
+
+
+def plant_results_in_another_order(monkeypatch):
+    ordered = rows.Groups.ordered
+    monkeypatch.setattr(rows.Groups, "ordered", lambda self, parts: ordered(self, parts).roll(1, 0))
+    config = BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    return audit(BertForSequenceClassification(config))
+
+
+def plant_padding_that_is_seen(monkeypatch):
+    """Rows padded behind for a model whose tokens see later ones."""
+    monkeypatch.setattr(rows.PackedRow, "alike", rows.PackedRow.padded_behind)
+    return audit(tiny_model("rembert", "masked"))
+
+
+PLANTED = [value for name, value in list(globals().items()) if name.startswith("plant_")]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_leak_is_found(plant, monkeypatch):
+    report = plant(monkeypatch)
+    assert not report.passed
+    assert report.verdict in ("leak", "differs"), report
+    assert max(check.value for check in report.checks if not check.passed) > 1e-3, report
+
+
+def test_there_are_ten_of_them():
+    assert len(PLANTED) == 10
+
+
+# What it says of others' models.
+
+
+def test_plain_transformers_with_positions_is_told_from_plain_transformers_without():
+    model = tiny_model("llama", "causal", attn_implementation="eager")
+    with_positions = audit(model, pack=False)
+    # Its mask is built from the positions; nan passes it, because 0 times nan is nan.
+    assert [check.name for check in with_positions.checks if not check.passed] == ["poison"]
+    without = audit(model, pack=False, collate=lambda s: flattened(s, position_ids=None, cu_seq_lens_q=None))
+    assert without.verdict == "leak"
+    assert without.value("other tokens") > 1e-3
+
+
+def test_a_model_whose_sequences_compete_has_a_word_of_its_own():
+    report = audit(tiny_model("switch_transformers", "seq2seq"))
+    assert (report.verdict, report.passed) == ("competes", False)
+    assert "mlp.router" in report.reason
+
+
+def test_what_cannot_be_built_is_no_pass():
+    report = audit_entry("causal", "gemma4_assistant")
+    assert report.verdict == "not built"
+    assert "shared_kv_states" in report.reason
+
+
+def test_the_page_has_every_type_once():
+    from datetime import date
+
+    reports = [("causal", audit_entry("causal", "gpt2")), ("masked", audit_entry("masked", "yoso"))]
+    text = page(reports, date(2026, 11, 22))
+    assert "| gpt2 | exact | native |" in text
+    assert "| yoso | competes |" in text
+    assert "| Causal language models | 1 | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in text
+
+
+@pytest.mark.slow
+def test_a_sample_of_all_types_says_what_the_committed_table_says():
+    table = (ROOT / "docs" / "models.md").read_text()
+    sections = dict(zip(("causal", "masked", "seq2seq", "recurrent"), table.split("\n## ")[1:]))
+    chosen = random.Random(16).sample(entries(), 40)
+    for kind, name in chosen:
+        report = audit_entry(kind, name)
+        assert report.verdict not in ("leak", "differs"), (kind, name, str(report))
+        assert f"| {name} | {report.verdict} |" in sections[kind], (kind, name, str(report))
+
+
+def test_every_type_is_in_the_committed_table():
+    table = (ROOT / "docs" / "models.md").read_text()
+    sections = dict(zip(("causal", "masked", "seq2seq", "recurrent"), table.split("\n## ")[1:]))
+    assert [(kind, name) for kind, name in entries() if f"\n| {name} | " not in sections[kind]] == []
+
+
+# The command.
+
+
+def test_the_command_says_it_in_a_table_in_json_and_by_its_status():
+    told = CliRunner().invoke(app, ["gpt2"])
+    assert (told.exit_code, "exact" in told.output) == (0, True), told.output
+    plain = CliRunner().invoke(app, ["bert", "--as-is", "--kind", "masked", "--json"])
+    assert plain.exit_code == 1
+    assert json.loads(plain.output.strip().splitlines()[-1])["verdict"] == "leak"
+
+
+def test_the_command_takes_a_folder_and_its_weights(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    for arguments in ([], ["--weights"], ["--layers", "1"]):
+        told = CliRunner().invoke(app, [str(tmp_path), *arguments])
+        assert (told.exit_code, "exact" in told.output) == (0, True), told.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a model, or --all"),
+        (["gpt2", "--all"], "a model, or --all"),
+        (["no_such_type"], "no such text model type"),
+        (["gpt2", "--weights"], "a model type has no weights"),
+        (["gpt2", "--kind", "image"], "no such kind of model"),
+    ],
+)
+def test_the_command_refuses(arguments, words):
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code != 0
+    assert words in f"{told.output}{told.exception}"
