@@ -98,6 +98,8 @@ def require_packing(model: nn.Module) -> None:
 class _InPlaceOf(str):
     """The name of our attention, in the place of another: a pickle of the model has the other again."""
 
+    before: str
+
     def __new__(cls, before: str) -> _InPlaceOf:
         made = super().__new__(cls, NAME)
         made.before = before

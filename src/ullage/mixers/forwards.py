@@ -230,7 +230,7 @@ class ModelForward(Forward):
         for module in self.module.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None and not isinstance(function, CheckpointedRow):
-                module._gradient_checkpointing_func = CheckpointedRow(function, self.current)
+                vars(module)["_gradient_checkpointing_func"] = CheckpointedRow(function, self.current)
 
 
 def _targets_as_rows(keywords: dict[str, Any]) -> Segments | None:

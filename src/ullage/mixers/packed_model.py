@@ -23,6 +23,9 @@ class PackedModel:
         way: how its sequences are kept apart.
     """
 
+    model: nn.Module
+    way: Way
+
     def __init__(self, model: nn.Module, way: Way) -> None:
         self.model, self.way = model, way
 
@@ -34,7 +37,7 @@ class PackedModel:
                 forward.take_out()
             function = vars(module).get("_gradient_checkpointing_func")
             if isinstance(function, CheckpointedRow):
-                module._gradient_checkpointing_func = function.function
+                vars(module)["_gradient_checkpointing_func"] = function.function
         take_out_attention(self.model)
 
     def __enter__(self) -> PackedModel:

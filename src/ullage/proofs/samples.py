@@ -56,7 +56,8 @@ class Samples:
         #: Whether the model computes a loss of text alone; some take labels with images only.
         self.has_loss = True
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.vocabulary = int(getattr(text, "vocab_size", None) or _embedding(model).weight.shape[0])
+        table: Any = _embedding(model)
+        self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.special = {
@@ -206,7 +207,9 @@ class Samples:
     @contextmanager
     def in_double(self) -> Iterator[Samples]:
         """The same in float64, experts by plain products: the grouped ones take no float64."""
-        configs = {id(each): each for each in (getattr(part, "config", None) for part in self.model.modules())}
+        configs: dict[int, Any] = {
+            id(part.config): part.config for part in self.model.modules() if hasattr(part, "config")
+        }
         experts = [(each, each._experts_implementation) for each in configs.values() if hasattr(each, _EXPERTS_BY)]
         for config, _ in experts:
             config._experts_implementation = "eager"
