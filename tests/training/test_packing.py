@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from peft import PromptTuningConfig, get_peft_model
-from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM, TrainerCallback
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration, TrainerCallback
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from tests.support import packing_script
@@ -204,12 +204,23 @@ def alone_metrics(tmp_path):
     return [*mine.train().metrics, *mine.state.log_history[0]]
 
 
-def test_a_model_whose_sequences_would_see_each_other_is_refused(tmp_path):
-    config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    with pytest.raises(InputError, match="would let packed sequences see each other"):
-        Trainer(
-            BertLMHeadModel(config), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[])
-        )
+def test_a_model_whose_sequences_compete_is_refused_with_the_part(tmp_path):
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 2}
+    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(expert_capacity=4, **sizes))
+    with pytest.raises(InputError, match=r"compete: it gives each expert a limited number of tokens \(decoder\.block"):
+        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
+
+
+class Unaware(torch.nn.Module):
+    """A model of nobody known, which takes padded rows."""
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return {"loss": input_ids.float().mean()}
+
+
+def test_a_model_of_ones_own_that_names_no_lengths_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"see each other: Unaware\.forward names no cu_seq_lens_q"):
+        Trainer(Unaware(), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
 
 
 def test_one_list_says_which_attentions_are_padding_free():
@@ -221,12 +232,6 @@ def test_one_list_says_which_attentions_are_padding_free():
         flat = implementation in PADDING_FREE
         assert supports_packing(model) == flat, implementation
         assert forms.form_of(model) == ("flattened" if flat else "mask"), implementation
-
-
-def test_a_model_without_an_attention_hook_is_refused(tmp_path):
-    model = GPTJForCausalLM(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=2, rotary_dim=8))
-    with pytest.raises(InputError, match="would let packed sequences see each other"):
-        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
 
 
 def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):

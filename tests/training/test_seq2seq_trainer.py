@@ -24,7 +24,8 @@ from ullage.models import (
     RecurrentEncoderDecoderConfig,
     RecurrentForCausalLM,
 )
-from ullage.training import Seq2SeqCollator, Seq2SeqTrainer, Trainer, TrainingArguments
+from ullage.training import Seq2SeqCollator, Seq2SeqTrainer
+from ullage.training import Seq2SeqTrainingArguments as Seq2SeqPackingArguments
 
 VOCABULARY = 24
 LENGTHS = ((3, 5), (9, 2), (1, 1), (6, 7), (4, 4), (12, 3), (2, 9))
@@ -234,11 +235,37 @@ def test_samples_that_are_no_pairs() -> None:
         Seq2SeqCollator()([{"input_ids": [3], "labels": []}])
 
 
-def test_packing_refuses_sequences_of_two_lengths(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="packing takes models whose sequences have one length"):
-        Trainer(
+@pytest.mark.parametrize("capacity", [18, 200])
+def test_packing_changes_no_loss(tmp_path: Path, capacity: int) -> None:
+    """A recurrent encoder-decoder, its pairs in microbatches by the tokens of both: one at a time, and all at once."""
+    found = []
+    for packing in (None, capacity):
+        options: dict[str, Any] = {
+            "logging_steps": 1,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "packing_capacity": packing,
+        }
+        trainer = Seq2SeqTrainer(
             model=_model(),
-            args=TrainingArguments(str(tmp_path), packing_capacity=64),  # pyright: ignore[reportArgumentType]
+            args=Seq2SeqPackingArguments(
+                str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **options
+            ),
             data_collator=Seq2SeqCollator(),
             train_dataset=_samples(),
         )
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in entries])
+    assert np.allclose(found[1], found[0], rtol=1e-5, atol=0)
+
+
+def test_a_pair_over_the_capacity_is_named_and_targets_are_not_cut(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "packing_capacity": 14}
+    data = {"data_collator": Seq2SeqCollator(), "train_dataset": _samples()}
+    trainer = Seq2SeqTrainer(_model(), Seq2SeqPackingArguments(str(tmp_path), **options), **data)
+    with pytest.raises(InputError, match="expected at most packing_capacity=14 tokens, found 15"):
+        trainer.train()
+    cut = Seq2SeqPackingArguments(str(tmp_path), packing_oversize="truncate", **options)
+    with pytest.raises(InputError, match="packing_oversize='truncate' would cut targets"):
+        Seq2SeqTrainer(_model(), cut, **data)

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ullage.training.arguments import TrainingArguments as TrainingArguments
+    from ullage.training.arguments import (
+        Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
+        TrainingArguments as TrainingArguments,
+    )
     from ullage.training.collators import (
         PackedSequenceCollator as PackedSequenceCollator,
         RaggedCollator as RaggedCollator,
@@ -24,7 +27,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "arguments": ["TrainingArguments"],
+            "arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
             "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
             "mixin": ["RaggedTrainerMixin"],
             "stopping": ["StopOnSignal"],

@@ -56,6 +56,11 @@ class TrainingArguments(transformers.TrainingArguments):
         join_deepspeed(self)
 
 
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """``transformers.Seq2SeqTrainingArguments`` and packing, for :class:`~ullage.training.Seq2SeqTrainer`."""
+
+
 def join_deepspeed(arguments: Any) -> None:
     """Tell DeepSpeed of the process group, which accelerate does on accelerators only.
 

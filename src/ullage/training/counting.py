@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
+from ullage.training.targets import num_tokens_each
 
 
 def value_of(inputs: Any, name: str) -> Any:
@@ -173,10 +174,14 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
 
 
 def require_capacity(batch: RaggedBatch, capacity: int) -> None:
-    """Raise ``SampleError`` for the first sequence of more than ``capacity`` tokens. Host values only."""
-    large = np.flatnonzero(batch.layout.lengths > capacity)
+    """Raise ``SampleError`` for the first sequence of more than ``capacity`` tokens, its target's included.
+
+    Host values only.
+    """
+    lengths = num_tokens_each(batch)
+    large = np.flatnonzero(lengths > capacity)
     if len(large):
-        raise over_capacity(int(large[0]), capacity, int(batch.layout.lengths[large[0]]))
+        raise over_capacity(int(large[0]), capacity, int(lengths[large[0]]))
 
 
 def over_capacity(sample: int, capacity: int, length: int) -> SampleError:

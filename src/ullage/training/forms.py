@@ -20,13 +20,18 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 import ullage.attention as packed_attention
 from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.mixers.ways import has_head_by_sequence
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
+
+logger = logging.get_logger(__name__)
 
 _LENGTHS_NAMES = ("input_lengths", "lengths")
 
@@ -53,8 +58,10 @@ def _is_adapted(module: Any) -> bool:
 def form_of(model: nn.Module) -> str:
     """The form in which a model takes a ragged batch: ``flattened``, ``mask``, or the name of its lengths parameter.
 
-    Told by the parameters of ``forward``, never by the class. A transformers model takes the flattened form only with
-    an attention that keeps sequences apart. Raises ``InputError`` for a model that takes none of them.
+    Told by the parameters of ``forward``, never by the class. A transformers model takes the flattened form only if it
+    was packed (:func:`ullage.pack_model`), or if its attention keeps sequences apart and nothing else in it mixes them.
+    One whose attention does so in vain is padded, which is said once. Raises ``InputError`` for a model that takes none
+    of these forms.
     """
     model = bare(model)
     parameters = inspect.signature(model.forward).parameters
@@ -63,8 +70,15 @@ def form_of(model: nn.Module) -> str:
     if "cu_seq_lens_q" in parameters:
         return "flattened"
     if attention in PADDING_FREE:
-        packed_attention.require_packing(model)
-        return "flattened"
+        problem = _packing_problem(model)
+        if problem is None:
+            packed_attention.require_packing(model)  # its layers remember that they were checked
+            return "flattened"
+        if "attention_mask" in parameters:
+            logger.warning_once(
+                f"batches are padded although attn_implementation={attention!r}: {problem}. "
+                "ullage.pack_model(model), or packing_capacity=..., trains it without padding."
+            )
     for name in _LENGTHS_NAMES:
         if name in parameters:
             return name
@@ -75,14 +89,24 @@ def form_of(model: nn.Module) -> str:
         where=f"{type(model).__name__}.forward",
         expected="a parameter named cu_seq_lens_q, input_lengths or attention_mask",
         found=list(parameters),
-        hint="name one of them in forward, or collate with PackedSequenceCollator",
+        hint="ullage.pack_model(model) makes it take packed rows"
+        if isinstance(model, PreTrainedModel)
+        else "name one of them in forward, or collate with PackedSequenceCollator",
     )
 
 
-def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[str, Any]:
+def _packing_problem(model: nn.Module) -> str | None:
+    """The reason why a model cannot take packed rows as it is, in one clause; None if it can."""
+    if has_head_by_sequence(model):
+        return f"the head of {type(model).__name__} would take a packed row for one sequence"
+    return packed_attention.packing_problem(model)
+
+
+def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token_id: int = 0) -> dict[str, Any]:
     """The batch as keywords of the model, in its form; per-sequence fields ride along.
 
     ``shifts``: whether the model's loss shifts labels; only where it is known not to, a sequence's first label stays.
+    ``pad_token_id``: the id in padding.
     """
     if form == "flattened":
         keywords = batch.to_flattened()
@@ -91,7 +115,8 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
-    padded = _with_padded_targets(batch.to_padded())
+    ids = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
+    padded = _with_padded_targets(batch.to_padded(ids), ids)
     if form == "mask":
         return padded
     # pack_padded_sequence wants the longest first; SampleRows.order undoes it in the outputs.
@@ -103,15 +128,15 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None) -> dict[s
     return keywords
 
 
-def _with_padded_targets(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_padded_targets(fields: dict[str, Tensor], ids: Mapping[str, int]) -> dict[str, Tensor]:
     """Padded fields in which targets, sequences of lengths of their own, are padded too."""
-    return {name: _padded(tensor, name) if tensor.is_nested else tensor for name, tensor in fields.items()}
+    return {name: _padded(tensor, name, ids) if tensor.is_nested else tensor for name, tensor in fields.items()}
 
 
-def _padded(rows: Tensor, name: str) -> Tensor:
+def _padded(rows: Tensor, name: str, ids: Mapping[str, int]) -> Tensor:
     if name in LABEL_NAMES:
         rows = holding_ignored(rows)
-    return torch.nested.to_padded_tensor(rows, fill_value(name, rows.dtype))
+    return torch.nested.to_padded_tensor(rows, ids.get(name, fill_value(name, rows.dtype)))
 
 
 def _longest_first(layout: Layout) -> np.ndarray:

@@ -41,13 +41,13 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting, forms
 from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.beginning import RunCheck
-from ullage.training.collators import RaggedCollator
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
 from ullage.training.losses import RaggedLabelSmoother
 from ullage.training.metering import TokenMeter
 from ullage.training.noise import NoiseHooks
-from ullage.training.packing import PackedBatch, Packer, pack_attention
+from ullage.training.packable import make_packable
+from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.saving import require_same_model
 from ullage.training.shares import EvaluationLoader
@@ -109,7 +109,7 @@ class RaggedTrainerMixin(_Base):
             )
         self._packer.require_packable()
         if self._packer.options is not None and kwargs.get("data_collator") is None and len(args) <= 2:
-            self.data_collator = RaggedCollator(labels_from="input_ids")
+            self.data_collator = self._reader.default_collator
 
     # The run.
 
@@ -180,12 +180,12 @@ class RaggedTrainerMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Make a fresh model for a trial, with packed attention under packing; forget what was read off the last."""
+        """Make a fresh model for a trial, packed under packing; forget what was read off the last."""
         model = super().call_model_init(trial)
         self._reader.forget_model()
         self._packer.forget_model()
         if self._packer.options is not None:
-            pack_attention(forms.bare(model))
+            make_packable(forms.bare(model))
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
-import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
@@ -32,10 +29,12 @@ from ullage.layout import Layout
 from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
-from ullage.training import forms
+from ullage.schema import IGNORED_LABEL
+from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.losses import Division, division_of
+from ullage.training.packable import make_packable, refuse_learned_prompt, refuse_truncation, require_equal_calls
 from ullage.training.reading import BatchReader
 
 logger = logging.get_logger(__name__)
@@ -46,7 +45,8 @@ class PackedBatch:
     """This rank's part of a global batch.
 
     Attributes:
-        microbatches: as many as the plan has, the same number on every rank; some may be empty.
+        microbatches: as many as the plan has, the same number on every rank; some may be empty. Those of an
+            encoder-decoder have each target behind its source (:mod:`ullage.training.targets`).
         plan: of the global batch, the same on every rank.
     """
 
@@ -96,7 +96,7 @@ class Packer:
         self._cost = self._num_parameters = self._divided = None
 
     def require_packable(self) -> None:
-        """Raise ``InputError`` for what cannot be packed, and put the packed attention in place."""
+        """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
         options, args = self.options, self._trainer.args
         if options is None:
             return
@@ -110,14 +110,7 @@ class Packer:
                 found=f"columns {self._trainer._signature_columns}",
                 hint="leave packing_capacity out: it trains and evaluates as without the mixin",
             )
-        if forms.has_learned_prompt(self._reader.model):
-            raise InputError(
-                "a learned prompt cannot be packed: it would have to stand before each sequence of a row",
-                where=type(self._reader.model).__name__,
-                expected="an adapter in the layers of the model, such as LoRA",
-                found="prompt learning",
-                hint="leave packing_capacity out, or take another kind of adapter",
-            )
+        refuse_learned_prompt(self._reader.model)
         if args.gradient_accumulation_steps > 1:
             raise InputError(
                 "packing takes no gradient_accumulation_steps: each optimizer step is one global batch, "
@@ -126,7 +119,10 @@ class Packer:
                 found=args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        pack_attention(self._reader.model)
+        refuse_truncation(self._reader.model, options.oversize)
+        make_packable(self._reader.model)
+        if self._meets_every_microbatch:
+            require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
             raise InputError(
                 "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
@@ -153,20 +149,24 @@ class Packer:
         plugin = self._trainer.accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
 
+    @property
+    def _meets_every_microbatch(self) -> bool:
+        """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
+        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled
+
     def _plan(self, lengths: Any) -> Plan:
         """The step's plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
         options = self.options
         assert options is not None
         ranks = self._trainer.args.world_size
         limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
-        # Sharded parameters are gathered in every forward, so ranks wait for each other in each microbatch and the plan
-        # has to balance each; otherwise they wait once, at the reduction of gradients.
-        meets_every_microbatch = self._zero_stage == 3 or self._trainer.is_fsdp_enabled
+        # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
+        # the reduction of gradients.
         made = plan(
             lengths,
             cost=self._cost_of_model,
             strategy=options.strategy,
-            sync="microbatch" if meets_every_microbatch else "step",
+            sync="microbatch" if self._meets_every_microbatch else "step",
             **limits,
         )
         if made.num_microbatches:
@@ -185,6 +185,7 @@ class Packer:
 
         ``batches``: those that this rank has drawn; none if its data have ended.
         """
+        batches = [targets.joined(batch) for batch in batches]
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         gathered = gather_lengths(lengths, self._topology)
@@ -216,7 +217,7 @@ class Packer:
                 self._share_of_step = share
                 number = 1 / (share * accelerator.num_processes) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
-                batch = self._runnable(inputs, microbatch, division)
+                batch = targets.apart(self._runnable(inputs, microbatch, division))
                 with self._deferred(model, k < last):
                     losses.append(run(model, batch, count if division == "sum" else None))
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
@@ -277,8 +278,11 @@ class Packer:
         A sum over no labels is zero, so a placeholder will do. A mean over no labels is nan, and nan times a weight of
         zero is still nan; so the shortest sequence of this rank that has something to count runs instead.
         """
+        is_pair = targets.is_joined(microbatch)
+        if division == "sum" and not len(microbatch):
+            return targets.pair_of_one(microbatch, label=IGNORED_LABEL) if is_pair else microbatch.placeholder()
         if division == "sum":
-            return microbatch if len(microbatch) else microbatch.placeholder()
+            return microbatch
         if self._share_of_step > 0:
             return microbatch
         by_label = division == "token_mean"
@@ -288,6 +292,8 @@ class Packer:
         counting = [each for each in batches if not by_label or self._reader.num_labels(each) > 0]
         if counting:
             return min(counting, key=lambda each: each.numel())
+        if is_pair:
+            return targets.pair_of_one(microbatch, label=0)
         # No sequence of this rank counts: make one of zeros, which is a valid id and a valid label. Two tokens, so that
         # a loss that shifts still has one label to take the mean over.
         values = {name: microbatch[name] for name in microbatch.names}
@@ -363,30 +369,15 @@ class Packer:
     def within_capacity(self, batch: RaggedBatch) -> list[RaggedBatch]:
         """An evaluation batch as microbatches that fit the capacity, in order."""
         options = self.options
-        alike = self._zero_stage == 3 or self._trainer.is_fsdp_enabled  # sharded models run equally often on every rank
-        if options is None or alike or batch.layout.size <= options.capacity:
+        # Sharded models run equally often on every rank.
+        if (
+            options is None
+            or self._meets_every_microbatch
+            or int(targets.num_tokens_each(batch).sum()) <= options.capacity
+        ):
             return [batch]
+        whole = targets.joined(batch)
         # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
-        capacity = max(options.capacity, batch.max_seqlen)
-        schedule = plan(batch.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
-        return materialize(schedule, batch, 0)
-
-
-def pack_attention(model: nn.Module) -> None:
-    """Put an attention that keeps packed sequences apart into a model that needs one, or raise."""
-    # A model whose forward does not name the boundaries hands them to its attention function as keywords; one that
-    # ignores them would attend across sequences.
-    if isinstance(model, PreTrainedModel) and "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
-        if not packed_attention.supports_packing(model):
-            with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
-                model.set_attn_implementation("ullage")
-        packed_attention.require_packing(model)
-    elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InputError(
-            "packing takes models whose sequences have one length",
-            where=type(model).__name__,
-            found="sources and targets",
-            hint="leave packing out: a Seq2SeqCollator pads neither",
-        )
-    if forms.form_of(model) != "flattened":
-        packed_attention.require_packing(model)
+        capacity = max(options.capacity, whole.max_seqlen)
+        schedule = plan(whole.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
+        return [targets.apart(microbatch) for microbatch in materialize(schedule, whole, 0)]

@@ -21,6 +21,7 @@ from ullage.mixers.heads import loss_divides_by_count, loss_shifts
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
+from ullage.training.collators import RaggedCollator, Seq2SeqCollator
 from ullage.training.losses import defining_class
 
 
@@ -47,6 +48,13 @@ class BatchReader:
     @property
     def main_input(self) -> str:
         return getattr(self._trainer.model, "main_input_name", "input_ids")
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id of padding that the model's config names, by which heads find a row's last token; 0 without one."""
+        found = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        size = _embedding_of(self.model)
+        return found if isinstance(found, int) and found >= 0 and (size is None or found < size) else 0
 
     @property
     def forward_parameters(self) -> list[str]:
@@ -94,6 +102,13 @@ class BatchReader:
         return bool(self._trainer.model_accepts_loss_kwargs) and loss_divides_by_count(self.model)
 
     @property
+    def default_collator(self) -> Any:
+        """The collator of packed training that was given none: labels are the ids only where the loss shifts them."""
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            return Seq2SeqCollator()
+        return RaggedCollator(labels_from=None if self.shifts is False else "input_ids")
+
+    @property
     def form(self) -> str:
         """The form in which the model takes a ragged batch (:func:`ullage.training.forms.form_of`)."""
         if self._form is None:
@@ -125,7 +140,9 @@ class BatchReader:
         keywords.
         """
         if isinstance(inputs, RaggedBatch):
-            keywords = forms.keywords_of(self._trainer._prepare_input(inputs), self.form, shifts=self.shifts)
+            keywords = forms.keywords_of(
+                self._trainer._prepare_input(inputs), self.form, shifts=self.shifts, pad_token_id=self.pad_token_id
+            )
             return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
         if isinstance(inputs, PackedSequence):
             inputs = {self.main_input: inputs}

@@ -1,0 +1,71 @@
+"""Models that packed training can take, and what it does to them first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ullage.attention import require_packing
+from ullage.errors import InputError
+from ullage.mixers import is_packed, pack_model
+from ullage.training import forms
+
+
+def make_packable(model: nn.Module) -> None:
+    """Make a bare model keep the sequences of a packed row apart, in place; one that does so already stays as it is.
+
+    Raises ``InputError`` for a transformers model whose sequences compete by design, and for a model of anybody else
+    whose ``forward`` names no ``cu_seq_lens_q``.
+    """
+    if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
+        return
+    if isinstance(model, PreTrainedModel):
+        pack_model(model)
+    else:
+        require_packing(model)
+
+
+def require_equal_calls(model: nn.Module) -> None:
+    """Raise ``InputError`` for a packed model that runs its layers as often as its row has lengths.
+
+    Where parameters are sharded, ranks gather them in each layer, and would wait for each other for ever.
+    """
+    if not is_packed(model):
+        return
+    way = vars(model)["forward"].way
+    raise InputError(
+        "this model cannot be packed where its parameters are sharded: its layers run once per length of a row, so "
+        "ranks would gather them unequally often",
+        where=type(model).__name__,
+        expected="DDP, or ZeRO 1 or 2",
+        found=f"{way}, under ZeRO 3 or FSDP",
+        hint="leave packing_capacity out: the batches are padded then",
+    )
+
+
+def refuse_truncation(model: nn.Module, oversize: str) -> None:
+    """Raise ``InputError`` where a plan would cut an encoder-decoder's targets together with their sources."""
+    config: Any = getattr(model, "config", None)
+    if oversize == "truncate" and getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            "packing_oversize='truncate' would cut targets: source and target count as one length",
+            where=type(model).__name__,
+            expected="'error' or 'drop'",
+            found="'truncate'",
+            hint="cut sources and targets before they are collated",
+        )
+
+
+def refuse_learned_prompt(model: nn.Module) -> None:
+    """Raise ``InputError`` for a model before whose every sequence PEFT puts a learned prompt."""
+    if forms.has_learned_prompt(model):
+        raise InputError(
+            "a learned prompt cannot be packed: it would have to stand before each sequence of a row",
+            where=type(model).__name__,
+            expected="an adapter in the layers of the model, such as LoRA",
+            found="prompt learning",
+            hint="leave packing_capacity out, or take another kind of adapter",
+        )
