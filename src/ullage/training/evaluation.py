@@ -30,6 +30,8 @@ from ullage.training.shares import EvaluationLoader
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
+#: Outputs of an encoder-decoder that are no predictions.
+_OF_ENCODERS = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
 #: Losses of models that give one output per sequence, and of those that give one per token, by transformers' names.
 _ROW_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
 _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
@@ -250,6 +252,8 @@ class Evaluator:
         if ignore_keys is None:
             config = getattr(forms.bare(model), "config", None)
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+            if isinstance(inputs, RaggedBatch):  # as long as the sources, where predictions are as long as the targets
+                ignore_keys += _OF_ENCODERS
         labels = keywords.get(label_name) if label_name is not None else None
         loss = None
         with torch.no_grad(), trainer.compute_loss_context_manager():

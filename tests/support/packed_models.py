@@ -1,0 +1,238 @@
+"""Models of other kinds than decoders, trained packed and padded; run by torchrun: ``packed_models.py FOLDER CASES``.
+
+``CASES``: a list of ``[family, stage, packed]``; the losses and gradient norms of each go to ``results<rank>.json``.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import transformers as hf
+
+from tests.support.packing_script import zero
+from ullage.training import (
+    RaggedCollator,
+    Seq2SeqCollator,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+VOCAB = 61
+CAPACITY = 24
+IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **IDS}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+#: Samples of each step: of one token, as long as the capacity, and one alone, which leaves a rank without any.
+STEPS = ((5, 24, 1, 9), (1, 1, 1, 1), (24, 24, 24, 23), (7, 3, 24, 12), (2, 16, 8, 24), (11,))
+
+
+def _qwen3_next():
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    kinds = ["linear_attention", "full_attention"]
+    return hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(layer_types=kinds, shared_expert_intermediate_size=16, **linear, **experts, **GROUPED)
+    )
+
+
+def _nemotron_h():
+    scan = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+    sizes = {name: value for name, value in GROUPED.items() if name != "num_hidden_layers"}
+    return hf.NemotronHForCausalLM(hf.NemotronHConfig(layers_block_type=["mamba", "attention", "mlp"], **scan, **sizes))
+
+
+def _mamba2():
+    scan = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    return hf.Mamba2ForCausalLM(hf.Mamba2Config(hidden_size=32, num_hidden_layers=2, **scan, **IDS))
+
+
+def _gpt_oss():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+    return hf.GptOssForCausalLM(hf.GptOssConfig(sliding_window=4, **experts, **GROUPED))
+
+
+def _gemma2():
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(sliding_window=4, query_pre_attn_scalar=8, **GROUPED))
+
+
+def _llama4():
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(attention_chunk_size=8, **experts, **GROUPED))
+
+
+def _modernbert():
+    special = {"cls_token_id": 1, "sep_token_id": 2}
+    return hf.ModernBertForMaskedLM(
+        hf.ModernBertConfig(local_attention=4, global_attn_every_n_layers=2, **special, **SIZES)
+    )
+
+
+def _bert():
+    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=3, **QUIET, **SIZES))
+
+
+def _t5():
+    ids = {**IDS, "decoder_start_token_id": 0}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return hf.T5ForConditionalGeneration(hf.T5Config(dropout_rate=0.0, **sizes, **ids))
+
+
+def _bert_values():
+    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=3, problem_type="regression", **QUIET, **SIZES))
+
+
+def _bert_tokens():
+    return hf.BertForTokenClassification(hf.BertConfig(num_labels=3, **QUIET, **SIZES))
+
+
+def _bert_answers():
+    return hf.BertForQuestionAnswering(hf.BertConfig(**QUIET, **SIZES))
+
+
+def _llama_answers():
+    return hf.LlamaForQuestionAnswering(hf.LlamaConfig(**GROUPED))
+
+
+def _llama_last():
+    """Its head looks for the last token that is not padding, which is no 0."""
+    return hf.LlamaForSequenceClassification(hf.LlamaConfig(num_labels=3, **{**GROUPED, "pad_token_id": 2}))
+
+
+FAMILIES = {
+    "qwen3_next": _qwen3_next,
+    "nemotron_h": _nemotron_h,
+    "mamba2": _mamba2,
+    "gpt_oss": _gpt_oss,
+    "gemma2": _gemma2,
+    "llama4": _llama4,
+    "modernbert": _modernbert,
+    "bert": _bert,
+    "t5": _t5,
+}
+#: Models whose heads take other labels.
+HEADS = {
+    "bert_values": _bert_values,
+    "bert_several": _bert,
+    "bert_tokens": _bert_tokens,
+    "bert_answers": _bert_answers,
+    "llama_answers": _llama_answers,
+    "llama_last": _llama_last,
+}
+
+
+@torch.no_grad()
+def make_model(family):
+    """A model of a family; what starts at one constant is drawn anew, so that no path is closed."""
+    torch.manual_seed(0)
+    model = {**FAMILIES, **HEADS}[family]()
+    for parameter in model.parameters():
+        if not torch.isfinite(parameter).all():  # left as allocated
+            parameter.normal_(0.0, 0.1)
+        elif bool((parameter == parameter.flatten()[0]).all()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def _labels(family, k, ids, generator):
+    """The labels of sample ``k``, as the family's head takes them."""
+    if family in ("bert", "llama_last"):
+        return {"labels": k % 3}
+    if family == "bert_values":
+        return {"labels": torch.tensor([0.1 * k, 1.0, -0.5])}
+    if family == "bert_several":
+        return {"labels": torch.tensor([1.0, k % 2, 0.0])}
+    if family.endswith("_answers"):
+        return {"start_positions": len(ids) // 2, "end_positions": len(ids) - 1}
+    if family == "bert_tokens":
+        return {"labels": ids % 3}
+    if family == "modernbert":
+        return {"labels": ids.masked_fill(torch.rand(len(ids), generator=generator) > 0.5, -100)}
+    return {"labels": ids}
+
+
+def make_samples(family, steps=STEPS):
+    """The samples of each step, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for k, length in enumerate(length for step in steps for length in step):
+        ids = torch.randint(3, VOCAB, (length,), generator=generator)
+        # Source and target fill the capacity together.
+        source = max(1, length - length // 3 - 1) if family == "t5" else length
+        labels = ids[source:] if length > source else ids
+        samples.append({"input_ids": ids[:source], **_labels(family, k, labels, generator)})
+    return samples
+
+
+def make_trainer(family, folder, *, packed, stage=0, model=None, steps=STEPS[:5], **options):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    is_pair = family == "t5"
+    by_sequence = ("labels",) if family in ("bert_values", "bert_several") else ()
+    arguments = TrainingArguments
+    if is_pair:
+        arguments = Seq2SeqTrainingArguments
+        options = {"predict_with_generate": True, "generation_max_length": 6, **options}
+    options = {
+        "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3, "max_steps": len(steps),
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "optim": "sgd", "train_sampling_strategy": "sequential",
+        "packing_plan_strategy": "next_fit", "packing_capacity": (CAPACITY + 2 * is_pair) if packed else None,
+        "deepspeed": zero(stage) if stage else None, "dataloader_drop_last": False, **options,
+    }  # fmt: skip
+    return (Seq2SeqTrainer if is_pair else Trainer)(
+        make_model(family) if model is None else model,
+        arguments(folder, **options),
+        data_collator=Seq2SeqCollator() if is_pair else RaggedCollator(per_sequence=by_sequence),
+        train_dataset=make_samples(family, steps),
+        eval_dataset=make_samples(family, STEPS[:1]),
+    )
+
+
+def run(family, folder, stage=0, packed=True, **options):
+    """Losses and gradient norms of each step, what evaluation found, and the tokens of each packed microbatch."""
+    trainer = make_trainer(family, folder, packed=packed, stage=stage, **options)
+    real, pack = [], trainer._packer.pack
+
+    def counting(batches):
+        step = pack(batches)
+        real.append([microbatch.numel() for microbatch in step.microbatches])
+        return step
+
+    trainer._packer.pack = counting
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logged],
+        "norms": [entry["grad_norm"] for entry in logged],
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "real": real,
+        "padding": [entry["padding_computed"] for entry in logged],
+    }
+
+
+def largest_difference(found, expected):
+    """The largest relative difference of losses, gradient norms and the loss of evaluation."""
+    pairs = [(a, b) for name in ("losses", "norms") for a, b in zip(found[name], expected[name], strict=True)]
+    pairs.append((found["eval_loss"], expected["eval_loss"]))
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+def main():
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    results = [run(family, folder, stage, packed) for family, stage, packed in cases]
+    with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
+        json.dump(results, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Models of every kind under the Trainer: packed, they train as on padded batches, whatever their heads take."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.support import packed_models
+from tests.support.launch import torchrun
+from ullage.mixers import pack_model
+from ullage.training import forms
+
+#: Heads that see padding as an answer: padded rows differ from single sequences by themselves.
+SEES_PADDING = ("bert_answers", "llama_answers")
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """Losses and norms of five steps on padded batches on one process, by family."""
+    folder = str(tmp_path_factory.mktemp("padded"))
+    found = {}
+
+    def of(family):
+        if family not in found:
+            alone = {
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 4,
+                "per_device_eval_batch_size": 1,
+            }
+            options = alone if family in SEES_PADDING else {}
+            found[family] = packed_models.run(family, folder, packed=False, **options)
+        return found[family]
+
+    return of
+
+
+@pytest.mark.parametrize("family", [*packed_models.FAMILIES, *packed_models.HEADS])
+def test_packed_training_is_training_on_padded_batches(padded, tmp_path, family):
+    """Sequences of one token and of the whole capacity; a step in which no label of a shifted loss counts."""
+    found, expected = packed_models.run(family, str(tmp_path)), padded(family)
+    assert found["padding"] == [0.0] * 5
+    if family not in SEES_PADDING:
+        assert max(expected["padding"]) > 0.4
+    assert min(norm for k, norm in enumerate(expected["norms"]) if k != 1) > 1e-3
+    assert packed_models.largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [0, 2], ids=["ddp", "zero 2"])
+def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
+    """Also padded; and packed with a rank that has no sequence in a microbatch, or in a whole step."""
+    cases = [[family, stage, packed] for family in packed_models.FAMILIES for packed in (True, False)]
+    torchrun(2, packed_models.__file__, tmp_path, json.dumps(cases), timeout=560)
+    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    far = {}
+    for (family, _, packed), *found in zip(cases, *ranks, strict=True):
+        difference = max(packed_models.largest_difference(each, padded(family)) for each in found)
+        if difference >= 1e-5:
+            far[family, packed] = difference
+        if packed:
+            tokens = [sum(step) for each in found for step in each["real"]]
+            assert 0 in tokens, "no rank was empty"
+            assert any(0 in step and sum(step) for each in found for step in each["real"]), "no microbatch was empty"
+    assert far == {}
+
+
+def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):
+    """Predictions and labels come back pair by pair, also where an evaluation batch is cut into microbatches."""
+    outputs = []
+    for packed in (False, True):
+        trainer = packed_models.make_trainer("t5", str(tmp_path), packed=packed, per_device_eval_batch_size=8)
+        samples = packed_models.make_samples("t5", packed_models.STEPS[:2])
+        outputs.append([trainer.predict(samples), trainer.evaluate(samples)["eval_loss"]])
+        for labels, sample in zip(outputs[-1][0].label_ids, samples, strict=True):
+            assert labels.tolist() == sample["labels"].tolist()
+    (mine, loss), (theirs, other) = outputs
+    assert loss == pytest.approx(other, rel=1e-6)
+    assert [row.tolist() for row in mine.predictions] == [row.tolist() for row in theirs.predictions]
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "llama_answers", "t5"])
+def test_outputs_come_back_by_sample(tmp_path, family):
+    """One entry per sequence or per token, as the head gives them."""
+    outputs = []
+    options = {"predict_with_generate": False} if family == "t5" else {}
+    for packed in (False, True):
+        trainer = packed_models.make_trainer(
+            family, str(tmp_path), packed=packed, per_device_eval_batch_size=1 + packed, **options
+        )
+        samples = packed_models.make_samples(family, packed_models.STEPS[:1])
+        found = trainer.predict(samples).predictions
+        outputs.append(found[0] if isinstance(found, tuple) else found)
+    for mine, theirs in zip(*outputs, strict=True):
+        assert np.shape(mine) == np.shape(theirs)
+        assert np.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "modernbert"])
+def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded, tmp_path, family, caplog):
+    model = packed_models.make_model(family)
+    model.set_attn_implementation("ullage")
+    forms.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING", logger=forms.logger.name):
+        forms.logger.addHandler(caplog.handler)
+        try:
+            found = packed_models.run(family, str(tmp_path), packed=False, model=model)
+        finally:
+            forms.logger.removeHandler(caplog.handler)
+    said = {record.getMessage() for record in caplog.records if "batches are padded" in record.getMessage()}
+    (line,) = said
+    assert line.startswith("batches are padded although attn_implementation='ullage': ")
+    assert "ullage.pack_model(model), or packing_capacity=..." in line
+    assert max(found["padding"]) > 0.4
+    assert packed_models.largest_difference(found, padded(family)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bert", "t5"])
+def test_a_model_that_was_packed_by_hand_takes_rows_without_packing_capacity(padded, tmp_path, family):
+    model = packed_models.make_model(family)
+    pack_model(model)
+    found = packed_models.run(family, str(tmp_path), packed=False, model=model)
+    assert found["padding"] == [0.0] * 5
+    assert packed_models.largest_difference(found, padded(family)) < 1e-5
+
+
+def test_a_packed_model_is_seen_through_adapters():
+    model = packed_models.make_model("bert")
+    pack_model(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query"]))
+    assert forms.form_of(adapted) == forms.form_of(torch.compile(adapted)) == "flattened"
