@@ -7,11 +7,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.support import packed_models
+from tests.support import packed_models, packing_script
 from tests.support.launch import torchrun
+from ullage import InputError
 from ullage.mixers import pack_model
 from ullage.training import forms
+from ullage.training.packing import Packer
 
+#: Those that the quick tests train.
+QUICK = ("qwen3_next", "bert", "t5", "llama_last", "bert_several", "llama_answers")
 #: Heads that see padding as an answer: padded rows differ from single sequences by themselves.
 SEES_PADDING = ("bert_answers", "llama_answers")
 
@@ -36,7 +40,13 @@ def padded(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("family", [*packed_models.FAMILIES, *packed_models.HEADS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] * (family not in QUICK))
+        for family in (*packed_models.FAMILIES, *packed_models.HEADS)
+    ],
+)
 def test_packed_training_is_training_on_padded_batches(padded, tmp_path, family):
     """Sequences of one token and of the whole capacity; a step in which no label of a shifted loss counts."""
     found, expected = packed_models.run(family, str(tmp_path)), padded(family)
@@ -131,3 +141,23 @@ def test_a_packed_model_is_seen_through_adapters():
     pack_model(model)
     adapted = get_peft_model(model, LoraConfig(target_modules=["query"]))
     assert forms.form_of(adapted) == forms.form_of(torch.compile(adapted)) == "flattened"
+
+
+def test_a_leak_between_sequences_would_be_seen(padded, tmp_path, monkeypatch):
+    """The same steps with rows that are taken for one sequence each."""
+    monkeypatch.setattr(packed_models.Trainer, "_prepare_inputs", _as_one_sequence)
+    found = packed_models.run("qwen3_next", str(tmp_path))
+    assert packed_models.largest_difference(found, padded("qwen3_next")) > 1e-4
+
+
+def _as_one_sequence(trainer, inputs):
+    keywords = trainer._reader.prepare(inputs, dict)
+    return {name: keywords[name] for name in ("input_ids", "labels")}
+
+
+def test_layers_that_run_once_per_length_are_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
+    monkeypatch.setattr(Packer, "_meets_every_microbatch", True)
+    with pytest.raises(InputError, match=r"ranks would gather them unequally often \(BertForSeq.*whole by lengths"):
+        packed_models.make_trainer("bert", str(tmp_path), packed=True)
+    native = packing_script.make_trainer("llama", str(tmp_path)).model
+    assert native.config._attn_implementation == "ullage"
