@@ -11,6 +11,7 @@ from tests.support import packed_models, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError
 from ullage.mixers import pack_model
+from ullage.proofs.tiny import tiny_model
 from ullage.training import forms
 from ullage.training.packing import Packer
 
@@ -63,6 +64,7 @@ def test_packed_training_is_training_on_padded_batches(padded, tmp_path, family)
 def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
     """Also padded; and packed with a rank that has no sequence in a microbatch, or in a whole step."""
     cases = [[family, stage, packed] for family in packed_models.FAMILIES for packed in (True, False)]
+    cases += [[head, stage, True] for head in packed_models.HEADS]
     torchrun(2, packed_models.__file__, tmp_path, json.dumps(cases), timeout=560)
     ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
     far = {}
@@ -125,6 +127,17 @@ def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded
     assert "ullage.pack_model(model), or packing_capacity=..." in line
     assert max(found["padding"]) > 0.4
     assert packed_models.largest_difference(found, padded(family)) < 1e-5
+
+
+def test_a_causal_model_without_a_mask_is_padded_behind_its_sequences(tmp_path):
+    found = []
+    for packed in (False, True):
+        model = tiny_model("xlstm", "causal")
+        assert forms.form_of(model) == "rows"
+        options = {"learning_rate": 1e-3, "steps": ((5, 24, 1, 9), (2, 16, 8, 23))}
+        found.append(packed_models.run("xlstm", str(tmp_path), packed=packed, model=model, **options))
+    assert (min(found[0]["padding"]) > 0.3, max(found[1]["padding"])) == (True, 0.0)
+    assert packed_models.largest_difference(*found) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bert", "t5"])

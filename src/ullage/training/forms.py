@@ -1,10 +1,10 @@
 """Forms in which a batch reaches a model, and the way back from its outputs to single samples.
 
-A model takes sequences of unequal length in one of three forms: *flattened* (one row and ``cu_seq_lens_q``),
-*lengths* (padded rows and ``input_lengths``, longest first), or *mask* (padded rows and ``attention_mask``). A
-:class:`RaggedBatch` is put into the form that the model's ``forward`` names. Batches of a user's own collator are left
-as they are. For both, :class:`SampleRows` remembers where each sample lies, so that outputs and labels can be told
-apart by sample.
+A model takes sequences of unequal length in one of four forms: *flattened* (one row and ``cu_seq_lens_q``),
+*lengths* (padded rows and ``input_lengths``, longest first), *mask* (padded rows and ``attention_mask``), or *rows*
+(padded rows alone, for a causal language model without a mask). A :class:`RaggedBatch` is put into the form that the
+model's ``forward`` names. Batches of a user's own collator are left as they are. For both, :class:`SampleRows`
+remembers where each sample lies, so that outputs and labels can be told apart by sample.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.ways import has_head_by_sequence
+from ullage.mixers.heads import loss_shifts, package_of, spans_sequences
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 
 logger = logging.get_logger(__name__)
@@ -56,7 +56,7 @@ def _is_adapted(module: Any) -> bool:
 
 
 def form_of(model: nn.Module) -> str:
-    """The form in which a model takes a ragged batch: ``flattened``, ``mask``, or the name of its lengths parameter.
+    """The form in which a model takes a ragged batch: ``flattened``, ``mask``, ``rows``, or its parameter of lengths.
 
     Told by the parameters of ``forward``, never by the class. A transformers model takes the flattened form only if it
     was packed (:func:`ullage.pack_model`), or if its attention keeps sequences apart and nothing else in it mixes them.
@@ -84,6 +84,9 @@ def form_of(model: nn.Module) -> str:
             return name
     if "attention_mask" in parameters:
         return "mask"
+    # Without a mask padding is told by nothing, but where no token sees a later one it is out of the way behind them.
+    if package_of(type(model)) == "transformers" and loss_shifts(model):
+        return "rows"
     raise InputError(
         "the model cannot tell the sequences of a RaggedBatch apart",
         where=f"{type(model).__name__}.forward",
@@ -97,7 +100,7 @@ def form_of(model: nn.Module) -> str:
 
 def _packing_problem(model: nn.Module) -> str | None:
     """The reason why a model cannot take packed rows as it is, in one clause; None if it can."""
-    if has_head_by_sequence(model):
+    if spans_sequences(model):
         return f"the head of {type(model).__name__} would take a packed row for one sequence"
     return packed_attention.packing_problem(model)
 
@@ -119,6 +122,8 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     padded = _with_padded_targets(batch.to_padded(ids), ids)
     if form == "mask":
         return padded
+    if form == "rows":
+        return {name: tensor for name, tensor in padded.items() if name != "attention_mask"}
     # pack_padded_sequence wants the longest first; SampleRows.order undoes it in the outputs.
     order = _longest_first(batch.layout)
     del padded["attention_mask"]
@@ -237,7 +242,7 @@ def sample_rows(inputs: Any, form: str | None, main_input: str) -> SampleRows:
         layout = inputs.layout
         if form == "flattened":
             return SampleRows(layout.num_items, layout=layout)
-        order = np.arange(layout.num_items) if form == "mask" else _longest_first(layout)
+        order = np.arange(layout.num_items) if form in ("mask", "rows") else _longest_first(layout)
         lengths = tuple(layout.lengths[order].tolist())
         return SampleRows(
             layout.num_items,
