@@ -12,7 +12,7 @@ from tests.support.launch import torchrun
 from ullage import InputError
 from ullage.mixers import pack_model
 from ullage.proofs.tiny import tiny_model
-from ullage.training import forms
+from ullage.training import RaggedCollator, Trainer, TrainingArguments, forms
 from ullage.training.packing import Packer
 
 #: Those that the quick tests train.
@@ -149,11 +149,12 @@ def test_a_model_that_was_packed_by_hand_takes_rows_without_packing_capacity(pad
     assert packed_models.largest_difference(found, padded(family)) < 1e-5
 
 
-def test_a_packed_model_is_seen_through_adapters():
+def test_a_packed_model_is_seen_through_what_wraps_it():
     model = packed_models.make_model("bert")
     pack_model(model)
     adapted = get_peft_model(model, LoraConfig(target_modules=["query"]))
-    assert forms.form_of(adapted) == forms.form_of(torch.compile(adapted)) == "flattened"
+    for wrapped in (adapted, torch.compile(adapted), torch.nn.DataParallel(adapted)):
+        assert forms.form_of(wrapped) == "flattened"
 
 
 def test_a_leak_between_sequences_would_be_seen(padded, tmp_path, monkeypatch):
@@ -172,5 +173,43 @@ def test_layers_that_run_once_per_length_are_refused_where_parameters_are_sharde
     monkeypatch.setattr(Packer, "_meets_every_microbatch", True)
     with pytest.raises(InputError, match=r"ranks would gather them unequally often \(BertForSeq.*whole by lengths"):
         packed_models.make_trainer("bert", str(tmp_path), packed=True)
+    by_hand = packed_models.make_model("bert")
+    pack_model(by_hand)
+    with pytest.raises(InputError, match="Leave packing_capacity and pack_model out"):
+        packed_models.make_trainer("bert", str(tmp_path), packed=False, model=by_hand)
     native = packing_script.make_trainer("llama", str(tmp_path)).model
     assert native.config._attn_implementation == "ullage"
+
+
+class Embedder(Trainer):
+    """Trains what an encoder makes of a sequence as a whole, by a loss of its own."""
+
+    packing_loss = "sequence_mean"
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        goals = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = (1 - torch.cosine_similarity(outputs.pooler_output, goals)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_embeddings_train_by_a_loss_of_ones_own(tmp_path):
+    found = []
+    for capacity in (None, packed_models.CAPACITY):
+        model = packed_models.make_model("bert").bert
+        generator = torch.Generator().manual_seed(0)
+        samples = [
+            {"input_ids": sample["input_ids"], "labels": torch.randn(32, generator=generator)}
+            for sample in packed_models.make_samples("bert", packed_models.STEPS[:5])
+        ]
+        arguments = TrainingArguments(
+            str(tmp_path), packing_capacity=capacity, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2,
+            optim="sgd", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+            train_sampling_strategy="sequential", label_names=["labels"],
+        )  # fmt: skip
+        trainer = Embedder(model, arguments, RaggedCollator(per_sequence=("labels",)), samples)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in entries])
+    assert len(found[0]) == 5
+    assert np.allclose(found[1], found[0], rtol=1e-5, atol=0)

@@ -42,7 +42,7 @@ def require_equal_calls(model: nn.Module) -> None:
         where=type(model).__name__,
         expected="DDP, or ZeRO 1 or 2",
         found=f"{way}, under ZeRO 3 or FSDP",
-        hint="leave packing_capacity out: the batches are padded then",
+        hint="leave packing_capacity and pack_model out: the batches are padded then",
     )
 
 

@@ -99,6 +99,8 @@ class Packer:
         """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
         options, args = self.options, self._trainer.args
         if options is None:
+            if self._meets_every_microbatch:  # it may have been packed by hand
+                require_equal_calls(self._reader.model)
             return
         if self._reader.evaluates_itself:
             kinds = (self._reader.overridden("compute_loss"), type(self._trainer))

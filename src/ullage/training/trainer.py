@@ -56,7 +56,8 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         config = getattr(self._reader.model, "config", None)
         is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         if isinstance(inputs, RaggedBatch):  # generate() continues at the right end of decoder-only prompts
-            inputs = inputs.to_padded(side="right" if is_encoder_decoder else "left")
+            ids = {"input_ids": self._reader.pad_token_id}
+            inputs = inputs.to_padded(ids, side="right" if is_encoder_decoder else "left")
         hidden = {*self.label_names, "shift_labels"}
         if is_encoder_decoder and _same_shape(inputs, "labels", "decoder_input_ids"):
             hidden |= {"decoder_input_ids", "decoder_attention_mask", "decoder_cu_seq_lens_q"}
