@@ -95,12 +95,12 @@ def apart(batch: RaggedBatch) -> RaggedBatch:
     return RaggedBatch(values, Layout(sources), whole)
 
 
-def pair_of_one(batch: RaggedBatch, *, label: int | None) -> RaggedBatch:
+def pair_of_one(batch: RaggedBatch, *, label: int) -> RaggedBatch:
     """A joined batch of one source token and one target token, of the same fields; ``label``: its label."""
     values = {}
     for name in batch.names:
         values[name] = batch[name].new_zeros((1 if name in batch.per_sequence else 2, *batch[name].shape[1:]))
-        if name == "labels" and label is not None:
+        if name == "labels":
             values[name].fill_(label)
     values[TARGET_LENGTH].fill_(1)
     return RaggedBatch(values, Layout([2]), batch.per_sequence)
