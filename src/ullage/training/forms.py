@@ -118,7 +118,7 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
-    ids = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
+    ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
     padded = _with_padded_targets(batch.to_padded(ids), ids)
     if form == "mask":
         return padded
