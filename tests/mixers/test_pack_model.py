@@ -202,7 +202,8 @@ def test_adapters_on_a_packed_model(model_type):
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     expected = alone(adapted)
     wanted = gradients(adapted, expected)
-    pack_model(adapted.base_model.model)
+    assert str(pack_model(adapted).way).endswith("by lengths")
+    assert is_packed(adapted)
     found = adapted(**packed_row()).logits[0]
     assert near(found, expected)
     assert near(gradients(adapted, found), wanted, 1e-4)

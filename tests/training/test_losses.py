@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.support import own_losses, packing_script
 from ullage import InputError
-from ullage.mixers.heads import loss_divides_by_count, loss_shifts
+from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
     RecurrentConfig,
     RecurrentEncoderDecoder,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from ullage.attention.heads import package_of, spans_sequences
 from ullage.attention.support import packing_problem, put_in_attention, remember_packable, take_out_attention
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
-from ullage.mixers.heads import package_of, spans_sequences
 from ullage.mixers.ways import Way, way_by_lengths
+from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
 
 class PackedModel:
@@ -54,11 +55,13 @@ def pack_model(model: nn.Module) -> PackedModel:
     """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
 
     Afterwards ``model(**batch.to_flattened())`` takes a packed row; a call without ``cu_seq_lens_q`` stays what it was.
-    The model is changed in place. Names of parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a
-    deep copy is packed too. Packing a model that is packed already changes nothing.
+    The model is changed in place, also within a wrapper (DDP, an engine, ``torch.compile``, PEFT's adapters). Names of
+    parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a deep copy is packed too. Packing a
+    model that is packed already changes nothing.
 
     Returns a handle with ``undo()``, which is a context manager as well. Reads no weights and does not wait for the
-    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module.
+    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for
+    one with a learned prompt.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
@@ -66,6 +69,8 @@ def pack_model(model: nn.Module) -> PackedModel:
     ...     str(packed.way)
     'native'
     """
+    model = bare(model)
+    refuse_learned_prompt(model)
     if is_packed(model):
         return PackedModel(model, vars(model)["forward"].way)
     way = _native(model)
@@ -76,7 +81,8 @@ def pack_model(model: nn.Module) -> PackedModel:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether :func:`pack_model` has given this model another forward."""
+    """Whether :func:`pack_model` has given this model, or the one that it wraps, another forward."""
+    model = bare(model)
     return isinstance(vars(model).get("forward"), ModelForward)
 
 

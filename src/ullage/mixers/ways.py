@@ -19,8 +19,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from ullage.attention.heads import works_by_token
 from ullage.errors import InputError
-from ullage.mixers.heads import works_by_token
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.heads import loss_divides_by_count, works_by_sequence
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs
-from ullage.mixers.heads import loss_divides_by_count, works_by_sequence
 from ullage.mixers.rows import Groups, PackedRow
 from ullage.schema import IGNORED_LABEL
 

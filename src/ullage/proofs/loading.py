@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from ullage.errors import InputError
-from ullage.proofs.tiny import auto_class, kind_of, tiny_model
+from ullage.proofs.tiny import KINDS, auto_class, kind_of, tiny_model
 
 #: Copies of the weights that an audit holds: the model, the gradients of two backwards, and one for float64 checks.
 _COPIES = 4
@@ -30,13 +30,18 @@ def config_of(model: str, *, trust_remote_code: bool = False) -> str | PreTraine
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        line = " ".join(str(error).split())[:200]
+        line = " ".join(str(error).split())
         hint = "with --trust_remote_code the folder's own code is run" if "trust_remote_code" in line else None
-        raise InputError("the configuration cannot be read", where=model, found=line, hint=hint) from error
+        raise InputError("the configuration cannot be read", where=model, found=line[:200], hint=hint) from error
 
 
 def tiny(config: str | PreTrainedConfig, *, kind: str | None, seed: int, attention: str | None) -> nn.Module:
-    """A tiny model after a type or configuration."""
+    """A tiny model after a type or configuration; after one with code of its own, which was trusted, one of its size."""
+    own = {} if isinstance(config, str) else getattr(config, "auto_map", None) or {}
+    for each in (kind,) if kind else KINDS:
+        if auto_class(each).__name__ in own:
+            torch.manual_seed(seed)
+            return auto_class(each).from_config(config, trust_remote_code=True).eval()
     return tiny_model(config, kind or kind_of(config), seed=seed, attn_implementation=attention)
 
 

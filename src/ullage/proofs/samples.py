@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.heads import loss_shifts, works_by_sequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.heads import loss_shifts, works_by_sequence
 from ullage.schema import IGNORED_LABEL
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.

@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis, agree
 from ullage.training import counting, forms
 from ullage.training.packing import Packer
@@ -250,7 +251,7 @@ class Evaluator:
         has_labels = bool(names) and all(counting.value_of(inputs, name) is not None for name in names)
         keywords = trainer._prepare_inputs(inputs)
         if ignore_keys is None:
-            config = getattr(forms.bare(model), "config", None)
+            config = getattr(bare(model), "config", None)
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
             if isinstance(inputs, RaggedBatch):  # as long as the sources, where predictions are as long as the targets
                 ignore_keys += _OF_ENCODERS

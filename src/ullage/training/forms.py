@@ -10,49 +10,29 @@ remembers where each sample lies, so that outputs and labels can be told apart b
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import ullage.attention as packed_attention
+from ullage.attention.heads import loss_shifts, package_of, spans_sequences
 from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.heads import loss_shifts, package_of, spans_sequences
+from ullage.mixers.wrappers import bare
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 
 logger = logging.get_logger(__name__)
 
 _LENGTHS_NAMES = ("input_lengths", "lengths")
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The module that a ``torch.compile`` wrapper, DDP, an engine or adapters in its layers (PEFT) hold.
-
-    One with a learned prompt stays wrapped: its own forward, which lengthens every row, is what has to be fed.
-    """
-    module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    return module.base_model.model if _is_adapted(module) and not has_learned_prompt(module) else module
-
-
-def has_learned_prompt(model: nn.Module) -> bool:
-    """Whether PEFT puts a learned prompt or prefix before every sequence."""
-    return _is_adapted(model) and any(config.is_prompt_learning for config in model.peft_config.values())  # pyright: ignore
-
-
-def _is_adapted(module: Any) -> bool:
-    peft = sys.modules.get("peft")  # whoever holds such a model has loaded it
-    return peft is not None and isinstance(module, (peft.PeftModel, peft.PeftMixedModel))
 
 
 def form_of(model: nn.Module) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from transformers.trainer_pt_utils import LabelSmoother
 
+from ullage.attention.heads import KNOWN_AUTHORS, package_of
 from ullage.errors import InputError
-from ullage.mixers.heads import KNOWN_AUTHORS, package_of
 from ullage.schema import IGNORED_LABEL
 
 Division = Literal["sum", "token_mean", "sequence_mean"]

@@ -37,8 +37,9 @@ from transformers.utils.generic import find_labels
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError, TrainingError
+from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.training import counting, forms
+from ullage.training import counting
 from ullage.training.arguments import form_process_group, require_sharding
 from ullage.training.beginning import RunCheck
 from ullage.training.continuing import Continuation, Conversion
@@ -146,7 +147,7 @@ class RaggedTrainerMixin(_Base):
         if self.neftune_noise_alpha is not None:
             self.neftune_hook_handle.remove()
             model: Any = self.accelerator.unwrap_model(self.model)
-            self.neftune_hook_handle = NoiseHooks(model, forms.bare(model).get_input_embeddings())  # pyright: ignore
+            self.neftune_hook_handle = NoiseHooks(model, bare(model).get_input_embeddings())  # pyright: ignore
         options, world = self._packer.options, self.args.world_size
         self.meter.begin_run(
             self.args.device,
@@ -185,7 +186,7 @@ class RaggedTrainerMixin(_Base):
         self._reader.forget_model()
         self._packer.forget_model()
         if self._packer.options is not None:
-            make_packable(forms.bare(model))
+            make_packable(bare(model))
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:

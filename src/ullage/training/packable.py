@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from ullage.attention import require_packing
 from ullage.errors import InputError
 from ullage.mixers import is_packed, pack_model
-from ullage.training import forms
 
 
 def make_packable(model: nn.Module) -> None:
@@ -56,16 +55,4 @@ def refuse_truncation(model: nn.Module, oversize: str) -> None:
             expected="'error' or 'drop'",
             found="'truncate'",
             hint="cut sources and targets before they are collated",
-        )
-
-
-def refuse_learned_prompt(model: nn.Module) -> None:
-    """Raise ``InputError`` for a model before whose every sequence PEFT puts a learned prompt."""
-    if forms.has_learned_prompt(model):
-        raise InputError(
-            "a learned prompt cannot be packed: it would have to stand before each sequence of a row",
-            where=type(model).__name__,
-            expected="an adapter in the layers of the model, such as LoRA",
-            found="prompt learning",
-            hint="leave packing_capacity out, or take another kind of adapter",
         )

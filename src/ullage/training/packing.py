@@ -26,6 +26,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.layout import Layout
+from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
@@ -34,7 +35,7 @@ from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.losses import Division, division_of
-from ullage.training.packable import make_packable, refuse_learned_prompt, refuse_truncation, require_equal_calls
+from ullage.training.packable import make_packable, refuse_truncation, require_equal_calls
 from ullage.training.reading import BatchReader
 
 logger = logging.get_logger(__name__)

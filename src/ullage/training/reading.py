@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_utils import unwrap_peft_model
 
+from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.mixers.heads import loss_divides_by_count, loss_shifts
+from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
@@ -43,7 +44,7 @@ class BatchReader:
     @property
     def model(self) -> nn.Module:
         """The model without what wraps it."""
-        return forms.bare(self._trainer.model)
+        return bare(self._trainer.model)
 
     @property
     def main_input(self) -> str:
