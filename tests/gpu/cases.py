@@ -44,7 +44,7 @@ def _join() -> None:
 
 def trainer(folder: str, name: str, **options: Any) -> dict[str, Any]:
     """Losses, gradient norms, evaluation and predictions of our Trainer."""
-    from tests import packing_script
+    from tests.support import packing_script
 
     options = {"use_cpu": not torch.cuda.is_available(), **options}
     made = packing_script.make_trainer(name, folder, **options)
