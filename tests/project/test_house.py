@@ -1,6 +1,8 @@
 """The rules of the source tree: which room imports which, one module per class name, and what a package binds."""
 
+import ast
 import importlib
+import importlib.util
 import re
 
 from tests.support import house
@@ -90,3 +92,16 @@ def test_planted_violations_are_found():
     assert house.hidden_modules(PLANTED) == {"lib.rows.second"}
     through_the_root = {**PLANTED, "lib.high": "from lib import Low\n"}
     assert house.upward(through_the_root, ["high", "low", "rows"]) == {("lib.high", "lib.low")}
+
+
+def test_what_the_gpu_tests_import_is_there():
+    """They run where a GPU is, which is seldom: a name that has moved would be noticed late."""
+    found = []
+    for path in sorted((ROOT / "tests" / "gpu").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("tests", "ullage"):
+                found += [(node.module, alias.name) for alias in node.names]
+    assert len(found) > 20
+    for module, name in found:
+        loaded = importlib.import_module(module)
+        assert hasattr(loaded, name) or importlib.util.find_spec(f"{module}.{name}"), (module, name)
