@@ -36,7 +36,7 @@ def config_of(model: str, *, trust_remote_code: bool = False) -> str | PreTraine
 
 
 def tiny(config: str | PreTrainedConfig, *, kind: str | None, seed: int, attention: str | None) -> nn.Module:
-    """A tiny model after a type or configuration; one of its own size after one with code of its own, which was trusted."""
+    """A tiny model after a type or configuration; its own size after one with code of its own, which was trusted."""
     own = {} if isinstance(config, str) else getattr(config, "auto_map", None) or {}
     for each in (kind,) if kind else KINDS:
         if auto_class(each).__name__ in own:
