@@ -288,7 +288,6 @@ REFUSED = {
     "gpt_oss": ("sinks", {"num_local_experts": 4, **WINDOWED}, "s_aux"),
     "gemma2": ("softcap", {**WINDOWED, "query_pre_attn_scalar": 16}, "softcap"),
     "bert": ("both directions", {"is_decoder": False}, "both directions"),
-    "modernbert": ("both directions", {"global_attn_every_n_layers": 2}, "both directions"),
     "llama4_text": ("chunked_attention", {"num_local_experts": 2, "attention_chunk_size": 8}, "chunked"),
 }
 
@@ -404,12 +403,15 @@ def test_bad_keywords_are_named(change, message):
 # The attention itself, against one block-diagonal mask.
 
 
-def oracle(query, key, value, lengths, window, scale):
+def oracle(query, key, value, lengths, window, scale, causal=True):
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sequence))
-    mask = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    distance = place[:, None] - place
+    mask = sequence[:, None] == sequence
+    if causal:
+        mask &= distance >= 0
     if window is not None:
-        mask &= place[:, None] - place < window
+        mask &= distance.abs() < window
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -418,21 +420,24 @@ def oracle(query, key, value, lengths, window, scale):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(any),
+    lengths=st.lists(st.integers(0, 90) | st.sampled_from([63, 64, 65, 128, 129, 200]), min_size=1, max_size=9).filter(
+        any
+    ),
     window=st.none() | st.integers(1, 100),
     groups=st.sampled_from([1, 2, 4]),
     scale=st.none() | st.floats(0.1, 2),
+    causal=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_packed_attention_is_that_of_the_block_mask(lengths, window, groups, scale, seed):
+def test_packed_attention_is_that_of_the_block_mask(lengths, window, groups, scale, causal, seed):
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     shapes = [(total, 4, 8), (total, 4 // groups, 8), (total, 4 // groups, 8), (total, 4, 8)]
     *inputs, direction = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     for tensor in inputs:
         tensor.requires_grad_()
-    found = packed_attention(*inputs, lengths, window=window, scale=scale)
-    expected = oracle(*inputs, lengths, window, scale)
+    found = packed_attention(*inputs, lengths, window=window, scale=scale, causal=causal)
+    expected = oracle(*inputs, lengths, window, scale, causal)
     assert torch.allclose(found, expected, atol=1e-11)
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, direction), torch.autograd.grad(expected, inputs, direction)
@@ -440,29 +445,31 @@ def test_packed_attention_is_that_of_the_block_mask(lengths, window, groups, sca
         assert torch.allclose(ours, theirs, atol=1e-10)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 300])
-def test_flex_attention_sees_the_same(window):
+def test_flex_attention_sees_the_same(window, causal):
     lengths = [30, 1, 0, 64, 200]
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
     from torch.nn.attention import flex_attention as flex
 
     with torch.no_grad():
-        block_mask = _block_mask(cu_seqlens, sum(lengths), window)
+        block_mask = _block_mask(cu_seqlens, sum(lengths), window, causal)
         rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
         found = flex.flex_attention(*rows, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
-    expected = oracle(query, key, value, lengths, window, None)
+    expected = oracle(query, key, value, lengths, window, None, causal)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_varlen_kernel_accepts_the_call(window):
+def test_the_varlen_kernel_accepts_the_call(window, causal):
     """Shapes and arguments only, on meta tensors: the kernel itself runs on CUDA alone."""
     query, key, value = (
         torch.randn(20, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
     cu_seqlens = torch.zeros(4, dtype=torch.int32, device="meta")
-    mixed = varlen_attention(query, key, value, cu_seqlens, 9, window=window, scale=0.3)
+    mixed = varlen_attention(query, key, value, cu_seqlens, 9, window=window, scale=0.3, causal=causal)
     mixed.sum().backward()
     assert mixed.shape == query.shape
     assert key.grad is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from ullage.attention.calls import given
 from ullage.errors import InputError
@@ -40,8 +40,10 @@ class DeferredMask:
     Attributes:
         arguments: those of ``sdpa_mask``.
         padded: whether a mask of real tokens was given.
-        window: how many tokens a query sees, if the mask is local.
-        altered: whether the pattern is neither causal nor a causal window.
+        both_ways: whether a token sees later ones too.
+        window: how many tokens a query sees, if the mask is local: itself and those before it, in both ways itself and
+            those on each side.
+        altered: whether the pattern is neither of these.
         given: positions and lengths that the model was called with, whether or not they reach its layers; None under
             ``torch.compile``.
         checked: whether a layer of this forward has looked for lost lengths.
@@ -52,6 +54,10 @@ class DeferredMask:
         self.padded = arguments.get("attention_mask") is not None
         self.window: int | None = arguments.get("local_size")
         pattern: Callable[..., Any] = arguments["mask_function"]
+        self.both_ways = bidirectional_mask_function in _united(pattern)
+        if self.both_ways and self.window is not None:
+            # transformers counts the tokens on one side here, and the query itself where the mask is causal.
+            self.window += 1
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
         self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
         # Read while the model's own call is on the stack. A layer that is recomputed in the backward pass has no model
@@ -103,6 +109,12 @@ class DeferredMask:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _no_hook(f"{getattr(function, '__name__', function)} of it")
+
+
+def _united(pattern: Callable[..., Any]) -> list[Any]:
+    """A pattern of transformers, and those that ``and_masks`` made it of."""
+    cells = [cell.cell_contents for cell in getattr(pattern, "__closure__", None) or ()]
+    return [pattern, *(part for parts in cells if isinstance(parts, tuple) for part in parts)]
 
 
 def packed_mask(

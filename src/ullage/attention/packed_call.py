@@ -1,9 +1,9 @@
 """One layer's attention over a packed row: what it was asked for, whether that has an exact answer, and its kernel.
 
 ``PackedCall`` holds the arguments of a call with ``cu_seq_lens_q``. ``require_exact`` refuses whatever could make the
-result differ from each sequence on its own: a mask, a filled cache, attention in both directions, sinks, soft caps,
-position biases, any keyword not known to be harmless, and a model in which tokens meet elsewhere than in its attention.
-``attend`` computes a whole row with the fastest kernel that takes it. Context parallel calls the same two methods.
+result differ from each sequence on its own: a mask, a filled cache, sinks, soft caps, position biases, any keyword not
+known to be harmless, and a model in which tokens meet elsewhere than in its attention. ``attend`` computes a whole row
+with the fastest kernel that takes it. Context parallel calls the same two methods.
 """
 
 from __future__ import annotations
@@ -90,17 +90,24 @@ class PackedCall:
     slices: Slices | None
     unknown: dict[str, Any]
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return bool(self.is_causal if self.is_causal is not None else getattr(self.module, "is_causal", True))
+
     def require_exact(self, query: Tensor, key: Tensor) -> None:
         """Raise ``InputError`` for a call whose result could differ from each sequence on its own.
 
         ``query`` [batch, query heads, tokens, dim], ``key`` [batch, key heads, tokens, dim]. Waits for the device if
-        the model's rotary frequencies depend on the lengths and ``max_seqlen`` is unknown or above their limit.
+        the model's rotary frequencies depend on the lengths and ``max_seqlen`` is unknown or above their limit; and
+        once per mask and forward if a token sees later ones.
         """
         module = self.module
         # What was asked for beside the lengths.
         require_known_keywords(module, self.unknown)
-        causal = self.is_causal if self.is_causal is not None else getattr(module, "is_causal", True)
-        _refuse_unpackable(module, query, key, self.mask, causal=causal, window=self.window)
+        _refuse_unpackable(module, query, key, self.mask, causal=self.causal, window=self.window)
+        if self.slices is not None and not self.causal:
+            raise refusal(module, "an attention in both directions cannot be cut over ranks", hint="give it cp=1")
         # The lengths themselves.
         _refuse_other_keys(module, self.cu_seqlens, self.key_cu_seqlens)
         # The model around the layer: what it is, and what it was called with.
@@ -115,16 +122,21 @@ class PackedCall:
                 "cu_seq_lens_q came without position_ids, so the model would count positions through the whole row",
                 hint="pass what RaggedBatch.to_flattened() gives",
             )
+        if given is not None and not self.causal and not self.mask.checked:
+            self.mask.checked = True
+            # The forward that pack_model puts in gives padding lengths of its own.
+            if not getattr(vars(given.model or module).get("forward"), "keeps_padding_apart", False):
+                self._refuse_padding(given.positions)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention within each sequence of a whole row, [T, query heads, value dim].
+        """Attention within each sequence of a whole row, [T, query heads, value dim].
 
         ``query`` [T, query heads, dim], ``key`` and ``value`` [T, key heads, dim]; the heads may be a part of the
         module's. Waits for the device on CUDA only: where no kernel takes cumulated lengths, or without
         ``max_seqlen``, once per forward. Raises ``InputError`` if the lengths do not sum to T.
         """
         assert self.cu_seqlens is not None  # require_exact has refused a call without
-        options = {"window": self.window, "scale": self.scale}
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale, "causal": self.causal}
         # CUDA, half precision: torch's varlen kernel.
         if serves_varlen(query, value, self.dropout):
             cu_seqlens, longest = self.cu_seqlens.to(query.device, torch.int32), self.max_seqlen
@@ -137,6 +149,19 @@ class PackedCall:
             return flex_attention(query, key, value, cu_seqlens, training=self.module.training, **options)
         # Everything else, the CPU first of all: scaled dot product attention by lengths.
         return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
+
+    def _refuse_padding(self, positions: tuple[Tensor, ...]) -> None:
+        """Refuse padding behind a sequence, which its tokens would see: positions do not rise. Waits for the device."""
+        assert self.cu_seqlens is not None
+        bounds = self.cu_seqlens.long()
+        ends, starts = bounds[1:][bounds.diff() > 1] - 1, bounds[:-1][bounds.diff() > 1]
+        for each in positions:
+            if each.ndim == 2 and each.shape == (1, int(bounds[-1])) and bool((each[0, ends] <= each[0, starts]).any()):
+                raise refusal(
+                    self.module,
+                    "a sequence is padded, and an attention in both directions would see the padding",
+                    hint="pack the model with ullage.pack_model, or leave out pad_to_multiple_of",
+                )
 
     def _refuse_mixed_frequencies(self, limit: int, dynamic: bool) -> None:
         """Refuse sequences that would get the rotary frequencies of a longer one in their row or slice of it."""
@@ -207,12 +232,6 @@ def _refuse_unpackable(
     """
     if query.shape[0] != 1:
         raise refusal(module, "packed sequences lie in one row", expected="batch size 1", found=query.shape[0])
-    if not causal:
-        raise refusal(
-            module,
-            "an attention in both directions cannot be packed",
-            hint="give this model padded batches, without cu_seq_lens",
-        )
     if query.shape[2] != key.shape[2]:
         raise refusal(
             module,
@@ -229,7 +248,7 @@ def _refuse_unpackable(
             "an attention_mask was given together with cu_seq_lens",
             hint="pass one of them: the lengths say everything about a packed row",
         )
-    if mask.altered:
+    if mask.altered or mask.both_ways == causal:
         raise refusal(module, "the model's own attention pattern cannot be packed", hint=USE_ANOTHER)
     if mask.window != window:
         raise refusal(

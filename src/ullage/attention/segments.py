@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie end to end in one row, by torch's scaled dot product attention.
+"""Attention over sequences that lie end to end in one row, by torch's scaled dot product attention.
 
 Sequences of equal length share one call. A row of T tokens has fewer than √(2T) different lengths, so a thousand
 short sequences cost a few dozen calls. Sequences are not padded to share a call with longer ones: on a CPU the kernel's
@@ -7,12 +7,12 @@ work on padding was measured to cost more than the calls it would save.
 A sliding window of ``w`` tokens over a longer sequence is cut into blocks of ``c`` tokens. A block of queries is
 multiplied with its own keys and those of the blocks before it that the window reaches, so the work is about
 ``length·(w + c)`` pairs instead of ``length²``. Blocks of all sequences that reach equally far back share a call and
-one mask.
+one mask. In both directions a block also sees those behind it.
 
-The last block of a sequence is padded behind it, where a causal query does not look, and the results of padding are
-not used, so its gradient is exactly zero. Tokens are moved once into the order of the calls and once back; the order
-(:mod:`ullage.places`) depends on the lengths alone and is cached for all layers of a forward. Source of the kernels:
-``torch.nn.functional.scaled_dot_product_attention``.
+The last block of a sequence is padded behind it. A causal query does not look there, from a query that sees both ways a
+mask hides it, and the results of padding are not used, so its gradient is exactly zero. Tokens are moved once into the
+order of the calls and once back; the order (:mod:`ullage.places`) depends on the lengths alone and is cached for all
+layers of a forward. Source of the kernels: ``torch.nn.functional.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ class Arrangement:
         places: the row of each token; the padding of blocks takes rows too, behind their tokens.
         buckets: (number of sequences, length) of each call, in order.
         blocks: for each block of a windowed sequence, how many blocks of that sequence precede it.
+        filled: for each such block, its real tokens.
         in_order: whether rows and tokens are the same, so that nothing need be moved.
     """
 
     places: Places
     buckets: tuple[tuple[int, int], ...]
     blocks: tuple[int, ...]
+    filled: tuple[int, ...]
     in_order: bool
 
 
@@ -76,11 +78,14 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     row = np.empty(len(token), np.int64)
     row[token] = np.flatnonzero(is_token)
     # The windowed sequences are the last items: number the blocks of each from 0.
-    blocks = [place for slot in slots[len(slots) - len(windowed) :] // block for place in range(slot)]
+    num_blocks = slots[len(slots) - len(windowed) :] // block
+    blocks = counting(num_blocks)
+    filled = np.minimum(np.repeat(sizes[windowed], num_blocks) - blocks * block, block)
     return Arrangement(
         places=Places.of(row, len(offset), device),
         buckets=buckets,
-        blocks=tuple(blocks),
+        blocks=tuple(blocks.tolist()),
+        filled=tuple(filled.tolist()),
         in_order=np.array_equal(row, np.arange(len(offset))),
     )
 
@@ -99,17 +104,19 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within each sequence of a row, [T, query heads, value dim].
+    """Attention within each sequence of a row, [T, query heads, value dim].
 
     Args:
         query: [T, query heads, dim]; the number of query heads is a multiple of that of key heads.
         key: [T, key heads, dim].
         value: [T, key heads, value dim].
         lengths: tokens of each sequence, on the host; they sum to T, which is not checked here. May contain zeros.
-        window: how many tokens a query sees, itself included; None for all.
+        window: how many tokens a query sees, itself included, in both directions on each side; None for all.
         scale: factor of the scores; 1/√dim if None.
         dropout: probability of dropping an attention weight.
+        causal: whether a token sees only those before it.
 
     Does not wait for the device.
 
@@ -129,56 +136,83 @@ def packed_attention(
     outputs = []
     for (rows, width), part in zip(order.buckets, parts):
         queries, keys, values = (tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=width > 1, **options)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal and width > 1, **options)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
     if order.blocks and window is not None:
-        outputs.append(_windowed(*parts[-1], order.blocks, window, options))
+        outputs.append(_windowed(*parts[-1], order, window, causal, options))
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return mixed if order.in_order else order.places.take(mixed)
 
 
 def _windowed(
-    query: Tensor, key: Tensor, value: Tensor, preceding: tuple[int, ...], window: int, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, order: Arrangement, window: int, causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of whole blocks, each with the blocks before it that its window reaches.
+    """Attention of whole blocks, each with the blocks around it that its window reaches.
 
     Args:
         query, key, value: [blocks · tokens of a block, heads, dim], the blocks of all windowed sequences end to end.
-        preceding: for each block, how many blocks of its sequence precede it.
+        order: of these blocks.
         window: how many tokens a query sees, itself included.
+        causal: whether a token sees only those before it.
         options: of scaled dot product attention.
     """
     block = block_size(window)
     # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer
-    # blocks.
+    # blocks, and so near its end.
     reach = -(-(window - 1) // block)
-    available = np.minimum(preceding, reach)
+    preceding, filled = np.asarray(order.blocks), np.asarray(order.filled)
+    behind = np.minimum(_following(preceding), 0 if causal else reach)
+    # Both ways a block may see the padding of the last one.
+    last = np.arange(len(filled)) + behind
+    padded = np.zeros(len(filled), np.int64) if causal else block - filled[last]
+    reaches = np.stack([np.minimum(preceding, reach), behind, padded > 0])
     query, key, value = (tensor.unflatten(0, (-1, block)) for tensor in (query, key, value))
-    # Blocks that reach equally far back have the same number of keys and share a call and a mask.
+    # Blocks that reach equally far have the same number of keys and share a call.
     outputs, places = [], []
-    for back in np.unique(available).tolist():
-        place = np.flatnonzero(available == back)
+    for back, front, is_padded in np.unique(reaches, axis=1).T.tolist():
+        place = np.flatnonzero((reaches == [[back], [front], [is_padded]]).all(0))
         places.append(place)
-        # The blocks of a sequence are neighbours, so a block at place p sees those at p - back, ..., p.
-        seen = torch.from_numpy(np.add.outer(place, np.arange(-back, 1)).ravel()).to(query.device)
+        # The blocks of a sequence are neighbours, so a block at place p sees those at p - back, ..., p + front.
+        seen = torch.from_numpy(np.add.outer(place, np.arange(-back, front + 1)).ravel()).to(query.device)
         rows = torch.from_numpy(place).to(query.device)
-        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks it looks back on
+        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks that it looks at
         queries = query.index_select(0, rows).transpose(1, 2)
         keys, values = (
-            tensor.index_select(0, seen).unflatten(0, (-1, back + 1)).flatten(1, 2).transpose(1, 2)
+            tensor.index_select(0, seen).unflatten(0, (-1, back + 1 + front)).flatten(1, 2).transpose(1, 2)
             for tensor in (key, value)
         )
-        mask = _band(block, back, window, query.device)
+        mask = _band(block, back, front, window, causal, query.device)
+        if is_padded:
+            mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(query.device))
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
         outputs.append(mixed.transpose(1, 2))
-    # Results came grouped by ``back``: return them to the order of the blocks.
-    order = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
-    return torch.cat(outputs).index_select(0, order).flatten(0, 1)
+    # Results came grouped by their reach: return them to the order of the blocks.
+    back_to_row = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
+    return torch.cat(outputs).index_select(0, back_to_row).flatten(0, 1)
+
+
+def _following(preceding: np.ndarray) -> np.ndarray:
+    """For each block, how many blocks of its sequence follow it, from how many precede it."""
+    ends = np.flatnonzero(np.append(preceding[1:] == 0, True))
+    return np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(preceding))
 
 
 @lru_cache(maxsize=32)
-def _band(block: int, back: int, window: int, device: torch.device) -> Tensor:
-    """Mask of the keys of ``back + 1`` blocks that a block of queries sees, bool [block, (back + 1)·block]."""
-    # distance[i, j]: how far key j lies before query i. The queries are the last block of the keys.
-    distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1) * block))
+def _band(block: int, back: int, front: int, window: int, causal: bool, device: torch.device) -> Tensor:
+    """Mask of the keys of ``back + 1 + front`` blocks that a block of queries sees, bool [block, keys]."""
+    # distance[i, j]: how far key j lies before query i. ``back`` blocks of keys lie in front of the queries.
+    distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1 + front) * block))
+    if not causal:
+        distance = np.abs(distance)
     return torch.from_numpy((distance >= 0) & (distance < window)).to(device)
+
+
+def _without_padding(band: Tensor, start: int, padded: Tensor) -> Tensor:
+    """A mask [block, keys] for each block, bool [blocks, 1, block, keys], that hides its last ``padded`` [blocks] keys.
+
+    A query that is padding itself keeps itself, since one that sees nothing is nan. The queries begin at key ``start``.
+    """
+    keys = torch.arange(band.shape[1], device=band.device)
+    is_itself = keys[start : start + len(band), None] == keys
+    is_real = keys < band.shape[1] - padded[:, None]
+    return (band & (is_real[:, None] | is_itself))[:, None]

@@ -2,9 +2,10 @@
 
 A model that does not keep packed sequences apart raises no error: it trains on sequences that see each other. So a
 model is accepted only if every way in which its tokens meet is known: its attention goes through transformers'
-interface under an implementation that reads ``cu_seq_lens``, in one direction, in layers that are full or windowed;
-and nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward``
-names ``cu_seq_lens_q`` and that has no attention implementation answers for itself.
+interface under an implementation that reads ``cu_seq_lens``, in layers that are full or windowed, all of them in one
+direction or, under ``attn_implementation="ullage"`` and with a head that works on single tokens, all in both; and
+nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward`` names
+``cu_seq_lens_q`` and that has no attention implementation answers for itself.
 
 A model that was not checked before is checked when its first packed row reaches a layer: the model around the layer is
 the one whose call is in progress. The result is kept with the layer.
@@ -31,6 +32,7 @@ _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 #: Models that declare the interface and do not honour the lengths. Any other such model is refused at its first call.
 _EXCEPTIONS = {
     "doge": "changes the mask inside its attention",
+    "mobilebert": "joins the embedding of each token with those of its neighbours",
     "nemotron": "does not hand cu_seq_lens from its layers to their attention",
 }
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
@@ -68,8 +70,10 @@ def supports_packing(model: nn.Module) -> bool:
     return packing_problem(model) is None
 
 
-def packing_problem(model: nn.Module) -> str | None:
+def packing_problem(model: nn.Module, *, counts: bool = True) -> str | None:
     """The reason why a model cannot be trained on packed rows, in one clause; None if it can. Reads no weights.
+
+    ``counts``: whether the rows count positions from 0, as ``to_flattened`` does, and not from :func:`first_position`.
 
     >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
@@ -83,7 +87,8 @@ def packing_problem(model: nn.Module) -> str | None:
     # Takes the lengths itself and has no attention to replace, as a recurrent model.
     if names_lengths and not _attention_modules(model):
         return None
-    return _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name) or _parts(model, name)
+    problem = _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name)
+    return problem or _head(model, name) or _parts(model, name) or (_positions(model) if counts else None)
 
 
 def require_packing(model: nn.Module) -> None:
@@ -180,6 +185,20 @@ def row_limits(model: nn.Module) -> tuple[int | None, bool]:
     return longest, dynamic
 
 
+def attends_both_ways(model: nn.Module) -> bool:
+    """Whether all attention of a model sees later tokens too, and nothing in it does not."""
+    configs = [config for _, config in _configs(model)]
+    if len(configs) != 1 or getattr(configs[0], "is_decoder", False):
+        return False
+    told = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    return bool(told) and not any(told)
+
+
+def first_position(model: nn.Module) -> int:
+    """The position of a sequence's first token: 0, or that behind the padding index, as RoBERTa and its kin count."""
+    return next((1 + table.padding_idx for _, _, table in _position_tables(model)), 0)
+
+
 def supports_context_parallel(model: nn.Module) -> bool:
     """Whether the rows of this model can be cut over ranks; :func:`context_parallel_problem` says why not."""
     return context_parallel_problem(model) is None
@@ -191,6 +210,8 @@ def context_parallel_problem(model: nn.Module) -> str | None:
     if problem is not None:
         return problem
     name = type(model).__name__
+    if attends_both_ways(model):
+        return f"{name} attends in both directions"
     if not _attention_modules(model):
         return (
             f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
@@ -238,7 +259,8 @@ def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bo
     problem = packing_problem(models[0]) if models else None
     if problem is None and (not models or whole is not models[0]):
         name = type(whole).__name__
-        problem = _encoder_decoder(whole, name) or _state(whole, name) or _parts(whole, name)
+        problem = _encoder_decoder(whole, name) or _state(whole, name) or _head(whole, name) or _parts(whole, name)
+        problem = problem or _positions(whole)
     _require(problem)
     return _remember(whole, [module, *_attention_modules(whole)], model)
 
@@ -304,7 +326,8 @@ def _layers(model: nn.Module, name: str) -> str | None:
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
         if unknown:
             return f"{holder} has layers of kind {unknown[0]!r}"
-        if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        both_ways = getattr(config, "is_causal", True) is False and not _packs_both_ways(model)
+        if both_ways or getattr(config, "use_bidirectional_attention", None):
             return f"{holder} attends in both directions"
         if config._attn_implementation != NAME:
             continue
@@ -315,18 +338,44 @@ def _layers(model: nn.Module, name: str) -> str | None:
 
 
 def _modules(model: nn.Module, name: str) -> str | None:
+    packs_both_ways = _packs_both_ways(model)
     for path, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, _MIXERS):
             return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
-        if getattr(module, "is_causal", True) is False:
+        if getattr(module, "is_causal", True) is False and not packs_both_ways:
             return f"{path} ({kind}) attends in both directions"
         if any(getattr(module, bias, None) is not None for bias in _BIASES):
             return f"{path} ({kind}) adds a position bias to its scores"
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"{path} ({kind}) has attention sinks"
-        # RoBERTa and its kin count positions from behind the padding index.
-        positions = getattr(module, "position_embeddings", None)
-        if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:
-            return f"{path} ({kind}) counts positions from {positions.padding_idx + 1}, and a packed row from 0"
     return None
+
+
+def _packs_both_ways(model: nn.Module) -> bool:
+    return attends_both_ways(model) and all(config._attn_implementation == NAME for _, config in _configs(model))
+
+
+def _head(model: nn.Module, name: str) -> str | None:
+    """Encoders have heads that look for the first token of each sequence, in a row of which only one is the first."""
+    from ullage.mixers.heads import works_by_token  # at call time: mixers imports this module
+
+    is_backbone = getattr(model, "base_model", model) is model and getattr(model, "pooler", None) is None
+    if not isinstance(model, PreTrainedModel) or is_backbone or not attends_both_ways(model) or works_by_token(model):
+        return None
+    return f"{name} attends in both directions, and its head may look for the first token of each sequence"
+
+
+def _positions(model: nn.Module) -> str | None:
+    for path, module, table in _position_tables(model):
+        kind = type(module).__name__
+        return f"{path} ({kind}) counts positions from {table.padding_idx + 1}, and a packed row from 0"
+    return None
+
+
+def _position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Tables of positions that count from behind a padding index, with their holders: RoBERTa and its kin."""
+    for path, module in model.named_modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            yield path, module, table

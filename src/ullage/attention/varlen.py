@@ -94,8 +94,9 @@ def varlen_attention(
     keys: tuple[Tensor, int] | None = None,
     window: int | None = None,
     scale: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within each sequence by torch's varlen kernel, [T, query heads, dim].
+    """Attention within each sequence by torch's varlen kernel, [T, query heads, dim].
 
     Args:
         query: [T, query heads, dim].
@@ -104,8 +105,9 @@ def varlen_attention(
         longest: tokens of the longest sequence of queries.
         keys: (``cu_seqlens``, longest) of the keys, where a sequence has more keys than queries; its last query sees
             its last key. The queries' own if None.
-        window: how many tokens a query sees, itself included; None for all.
+        window: how many tokens a query sees, itself included, in both ways on each side; None for all.
         scale: factor of the scores; 1/√dim if None.
+        causal: whether a token sees only those before it.
 
     Does not wait for the device.
     """
@@ -113,7 +115,8 @@ def varlen_attention(
     assert found is not None
     kernel, wants_gqa = found
     # The kernel counts the tokens to the left of a query, a window counts the query too.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    reach = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": scale, "window_size": (reach, 0 if causal else reach)}
     if wants_gqa and query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True
     key_seqlens, longest_key = (cu_seqlens, longest) if keys is None else keys
@@ -129,24 +132,27 @@ def flex_attention(
     window: int | None = None,
     scale: float | None = None,
     training: bool = False,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within each sequence by flex attention, [T, query heads, value dim].
+    """Attention within each sequence by flex attention, [T, query heads, value dim].
 
     Args:
         query: [T, query heads, dim].
         key: [T, key heads, dim].
         value: [T, key heads, value dim].
         cu_seqlens: int32 [N + 1] on the tensors' device, cumulated lengths in tokens.
-        window: how many tokens a query sees, itself included; None for all.
+        window: how many tokens a query sees, itself included, in both ways on each side; None for all.
         scale: factor of the scores; 1/√dim if None.
         training: whether a backward pass may follow.
+        causal: whether a token sees only those before it.
 
     Does not wait for the device. torch has no backward of it on a CPU.
     """
     from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
     num_tokens = len(query)
-    mask = _remember(cu_seqlens, (num_tokens, window), lambda: _block_mask(cu_seqlens, num_tokens, window))
+    name = (num_tokens, window, causal)
+    mask = _remember(cu_seqlens, name, lambda: _block_mask(cu_seqlens, num_tokens, window, causal))
     mixed = compile_friendly_flex_attention(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
         training=training,
@@ -158,8 +164,8 @@ def flex_attention(
     return mixed[0].transpose(0, 1)
 
 
-def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
-    """Mask of the blocks of 128 tokens that see each other: same sequence, not later, within the window.
+def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal: bool) -> Any:
+    """Mask of the blocks of 128 tokens that see each other: same sequence, within the window, not later if causal.
 
     Made on the device.
     """
@@ -170,7 +176,11 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Any:
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (sequence[query] == sequence[key]) & (query >= key)
+        near = sequence[query] == sequence[key]
+        if causal:
+            near = near & (query >= key)
+        elif window is not None:
+            near = near & (key - query < window)
         return near if window is None else near & (query - key < window)
 
     device = cu_seqlens.device

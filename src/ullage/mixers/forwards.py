@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.support import remember_packable
 from ullage.errors import InputError
+from ullage.layout import counting, starts_of
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs, require_cuttable
 from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, PackedRow, Segments
 from ullage.mixers.ways import Way
@@ -29,6 +32,10 @@ _NOT_OF_PARTS = frozenset(
     {*LENGTH_NAMES, *TARGET_LENGTH_NAMES, "attention_mask", "cache_params", "cu_seqlens", "mask", "past_key_values"}
     | {"seq_idx"}
 )
+
+
+#: Most tokens in a chunk of a scan on a CPU, where 32 to 64 were measured to be the fastest.
+_CHUNK = 48
 
 
 class CurrentRow:
@@ -152,7 +159,31 @@ class PartForward(Forward):
         groups = row.padded_behind if self.is_causal else row.alike
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
-            return join_outputs(call_by_lengths(self.own, groups, arguments, kept), groups)
+            function = self._in_short_chunks if self._chunk_size is not None else self.own
+            return join_outputs(call_by_lengths(function, groups, arguments, kept), groups)
+
+    @property
+    def _chunk_size(self) -> int | None:
+        """Tokens in a chunk of the module's scan, where it has one that this forward may choose."""
+        size = getattr(self.module, "chunk_size", None)
+        # A wrapper's forward is bound to the module itself.
+        return size if self.is_causal and self.before is None and type(size) is int else None
+
+    def _in_short_chunks(self, *arguments: Any, **keywords: Any) -> Any:
+        """The module's own forward of rows [n, L, ...] on a CPU, in chunks that suit their length.
+
+        torch's scans fill a row up to whole chunks, and compute all pairs of tokens within each: of chunks made for a
+        GPU (256 tokens) most is padding or thrown away. What a scan computes does not depend on the size.
+        """
+        rows = next(each for each in (*arguments, *keywords.values()) if isinstance(each, Tensor) and each.ndim == 3)
+        most = self._chunk_size
+        assert most is not None
+        if rows.device.type != "cpu" or most <= _CHUNK:
+            return self.own(*arguments, **keywords)
+        # A copy that shares all parameters, since other threads may run the module.
+        module = copy.copy(self.module)
+        module.chunk_size = -(-rows.shape[1] // -(-rows.shape[1] // _CHUNK))
+        return type(module).forward(module, *arguments, **keywords)
 
 
 class ModelForward(Forward):
@@ -161,9 +192,14 @@ class ModelForward(Forward):
     ``way``: of the model, which tells which of its parts run by lengths.
     """
 
+    #: Attention in both directions asks for it: what lies behind a sequence has lengths of its own.
+    keeps_padding_apart = True
+
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: The model whose attention was told that it may take packed rows; a copy is another.
+        self._told: int | None = None
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -191,7 +227,7 @@ class ModelForward(Forward):
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        hands_lengths_on = self.way.kind == "mixers" and (takes_any or "cu_seq_lens_q" in taken)
+        hands_lengths_on = self.way.kind in ("native", "mixers") and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
         is_usual = positions is None or row.sources.counts_as_usual(positions)
         if not is_usual and "position_ids" not in taken:
@@ -202,7 +238,7 @@ class ModelForward(Forward):
                 hint="leave position_ids out",
             )
         if hands_lengths_on and "position_ids" in taken:
-            keywords["position_ids"] = row.sources.positions(row.device) if positions is None else positions
+            keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
         elif not is_usual:
             keywords["position_ids"] = positions
         if not hands_lengths_on:
@@ -212,6 +248,15 @@ class ModelForward(Forward):
             keywords["use_cache"] = False
         if self.way.kind == "whole":
             return call_whole(self.module, self.own, row, keywords)
+        if self.way.kind in ("native", "mixers") and self._told != id(self.module):
+            # Its attention reads the lengths; what it cannot check is done by lengths, or by this forward.
+            remember_packable(self.module)
+            self._told = id(self.module)
+        row.is_served = self.way.kind == "native"
+        if self.way.both_ways and np.any(row.sources.lengths < row.sources.slots):
+            # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
+            bounds = torch.from_numpy(row.sources.with_padding_apart()).to(row.device)
+            keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if self.way.kind == "mixers":
             self._remember_row_in_checkpoints()
         with self.current.set(row):
@@ -224,6 +269,27 @@ class ModelForward(Forward):
                 hint="train it on padded batches",
             )
         return outputs
+
+    def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
+        """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
+        positions, first = row.sources.positions(row.device), self.way.first_position
+        if not first and not self.way.both_ways:
+            return positions
+        segments, ids = row.sources, keywords.get("input_ids")
+        offset = counting(segments.slots)
+        length, start = (np.repeat(each, segments.slots) for each in (segments.lengths, starts_of(segments.slots)))
+        is_padding = torch.from_numpy(offset >= length).to(row.device)
+        if first and ids is not None:
+            # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them.
+            counted = (ids[0] != first - 1).long()
+            total = counted.cumsum(0)
+            starts = torch.from_numpy(start).to(row.device)
+            positions = ((total - (total - counted)[starts]) * counted)[None] + first - 1
+        else:
+            positions = positions + first
+        # Padding counts as a sequence of its own.
+        alone = torch.from_numpy(np.maximum(offset - length, 0)).to(row.device)
+        return torch.where(is_padding, alone, positions)
 
     def _remember_row_in_checkpoints(self) -> None:
         # At each call, because checkpointing may have been turned on since the last.

@@ -10,7 +10,13 @@ from __future__ import annotations
 from torch import nn
 
 from ullage.attention.heads import package_of, spans_sequences
-from ullage.attention.support import packing_problem, put_in_attention, remember_packable, take_out_attention
+from ullage.attention.support import (
+    attends_both_ways,
+    first_position,
+    packing_problem,
+    put_in_attention,
+    take_out_attention,
+)
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.ways import Way, way_by_lengths
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
@@ -76,6 +82,7 @@ def pack_model(model: nn.Module) -> PackedModel:
     way = _native(model)
     if way is None:
         way = way_by_lengths(model)
+    if way.needs_forward:
         _put_in(model, way)
     return PackedModel(model, way)
 
@@ -91,10 +98,10 @@ def _native(model: nn.Module) -> Way | None:
     # A head of transformers for whole sequences would find one in the row.
     if spans_sequences(model) and package_of(type(model)) != "ullage":
         return None
-    if packing_problem(model) is not None:
+    if packing_problem(model, counts=False) is not None:
         put_in_attention(model)
-    if packing_problem(model) is None:
-        return Way("native")
+    if packing_problem(model, counts=False) is None:
+        return Way("native", first_position=first_position(model), both_ways=attends_both_ways(model))
     take_out_attention(model)
     return None
 
@@ -105,7 +112,5 @@ def _put_in(model: nn.Module, way: Way) -> None:
         if path:
             PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
     ModelForward(model, current, way=way).put_in()
-    if way.kind == "mixers":
-        # Its attention reads the lengths; what it is not to check is now done by lengths.
+    if way.kind in ("native", "mixers"):
         put_in_attention(model)
-        remember_packable(model)

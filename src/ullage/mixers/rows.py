@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -71,6 +72,11 @@ class Segments:
     def num_slots(self) -> int:
         """Tokens of the row, padding included."""
         return int(self.slots.sum())
+
+    def with_padding_apart(self) -> npt.NDArray[np.int32]:
+        """Cumulated lengths, int32, of the sequences and of the padding behind each, as sequences of their own."""
+        sizes = np.stack([self.lengths, self.slots - self.lengths], 1).ravel()
+        return np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int32)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> Segments:

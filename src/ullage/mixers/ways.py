@@ -65,10 +65,19 @@ class Way:
     Attributes:
         kind: the granularity.
         paths: the modules that run by lengths, by their path in the model; "" is the model itself.
+        first_position: of a sequence's first token where the model's position table begins behind a padding index.
+        both_ways: whether attention that reads the lengths sees later tokens too, and so the padding behind a sequence.
     """
 
     kind: Kind
     paths: tuple[str, ...] = ()
+    first_position: int = 0
+    both_ways: bool = False
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether a packed call needs more than what the model does with it by itself."""
+        return self.kind != "native" or self.both_ways or self.first_position > 0
 
     def __str__(self) -> str:
         if self.kind == "native":

@@ -1,0 +1,62 @@
+"""What makes packed hybrids fast leaves their numbers alone: short chunks of a scan, and copies of a packed model."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ullage
+from ullage import RaggedBatch
+
+pytestmark = pytest.mark.parity
+
+SCANS = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 256}
+HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64}
+HYBRID |= {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MODELS = {"mamba2": {**SCANS, "expand": 2}, "falcon_h1": {**HYBRID, "mamba_chunk_size": 256}}
+LENGTHS = (7, 100, 1, 48, 49, 300, 7)
+
+
+def build(name):
+    torch.manual_seed(0)
+    width = {"hidden_size": 32} if name == "mamba2" else {"hidden_size": 64}
+    config = AutoConfig.for_model(name, vocab_size=97, num_hidden_layers=2, **width, **MODELS[name])
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def samples_of(lengths):
+    return [{"input_ids": torch.randint(3, 97, (length,)), "labels": torch.zeros(length).long()} for length in lengths]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_chunks_give_what_the_scan_gives(name, monkeypatch):
+    model, samples = build(name), samples_of(LENGTHS)
+    expected = torch.cat([model(input_ids=each["input_ids"][None]).logits[0] for each in samples])
+    sizes = []
+    kind = next(type(part) for part in model.modules() if isinstance(getattr(part, "chunk_size", None), int))
+    own = kind.forward
+
+    def forward(module, *arguments, **keywords):
+        sizes.append(module.chunk_size)
+        return own(module, *arguments, **keywords)
+
+    monkeypatch.setattr(kind, "forward", functools.wraps(own)(forward))
+    with ullage.pack_model(model):
+        outputs = model(**RaggedBatch.from_samples(samples).to_flattened())
+        outputs.loss.backward()
+        assert 1 < max(sizes) <= 48
+        assert (outputs.logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    mixers = [part for part in model.modules() if isinstance(getattr(part, "chunk_size", None), int)]
+    assert {part.chunk_size for part in mixers} == {256}
+    assert all(part.grad is not None for part in mixers[0].parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_deep_copy_of_a_packed_hybrid_is_packed(name):
+    model, samples = build(name), samples_of((5, 9, 2))
+    expected = torch.cat([model(input_ids=each["input_ids"][None]).logits[0] for each in samples])
+    ullage.pack_model(model)
+    found = copy.deepcopy(model)(**RaggedBatch.from_samples(samples).to_flattened()).logits[0]
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
