@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.support import remember_packable
 from ullage.errors import InputError
 from ullage.layout import counting, starts_of
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs, require_cuttable
@@ -198,8 +197,6 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
-        #: The model whose attention was told that it may take packed rows; a copy is another.
-        self._told: int | None = None
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -246,12 +243,10 @@ class ModelForward(Forward):
         keywords = {name: each for name, each in keywords.items() if name not in TARGET_LENGTH_NAMES}
         if "use_cache" in taken:
             keywords["use_cache"] = False
-        if self.way.kind == "whole":
+        if row.targets is not None and self.way.kind == "mixers":
+            self._shift_targets(row.targets, keywords)
+        elif self.way.kind == "whole" or getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             return call_whole(self.module, self.own, row, keywords)
-        if self.way.kind in ("native", "mixers") and self._told != id(self.module):
-            # Its attention reads the lengths; what it cannot check is done by lengths, or by this forward.
-            remember_packable(self.module)
-            self._told = id(self.module)
         row.is_served = self.way.kind == "native"
         if self.way.both_ways and np.any(row.sources.lengths < row.sources.slots):
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
@@ -269,6 +264,16 @@ class ModelForward(Forward):
                 hint="train it on padded batches",
             )
         return outputs
+
+    def _shift_targets(self, targets: Segments, keywords: dict[str, Any]) -> None:
+        """Make an encoder-decoder's inputs of its labels, as it does, with a start token in front of each target."""
+        if keywords.get("labels") is None or keywords.get("decoder_input_ids") is not None:
+            return
+        module: Any = self.module
+        shifted = module._shift_right(keywords["labels"])
+        starts = starts_of(targets.slots)[targets.slots > 0]
+        shifted[:, torch.from_numpy(starts).to(shifted.device)] = shifted[:, :1].clone()
+        keywords["decoder_input_ids"] = shifted
 
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""

@@ -15,10 +15,12 @@ from ullage.attention.support import (
     first_position,
     packing_problem,
     put_in_attention,
+    remember_packable,
     take_out_attention,
 )
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
-from ullage.mixers.ways import Way, way_by_lengths
+from ullage.mixers.relative import BiasedForward
+from ullage.mixers.ways import BIASED_ATTENTION, Way, way_by_lengths
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
 
@@ -109,8 +111,14 @@ def _native(model: nn.Module) -> Way | None:
 def _put_in(model: nn.Module, way: Way) -> None:
     current = CurrentRow()
     for path in way.paths:
-        if path:
-            PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
+        part = model.get_submodule(path)
+        if type(part).__name__ in BIASED_ATTENTION:
+            BiasedForward(part, current).put_in()
+        elif path:
+            PartForward(part, current, is_causal=way.kind == "mixers").put_in()
     ModelForward(model, current, way=way).put_in()
-    if way.kind in ("native", "mixers"):
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if way.kind in ("native", "mixers") and not is_encoder_decoder:
+        # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.
         put_in_attention(model)
+        remember_packable(model)

@@ -188,10 +188,25 @@ class PackedRow:
     def alike(self) -> Groups:
         """Sequences of one length, in sources and targets, share a call: exact for every model whose rows are."""
         keys = [self.sources.lengths] if self.targets is None else [self.sources.lengths, self.targets.lengths]
-        _, group = np.unique(np.stack(keys), axis=1, return_inverse=True)
-        group = group.reshape(-1)  # numpy 2.0 gives it another shape than its neighbours
-        there = np.flatnonzero(self.sources.lengths > 0)
-        return Groups(self, [there[group[there] == each] for each in dict.fromkeys(group[there].tolist())])
+        return Groups(self, _alike(keys, self.sources.lengths > 0))
+
+    @cached_property
+    def alike_pairs(self) -> Groups:
+        """The same of an encoder-decoder's pairs that have tokens on both sides."""
+        assert self.targets is not None
+        keys = [self.sources.lengths, self.targets.lengths]
+        return Groups(self, _alike(keys, np.minimum(*keys) > 0))
+
+    @cached_property
+    def alike_sources(self) -> Calls:
+        """Sources of one length share a call, whatever their targets."""
+        return Calls(self.sources, _alike([self.sources.lengths], self.sources.lengths > 0), self.device)
+
+    @cached_property
+    def alike_targets(self) -> Calls:
+        """Targets of one length share a call, whatever their sources."""
+        assert self.targets is not None
+        return Calls(self.targets, _alike([self.targets.lengths], self.targets.lengths > 0), self.device)
 
     @cached_property
     def one_by_one(self) -> Groups:
@@ -235,6 +250,14 @@ class Groups:
             return found
         there = torch.from_numpy(np.sort(self._order)).to(values.device)
         return found.new_zeros((self.num_sequences, *found.shape[1:])).index_copy(0, there, found)
+
+
+def _alike(keys: Sequence[Int64], is_there: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Sequences of equal keys in one call each, without those that are not there."""
+    _, group = np.unique(np.stack(keys), axis=1, return_inverse=True)
+    group = group.reshape(-1)  # numpy 2.0 gives it another shape than its neighbours
+    there = np.flatnonzero(is_there)
+    return [there[group[there] == each] for each in dict.fromkeys(group[there].tolist())]
 
 
 def _similar(lengths: Int64) -> list[Int64]:

@@ -3,7 +3,7 @@
 There are three ways, the finest that a model allows is taken:
 
 - *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
-- *mixers*: the attention does, and its convolutions, scans and states run by lengths;
+- *mixers*: the attention does, and its convolutions, scans and states run by lengths, or T5's biased attention;
 - *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
   model whose rows do not see each other, whatever it is made of, and computes no padding either.
 
@@ -51,6 +51,9 @@ HYBRIDS = frozenset(
 )
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
+#: Encoder-decoders whose attention alone lets tokens meet, with a bias by distance, and the class names of it.
+BIASED = frozenset({"mt5", "t5"})
+BIASED_ATTENTION = ("MT5Attention", "T5Attention")
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
@@ -93,13 +96,21 @@ def way_by_lengths(model: nn.Module) -> Way:
     require_independent_rows(model)
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        return Way("whole", ("",))
+        return _by_biased_attention(model) or Way("whole", ("",))
     if getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
         return Way("mixers", tuple(path for path, _ in mixers_of(model)))
     backbone = _backbone(model)
     if backbone is not None and works_by_token(model) and config.model_type not in _WITH_THEIR_HEADS:
         return Way("backbone", (backbone,))
     return Way("whole", ("",))
+
+
+def _by_biased_attention(model: nn.Module) -> Way | None:
+    """The way of T5 and its kin with a head by token; None for others, and where the attention may need a mask."""
+    config: Any = model.config
+    if config.model_type not in BIASED or not works_by_token(model) or config._attn_implementation != "sdpa":
+        return None
+    return Way("mixers", tuple(path for path, part in model.named_modules() if type(part).__name__ in BIASED_ATTENTION))
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
