@@ -126,7 +126,8 @@ def build(model_type: str) -> nn.Module:
     values = {name: value for name, value in values.items() if value is not None and (name in known or name in entries)}
     values |= {name: 0.0 for name, value in default.to_dict().items() if "dropout" in name and isinstance(value, float)}
     torch.manual_seed(0)
-    return _AUTO[kind].from_config(type(default)(**values), dtype=torch.float32).train()
+    make: Any = type(default)
+    return _AUTO[kind].from_config(make(**values), dtype=torch.float32).train()
 
 
 def draw(kind: str, longest: int, batch: int, seed: int) -> np.ndarray:

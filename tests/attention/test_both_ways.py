@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ MODELS = {"bert": {}, "modernbert": MODERN, "roberta": {}}
 LENGTHS = (1, 7, 33, 2, 20, 7, 7, 150, 1)
 
 
-def build(name, auto=AutoModelForMaskedLM, implementation="ullage", **more):
+def build(name, auto: Any = AutoModelForMaskedLM, implementation="ullage", **more):
     torch.manual_seed(1)
     known = AutoConfig.for_model(name).to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}

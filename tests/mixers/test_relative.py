@@ -1,6 +1,7 @@
 """T5 on packed pairs against each pair alone: outputs, loss and gradients in float64."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def pairs_of(sizes):
 
 
 def packed(model, pairs, multiple=1):
-    layout = {} if multiple == 1 else {"pad_to_multiple_of": multiple}
+    layout: Any = {} if multiple == 1 else {"pad_to_multiple_of": multiple}
     keywords = RaggedBatch.from_samples([{"input_ids": source} for source, _ in pairs], **layout).to_flattened()
     keywords["labels"] = torch.nested.nested_tensor([target for _, target in pairs], layout=torch.jagged)
     return model(**keywords)

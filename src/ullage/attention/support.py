@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention.calls import holders
+from ullage.attention.heads import works_by_token
 from ullage.errors import InputError
 
 NAME = "ullage"
@@ -358,8 +359,6 @@ def _packs_both_ways(model: nn.Module) -> bool:
 
 def _head(model: nn.Module, name: str) -> str | None:
     """Encoders have heads that look for the first token of each sequence, in a row of which only one is the first."""
-    from ullage.mixers.heads import works_by_token  # at call time: mixers imports this module
-
     is_backbone = getattr(model, "base_model", model) is model and getattr(model, "pooler", None) is None
     if not isinstance(model, PreTrainedModel) or is_backbone or not attends_both_ways(model) or works_by_token(model):
         return None

@@ -180,7 +180,7 @@ class PartForward(Forward):
         if rows.device.type != "cpu" or most <= _CHUNK:
             return self.own(*arguments, **keywords)
         # A copy that shares all parameters, since other threads may run the module.
-        module = copy.copy(self.module)
+        module: Any = copy.copy(self.module)
         module.chunk_size = -(-rows.shape[1] // -(-rows.shape[1] // _CHUNK))
         return type(module).forward(module, *arguments, **keywords)
 
