@@ -247,7 +247,7 @@ class ModelForward(Forward):
             self._shift_targets(row.targets, keywords)
         elif self.way.kind == "whole" or getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             return call_whole(self.module, self.own, row, keywords)
-        row.is_served = self.way.kind == "native"
+        row.is_served = row.is_served or self.way.kind == "native"
         if self.way.both_ways and np.any(row.sources.lengths < row.sources.slots):
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
             bounds = torch.from_numpy(row.sources.with_padding_apart()).to(row.device)
