@@ -156,6 +156,30 @@ def _windowed(
         causal: whether a token sees only those before it.
         options: of scaled dot product attention.
     """
+    query, key, value = (tensor.unflatten(0, (-1, block_size(window))) for tensor in (query, key, value))
+    calls, back_to_row = _block_calls(order, window, causal, query.device)
+    outputs = []
+    for rows, seen, num_seen, mask in calls:
+        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks that it looks at
+        queries = query.index_select(0, rows).transpose(1, 2)
+        keys, values = (
+            tensor.index_select(0, seen).unflatten(0, (-1, num_seen)).flatten(1, 2).transpose(1, 2)
+            for tensor in (key, value)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
+        outputs.append(mixed.transpose(1, 2))
+    # Results came grouped by their reach: return them to the order of the blocks.
+    return torch.cat(outputs).index_select(0, back_to_row).flatten(0, 1)
+
+
+@lru_cache(maxsize=16)
+def _block_calls(
+    order: Arrangement, window: int, causal: bool, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor, int, Tensor]], Tensor]:
+    """Calls of blocks that reach equally far: their places, those of the blocks that each sees, how many, and the mask.
+
+    Beside them the place of each block among the results. The arrangement is the same object in all layers.
+    """
     block = block_size(window)
     # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer
     # blocks, and so near its end.
@@ -166,29 +190,17 @@ def _windowed(
     last = np.arange(len(filled)) + behind
     padded = np.zeros(len(filled), np.int64) if causal else block - filled[last]
     reaches = np.stack([np.minimum(preceding, reach), behind, padded > 0])
-    query, key, value = (tensor.unflatten(0, (-1, block)) for tensor in (query, key, value))
-    # Blocks that reach equally far have the same number of keys and share a call.
-    outputs, places = [], []
+    calls, places = [], []
     for back, front, is_padded in np.unique(reaches, axis=1).T.tolist():
         place = np.flatnonzero((reaches == [[back], [front], [is_padded]]).all(0))
         places.append(place)
         # The blocks of a sequence are neighbours, so a block at place p sees those at p - back, ..., p + front.
-        seen = torch.from_numpy(np.add.outer(place, np.arange(-back, front + 1)).ravel()).to(query.device)
-        rows = torch.from_numpy(place).to(query.device)
-        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks that it looks at
-        queries = query.index_select(0, rows).transpose(1, 2)
-        keys, values = (
-            tensor.index_select(0, seen).unflatten(0, (-1, back + 1 + front)).flatten(1, 2).transpose(1, 2)
-            for tensor in (key, value)
-        )
-        mask = _band(block, back, front, window, causal, query.device)
+        seen = np.add.outer(place, np.arange(-back, front + 1)).ravel()
+        mask = _band(block, back, front, window, causal, device)
         if is_padded:
-            mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(query.device))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
-        outputs.append(mixed.transpose(1, 2))
-    # Results came grouped by their reach: return them to the order of the blocks.
-    back_to_row = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
-    return torch.cat(outputs).index_select(0, back_to_row).flatten(0, 1)
+            mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(device))
+        calls.append((torch.from_numpy(place).to(device), torch.from_numpy(seen).to(device), back + 1 + front, mask))
+    return calls, torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
 
 
 def _following(preceding: np.ndarray) -> np.ndarray:
