@@ -79,6 +79,19 @@ def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
     assert far == {}
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sharded_parameters_are_gathered_equally_often_on_every_rank(padded, tmp_path):
+    """ZeRO 3: rows of other lengths on each rank, an empty one among them. A layer called once more would hang."""
+    families = ["qwen3_next", "nemotron_h", "mamba2", "modernbert", "t5"]
+    cases = [[family, 3, True] for family in families]
+    torchrun(2, packed_models.__file__, tmp_path, json.dumps(cases), timeout=560)
+    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    found = {family: max(packed_models.largest_difference(each, padded(family)) for each in pair)
+             for family, *pair in zip(families, *ranks, strict=True)}  # fmt: skip
+    assert max(found.values()) < 1e-5, found
+
+
 def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):
     """Predictions and labels come back pair by pair, also where an evaluation batch is cut into microbatches."""
     outputs = []
@@ -110,7 +123,7 @@ def test_outputs_come_back_by_sample(tmp_path, family):
         assert np.allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "modernbert"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded, tmp_path, family, caplog):
     model = packed_models.make_model(family)
     model.set_attn_implementation("ullage")

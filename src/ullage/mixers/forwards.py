@@ -131,12 +131,15 @@ class Forward:
 class PartForward(Forward):
     """The forward of a part that mixes tokens: by lengths within a packed call, its own in any other.
 
-    ``is_causal``: whether no token of the part sees a later one, so that sequences may be padded behind.
+    Attributes:
+        is_causal: whether no token of the part sees a later one, so that sequences may be padded behind.
+        in_one_call: whether all sequences share a call, whatever their lengths: ranks that gather sharded parameters in
+            each call have to make equally many.
     """
 
     def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
         super().__init__(module, current)
-        self.is_causal = is_causal
+        self.is_causal, self.in_one_call = is_causal, False
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.current.get() is None:
@@ -155,7 +158,9 @@ class PartForward(Forward):
         if "use_cache" in taken:
             kept["use_cache"] = False
         row.is_served = True
-        groups = row.padded_behind if self.is_causal else row.alike
+        groups = row.alike
+        if self.is_causal:
+            groups = row.in_one_call if self.in_one_call else row.padded_behind
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
             function = self._in_short_chunks if self._chunk_size is not None else self.own

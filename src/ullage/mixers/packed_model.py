@@ -95,6 +95,22 @@ def is_packed(model: nn.Module) -> bool:
     return isinstance(vars(model).get("forward"), ModelForward)
 
 
+def call_equally_often(model: nn.Module) -> bool:
+    """Make a packed model call its layers equally often for every row, where its way allows it; whether it does now.
+
+    Where parameters are sharded, ranks gather them in each call, and would wait for ever for one that makes fewer.
+    """
+    model = bare(model)
+    if not is_packed(model):
+        return True
+    way: Way = vars(model)["forward"].way
+    for path in way.paths if way.kind == "mixers" else ():
+        forward = vars(model.get_submodule(path))["forward"]
+        if isinstance(forward, PartForward):
+            forward.in_one_call = True
+    return way.kind in ("native", "mixers")
+
+
 def _native(model: nn.Module) -> Way | None:
     """The native way, where it is one, with the packed attention in place."""
     # A head of transformers for whole sequences would find one in the row.

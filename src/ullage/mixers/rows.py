@@ -209,6 +209,12 @@ class PackedRow:
         return Calls(self.targets, _alike([self.targets.lengths], self.targets.lengths > 0), self.device)
 
     @cached_property
+    def in_one_call(self) -> Groups:
+        """All sequences in one call, padded behind the shorter ones: as many calls as on every other rank."""
+        there = np.flatnonzero(self.sources.lengths > 0)
+        return Groups(self, [there[np.argsort(self.sources.lengths[there], kind="stable")]])
+
+    @cached_property
     def one_by_one(self) -> Groups:
         """Each sequence in a call of its own."""
         return Groups(self, [np.array([each]) for each in np.flatnonzero(self.sources.lengths > 0)])

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ullage.attention import require_packing
 from ullage.errors import InputError
-from ullage.mixers import is_packed, pack_model
+from ullage.mixers import call_equally_often, pack_model
 
 
 def make_packable(model: nn.Module) -> None:
@@ -28,11 +28,11 @@ def make_packable(model: nn.Module) -> None:
 
 
 def require_equal_calls(model: nn.Module) -> None:
-    """Raise ``InputError`` for a packed model that runs its layers as often as its row has lengths.
+    """Make a packed model call its layers equally often on every rank, where parameters are sharded.
 
-    Where parameters are sharded, ranks gather them in each layer, and would wait for each other for ever.
+    Ranks gather them in each call. Raises ``InputError`` for a model that runs all its layers once per length of a row.
     """
-    if not is_packed(model):
+    if call_equally_often(model):
         return
     way = vars(model)["forward"].way
     raise InputError(
