@@ -71,16 +71,20 @@ def supports_packing(model: nn.Module) -> bool:
     return packing_problem(model) is None
 
 
-def packing_problem(model: nn.Module, *, counts: bool = True) -> str | None:
+def packing_problem(model: nn.Module) -> str | None:
     """The reason why a model cannot be trained on packed rows, in one clause; None if it can. Reads no weights.
-
-    ``counts``: whether the rows count positions from 0, as ``to_flattened`` does, and not from :func:`first_position`.
 
     >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
     """
+    # A forward that names the lengths, its own or that of a packed model, knows where its positions begin.
+    return mixing_problem(model) or (None if _names_lengths(model) else _positions(model))
+
+
+def mixing_problem(model: nn.Module) -> str | None:
+    """The same where rows count positions from :func:`first_position`, and not from 0 as ``to_flattened`` does."""
     name = type(model).__name__
-    names_lengths = "cu_seq_lens_q" in inspect.signature(model.forward).parameters
+    names_lengths = _names_lengths(model)
     config = getattr(model, "config", None)
     # No choice of attention to ask about: the signature has to tell.
     if config is None or not hasattr(config, "_attn_implementation"):
@@ -89,7 +93,11 @@ def packing_problem(model: nn.Module, *, counts: bool = True) -> str | None:
     if names_lengths and not _attention_modules(model):
         return None
     problem = _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name)
-    return problem or _head(model, name) or _parts(model, name) or (_positions(model) if counts else None)
+    return problem or _head(model, name) or _parts(model, name)
+
+
+def _names_lengths(model: nn.Module) -> bool:
+    return "cu_seq_lens_q" in inspect.signature(model.forward).parameters
 
 
 def require_packing(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from ullage.attention.heads import package_of, spans_sequences
 from ullage.attention.support import (
     attends_both_ways,
     first_position,
-    packing_problem,
+    mixing_problem,
     put_in_attention,
     remember_packable,
     take_out_attention,
@@ -116,9 +116,9 @@ def _native(model: nn.Module) -> Way | None:
     # A head of transformers for whole sequences would find one in the row.
     if spans_sequences(model) and package_of(type(model)) != "ullage":
         return None
-    if packing_problem(model, counts=False) is not None:
+    if mixing_problem(model) is not None:
         put_in_attention(model)
-    if packing_problem(model, counts=False) is None:
+    if mixing_problem(model) is None:
         return Way("native", first_position=first_position(model), both_ways=attends_both_ways(model))
     take_out_attention(model)
     return None

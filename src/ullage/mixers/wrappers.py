@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from transformers import PreTrainedModel
 
 from ullage.errors import InputError
 
@@ -16,6 +17,8 @@ def bare(model: nn.Module) -> nn.Module:
 
     One with a learned prompt stays wrapped: its own forward, which lengthens every row, is what has to be fed.
     """
+    if isinstance(model, PreTrainedModel):
+        return model
     module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     return module.base_model.model if _is_adapted(module) and not has_learned_prompt(module) else module
 

@@ -326,7 +326,7 @@ class RaggedTrainerMixin(_Base):
             return
         if isinstance(inputs, PackedBatch):
             number = inputs.numel()
-        elif kind == "all" and not _is_ragged(inputs):
+        elif kind != "non_padding" and not _is_ragged(inputs):  # True, given after the arguments were made, is all
             number = counting.num_elements(inputs, self._reader.main_input)
         else:
             if getattr(self.processing_class, "pad_token_id", None) is None:
