@@ -15,6 +15,7 @@ from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.layout import Layout
 from ullage.mixers import forwards, rows
+from ullage.mixers.ways import HYBRIDS
 from ullage.proofs.catalogue import audit_entry, entries, page
 from ullage.proofs.tiny import tiny_model
 
@@ -174,6 +175,15 @@ def test_plain_transformers_with_positions_is_told_from_plain_transformers_witho
     without = audit(model, pack=False, collate=lambda s: flattened(s, position_ids=None, cu_seq_lens_q=None))
     assert without.verdict == "leak"
     assert without.value("other tokens") > 1e-3
+
+
+@pytest.mark.parametrize("model_type", sorted(HYBRIDS - {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}))
+def test_our_attention_alone_lets_no_hybrid_leak(model_type):
+    """Without pack_model its states would run on from sequence to sequence. Those left out have no attention to ask."""
+    model = tiny_model(model_type, "causal", attn_implementation="ullage")
+    report = audit(model, pack=False)
+    assert report.verdict == "refused", report
+    assert "sequences" in report.reason
 
 
 def test_a_model_whose_sequences_compete_has_a_word_of_its_own():

@@ -334,6 +334,19 @@ def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, 
     assert [message.partition(":")[0] for message in told] == expected
 
 
+def test_true_counts_all_tokens_also_where_the_arguments_got_it_late(tmp_path):
+    mine = Trainer(
+        language_model(),
+        arguments(tmp_path, max_steps=1),
+        data_collator=lambda samples: {name: torch.tensor([s[name] for s in samples]) for name in samples[0]},
+        train_dataset=PADDED,
+        processing_class=Tokenizer(),
+    )
+    mine.args.per_device_train_batch_size, mine.args.include_num_input_tokens_seen = 2, True
+    mine.train()
+    assert mine.state.num_input_tokens_seen == 10
+
+
 def test_a_mapped_stream_is_evaluated(tmp_path):
     """Its columns are not known before it is read."""
     listed = datasets.Dataset.from_list([{"ids": [3, 4, 5, 6][: 2 + i % 3]} for i in range(6)])
