@@ -16,6 +16,7 @@ import ullage
 from ullage import RaggedBatch, pack_model
 from ullage.errors import InputError
 from ullage.mixers import is_packed
+from ullage.mixers.rows import Segments
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -218,6 +219,31 @@ def test_padding_within_a_row_changes_nothing():
         expected = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
         pack_model(model)
         assert near(model(**batch.to_flattened()).logits[0][real], expected), model_type
+
+
+def test_positions_of_ones_own_are_kept():
+    model = tiny_model("gpt_neo", "causal")
+    rows = sequences()
+    own = [torch.arange(len(row)) + 5 for row in rows]
+    expected = torch.cat([model(input_ids=row[None], position_ids=at[None]).logits[0] for row, at in zip(rows, own)])
+    pack_model(model)
+    found = model(**{**packed_row(), "position_ids": torch.cat(own)[None]}).logits[0]
+    assert near(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([0, 1, 0, 0, 1, 2], [2, 3]),  # one token of padding behind the first
+        ([0, 0, 0, 0, 1, 0], [1, 2]),
+        ([0, 1, 2, 0, 1, 2], [3, 3]),
+        ([0, 1, 0, 5, 6, 7], [3, 3]),  # positions of one's own
+        ([0, 2, 0, 0, 1, 2], [3, 3]),
+    ],
+)
+def test_padding_is_told_by_positions_that_count_from_0_and_stay_there(positions, lengths):
+    found = Segments.of(torch.tensor([0, 3, 6]), torch.tensor([positions]), "cu_seq_lens_q")
+    assert found.lengths.tolist() == lengths
 
 
 def test_a_head_for_whole_sequences_gets_each_sequence():

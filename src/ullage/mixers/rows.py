@@ -45,7 +45,10 @@ class Segments:
 
     @classmethod
     def of(cls, cu_seqlens: Any, position_ids: Tensor | None, name: str) -> Segments:
-        """From cumulated lengths. The end of a slot whose positions are all 0 is padding. Waits for the device.
+        """From cumulated lengths. Waits for the device.
+
+        Where positions count from 0 in each slot and then stay at 0, as ``to_flattened`` writes them, those last tokens
+        are padding. Any other positions say nothing of padding.
 
         Raises ``InputError`` for what is no cumulated length.
         """
@@ -58,15 +61,14 @@ class Segments:
                 found=f"shape {list(bounds.shape)}",
                 hint="pass what RaggedBatch.to_flattened() gives",
             )
-        lengths = slots
-        if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == bounds[-1]:
-            # Real tokens count from 0, and padding stays there: the last token that is not at 0, or the first of all.
-            is_real = position_ids[0].detach().cpu().numpy() != 0
-            last = np.zeros(len(slots), np.int64)
-            offset, owner = counting(slots)[is_real], np.repeat(np.arange(len(slots)), slots)[is_real]
-            np.maximum.at(last, owner, offset)
-            lengths = np.minimum(last + 1, slots)
-        return cls(lengths, slots)
+        if position_ids is None or tuple(position_ids.shape) != (1, bounds[-1]):
+            return cls(slots, slots)
+        # A sequence ends with the last token that is not at 0, or with its first.
+        is_real = position_ids[0].detach().cpu().numpy() != 0
+        last = np.zeros(len(slots), np.int64)
+        np.maximum.at(last, np.repeat(np.arange(len(slots)), slots)[is_real], counting(slots)[is_real])
+        found = cls(np.minimum(last + 1, slots), slots)
+        return found if found.counts_as_usual(position_ids) else cls(slots, slots)
 
     @property
     def num_slots(self) -> int:
@@ -238,7 +240,7 @@ class Groups:
         self.sources = Calls(row.sources, members, row.device)
         self.targets = None if row.targets is None else Calls(row.targets, members, row.device)
         # Place of each sequence among those of all calls.
-        self._device, self._order = row.device, np.concatenate([*members, np.zeros(0, np.int64)]).astype(np.int64)
+        self._order = np.concatenate([*members, np.zeros(0, np.int64)]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.members)
