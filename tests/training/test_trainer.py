@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
+import ullage.training
 from tests.support import story
 from ullage import InputError, RaggedBatch, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -345,6 +346,29 @@ def test_true_counts_all_tokens_also_where_the_arguments_got_it_late(tmp_path):
     mine.args.per_device_train_batch_size, mine.args.include_num_input_tokens_seen = 2, True
     mine.train()
     assert mine.state.num_input_tokens_seen == 10
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("n_gpu", [1, 2])
+def test_a_step_is_divided_by_the_number_that_transformers_takes(tmp_path, n_gpu, average):
+    """Also with several GPUs in one process, nn.DataParallel, whose replicas are multiplied or divided, never both."""
+    args = arguments(tmp_path, average_tokens_across_devices=average)
+    assert args.device.type == "cpu"
+    args._n_gpu = n_gpu
+    batch = {"input_ids": torch.ones(4, 6, dtype=torch.int64), "labels": torch.ones(4, 6, dtype=torch.int64)}
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        made = kind(language_model(), args, train_dataset=PADDED)
+        found.append(made._get_num_items_in_batch([batch], args.device))
+    assert torch.equal(torch.as_tensor(found[0]).float(), torch.as_tensor(found[1]).float()), found
+
+
+def test_packing_wants_a_process_per_gpu(tmp_path):
+    args = ullage.training.TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[])
+    assert args.device.type == "cpu"
+    args._n_gpu = 2
+    with pytest.raises(InputError, match=r"found 2 in one process.*torchrun"):
+        Trainer(language_model(), args, train_dataset=PADDED)
 
 
 def test_a_mapped_stream_is_evaluated(tmp_path):

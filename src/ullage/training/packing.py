@@ -113,6 +113,13 @@ class Packer:
                 found=f"columns {self._trainer._signature_columns}",
                 hint="leave packing_capacity out: it trains and evaluates as without the mixin",
             )
+        if args.n_gpu > 1:
+            raise InputError(
+                "packing runs one process per GPU: nn.DataParallel would cut a packed row anywhere",
+                expected="one GPU",
+                found=f"{args.n_gpu} in one process",
+                hint="start the script with torchrun --nproc_per_node",
+            )
         refuse_learned_prompt(self._reader.model)
         if args.gradient_accumulation_steps > 1:
             raise InputError(

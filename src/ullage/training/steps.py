@@ -350,12 +350,14 @@ class StepSource:
         total = labels.sum()
         if int(total) == 0:
             self._meet_an_empty_step()
-        if not self._trainer.args.average_tokens_across_devices:
-            total = labels[self._trainer.args.process_index if self._trainer.args.world_size > 1 else 0]
-        # Trainer averages the losses of nn.DataParallel's replicas, each of which is divided by this number.
-        if self._trainer.args.world_size == 1:
-            total = total // max(self._trainer.args.n_gpu, 1)
-        return total.clamp(min=1)
+        args = self._trainer.args
+        if not args.average_tokens_across_devices:
+            # Trainer averages the losses of nn.DataParallel's replicas, each of which is divided by this number; with
+            # the average over devices it multiplies them by the replicas instead.
+            total = labels[args.process_index if args.world_size > 1 else 0] // max(args.n_gpu, 1)
+        total = total.clamp(min=1)
+        # DataParallel gives each replica a part of every tensor, so each needs the number.
+        return total if args.n_gpu <= 1 else total.unsqueeze(0).expand(args.n_gpu, -1)
 
     # Steps in which no label counts.
 
