@@ -231,6 +231,21 @@ def test_positions_of_ones_own_are_kept():
     assert near(found, expected)
 
 
+def test_positions_that_a_head_counts_through_the_row_do_not_reach_the_backbone():
+    """Frequencies that depend on the largest position would be those of the row."""
+
+    class Counting(type(tiny_model("gpt_neo", "causal"))):
+        def forward(self, input_ids=None, labels=None, **others):
+            positions = torch.arange(input_ids.shape[1])[None].expand(len(input_ids), -1)
+            return super().forward(input_ids=input_ids, labels=labels, position_ids=positions, **others)
+
+    model = tiny_model("gpt_neo", "causal")
+    model.__class__ = Counting
+    expected = alone(model)
+    pack_model(model)
+    assert near(model(**packed_row()).logits[0], expected)
+
+
 @pytest.mark.parametrize(
     ("positions", "lengths"),
     [

@@ -157,6 +157,9 @@ class PartForward(Forward):
         kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
         if "use_cache" in taken:
             kept["use_cache"] = False
+        if not self.is_causal and not row.has_own_positions and kept.get("position_ids") is not None:
+            # A head that counts positions by itself has counted through the row.
+            kept["position_ids"] = None
         row.is_served = True
         groups = row.alike
         if self.is_causal:
@@ -239,6 +242,7 @@ class ModelForward(Forward):
                 found="other position_ids",
                 hint="leave position_ids out",
             )
+        row.has_own_positions = not is_usual
         if hands_lengths_on and "position_ids" in taken:
             keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
         elif not is_usual:

@@ -149,6 +149,8 @@ class PackedRow:
         self.sources, self.targets, self.device = sources, targets, device
         #: Whether a part of the model has run by lengths.
         self.is_served = False
+        #: Whether the caller gave positions that no model counts by itself.
+        self.has_own_positions = False
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], targets: Segments | None = None) -> PackedRow | None:
