@@ -250,6 +250,7 @@ def test_the_command_takes_a_folder_and_its_weights(tmp_path):
         (["gpt2", "--all"], "a model, or --all"),
         (["no_such_type"], "no such text model type"),
         (["gpt2", "--weights"], "a model type has no weights"),
+        (["gpt2", "--output", "models.md"], "the table of --all"),
         (["gpt2", "--kind", "image"], "no such kind of model"),
     ],
 )

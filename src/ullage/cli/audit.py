@@ -44,6 +44,8 @@ def audit(
     if every:
         _audit_all(kind, seed, output, as_json)
         return
+    if output is not None:
+        raise UsageError("--output writes the table of --all", hint="for one model there is --json")
     assert model is not None
     report = _audit_one(
         model,
