@@ -279,7 +279,8 @@ def _show(journey: Journey, page: Path) -> None:
     from ullage.report.journey import HEADINGS
 
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    # 78 columns wide, so that a terminal or a log of 80 cuts no number.
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for heading in HEADINGS[:-1]:
         number = heading in ("tokens/s", "padding", "unused", "imbalance")
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
