@@ -115,7 +115,7 @@ def audit(
             plain transformers with ``position_ids``, or a model that somebody else has packed.
         seed: of the tokens.
 
-    Runs some thirty forwards of up to 40 tokens and seven backwards; leaves weights, gradients, mode and attention of
+    Runs some thirty forwards of up to 40 tokens and two backwards; leaves weights, gradients, mode and attention of
     the model as they were. Raises ``InputError`` for what is no model; a model that leaks is reported, not raised.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
