@@ -14,7 +14,7 @@ from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.layout import Layout
-from ullage.mixers import forwards, rows
+from ullage.mixers import forwards, is_packed, pack_model, rows
 from ullage.mixers.ways import HYBRIDS
 from ullage.proofs.catalogue import audit_entry, entries, page
 from ullage.proofs.tiny import tiny_model
@@ -52,6 +52,18 @@ def test_a_packed_model_is_exact_and_left_as_it_was(model_type, kind):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neo", "qwen3_next"])
+def test_a_model_that_was_packed_before_stays_packed_in_its_modes(model_type):
+    model = tiny_model(model_type, "causal").train()
+    frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding)).eval()
+    packed = pack_model(model)
+    assert audit(model).passed
+    assert is_packed(model)
+    assert (model.training, frozen.training) == (True, False)
+    packed.undo()
+    assert not is_packed(model)
 
 
 # Ten leaks, planted on purpose.

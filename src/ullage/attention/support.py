@@ -149,6 +149,11 @@ def take_out_attention(model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
 
 
+def is_attention_put_in(model: nn.Module) -> bool:
+    """Whether :func:`put_in_attention` has given a model our attention in the place of another."""
+    return any(isinstance(config._attn_implementation, _InPlaceOf) for _, config in _configs(model))
+
+
 def remember_packable(model: nn.Module) -> None:
     """Note that the attention of this model may take packed rows: what its support cannot see was seen to elsewhere."""
     limits = row_limits(model)

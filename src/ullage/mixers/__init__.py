@@ -7,6 +7,6 @@ gets alone, and returns a handle to undo it.
 from __future__ import annotations
 
 from ullage.mixers.packed_model import PackedModel, call_equally_often, is_packed, pack_model
-from ullage.mixers.ways import Way
+from ullage.mixers.ways import CompetingSequences, Way
 
-__all__ = ["PackedModel", "Way", "call_equally_often", "is_packed", "pack_model"]
+__all__ = ["CompetingSequences", "PackedModel", "Way", "call_equally_often", "is_packed", "pack_model"]

@@ -13,6 +13,7 @@ from ullage.attention.heads import package_of, spans_sequences
 from ullage.attention.support import (
     attends_both_ways,
     first_position,
+    is_attention_put_in,
     mixing_problem,
     put_in_attention,
     remember_packable,
@@ -79,8 +80,9 @@ def pack_model(model: nn.Module) -> PackedModel:
     """
     model = bare(model)
     refuse_learned_prompt(model)
-    if is_packed(model):
-        return PackedModel(model, vars(model)["forward"].way)
+    forward = vars(model).get("forward")
+    if isinstance(forward, ModelForward):
+        return PackedModel(model, forward.way)
     way = _native(model)
     if way is None:
         way = way_by_lengths(model)
@@ -90,9 +92,9 @@ def pack_model(model: nn.Module) -> PackedModel:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether :func:`pack_model` has given this model, or the one that it wraps, another forward."""
+    """Whether :func:`pack_model` has given this model, or the one that it wraps, another forward or attention."""
     model = bare(model)
-    return isinstance(vars(model).get("forward"), ModelForward)
+    return isinstance(vars(model).get("forward"), ModelForward) or is_attention_put_in(model)
 
 
 def call_equally_often(model: nn.Module) -> bool:
@@ -101,14 +103,14 @@ def call_equally_often(model: nn.Module) -> bool:
     Where parameters are sharded, ranks gather them in each call, and would wait for ever for one that makes fewer.
     """
     model = bare(model)
-    if not is_packed(model):
+    forward = vars(model).get("forward")
+    if not isinstance(forward, ModelForward):
         return True
-    way: Way = vars(model)["forward"].way
-    for path in way.paths if way.kind == "mixers" else ():
-        forward = vars(model.get_submodule(path))["forward"]
-        if isinstance(forward, PartForward):
-            forward.in_one_call = True
-    return way.kind in ("native", "mixers")
+    for path in forward.way.paths if forward.way.kind == "mixers" else ():
+        part = vars(model.get_submodule(path))["forward"]
+        if isinstance(part, PartForward):
+            part.in_one_call = True
+    return forward.way.kind in ("native", "mixers")
 
 
 def _native(model: nn.Module) -> Way | None:

@@ -61,6 +61,10 @@ _RANDOM = {
 }
 
 
+class CompetingSequences(InputError):
+    """The sequences of one batch compete by design, so that no batch of them equals each alone."""
+
+
 @dataclass(frozen=True)
 class Way:
     """How a model keeps sequences apart.
@@ -91,7 +95,7 @@ class Way:
 def way_by_lengths(model: nn.Module) -> Way:
     """The way of a model whose attention alone does not keep sequences apart. Reads no weights.
 
-    Raises ``InputError`` for a model whose sequences compete, with the path of the part in which they do.
+    Raises ``CompetingSequences`` for a model whose sequences compete, with the path of the part in which they do.
     """
     require_independent_rows(model)
     config: Any = getattr(model, "config", None)
@@ -125,7 +129,7 @@ def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def require_independent_rows(model: nn.Module) -> None:
-    """Raise ``InputError`` for a model in which the sequences of one batch compete, with the path of the part."""
+    """Raise ``CompetingSequences`` for a model in which those of one batch compete, with the path of the part."""
     config: Any = getattr(model, "config", None)
     reason = _RANDOM.get(getattr(config, "model_type", None) or "")
     if reason is not None:
@@ -152,8 +156,8 @@ def _config(module: nn.Module) -> Any:
     return getattr(module, "config", None)
 
 
-def _competes(where: str, reason: str) -> InputError:
-    return InputError(
+def _competes(where: str, reason: str) -> CompetingSequences:
+    return CompetingSequences(
         f"the sequences of this model compete: it {reason}",
         where=where,
         hint="no batch of it equals its sequences alone; train it unpacked, with a padding collator",

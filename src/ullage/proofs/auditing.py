@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.mixers import pack_model
+from ullage.mixers import CompetingSequences, is_packed, pack_model
 from ullage.proofs.samples import Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
@@ -127,15 +127,15 @@ def audit(
     report = Audit(getattr(config, "model_type", None) or type(model).__name__, type(model).__name__)
     parameter = next(model.parameters(), None)
     report.device = "cpu" if parameter is None else str(parameter.device)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    handle = None
+    handle, was_packed = None, is_packed(model)
     try:
         if pack:
             try:
                 handle = pack_model(model)
             except InputError as error:
-                report.verdict = "competes" if "compete" in str(error) else "refused"
+                report.verdict = "competes" if isinstance(error, CompetingSequences) else "refused"
                 report.reason = str(error)
                 return report
             report.way = str(handle.way)
@@ -146,8 +146,9 @@ def audit(
             report.verdict, report.reason = "refused", " ".join(f"{type(error).__name__}: {error}".split())
             return report
     finally:
-        model.train(training)
-        if handle is not None:
+        for module, mode in modes:
+            module.training = mode
+        if handle is not None and not was_packed:
             handle.undo()
     if not all(check.passed for check in report.checks):
         report.verdict = "leak" if any(check.leaks and not check.passed for check in report.checks) else "differs"
