@@ -25,6 +25,11 @@ LABEL_NAMES = ("labels", "shift_labels")
 ALIGNMENT = 16
 
 
+def is_target(name: str) -> bool:
+    """Whether a field of an encoder-decoder's batch belongs to its targets; the others belong to its sources."""
+    return name == "labels" or name.startswith("decoder_")
+
+
 def fill_value(name: str, dtype: torch.dtype) -> int:
     """The value of padding in a field: -100 in labels whose dtype has such a number, 0 elsewhere."""
     return IGNORED_LABEL if name in LABEL_NAMES and dtype.is_signed else 0

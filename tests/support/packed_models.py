@@ -10,7 +10,7 @@ import sys
 import torch
 import transformers as hf
 
-from tests.support.packing_script import zero
+from tests.support.packing_script import leave, zero
 from ullage.training import (
     RaggedCollator,
     Seq2SeqCollator,
@@ -227,11 +227,7 @@ def largest_difference(found, expected):
 
 def main():
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    results = [run(family, folder, stage, packed) for family, stage, packed in cases]
-    with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
-        json.dump(results, file)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave(folder, [run(family, folder, stage, packed) for family, stage, packed in cases])
 
 
 if __name__ == "__main__":

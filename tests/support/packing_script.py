@@ -183,6 +183,11 @@ def run_or_fail(name, folder, stage, **options):
 def main():
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
     results = [run_or_fail(name, folder, stage, **options) for name, stage, options in cases]
+    leave(folder, results)
+
+
+def leave(folder, results):
+    """Write this rank's results and end its process group."""
     with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
         json.dump(results, file)
     if torch.distributed.is_initialized():

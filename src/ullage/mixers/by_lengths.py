@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ullage.errors import InputError
 from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, Calls, Groups, PackedRow
+from ullage.schema import is_target
 
 #: Fields of images, videos and audio.
 _OTHER_MEDIA = re.compile(r"pixel_|image_|images|video|input_features|audio_|input_values")
@@ -93,8 +94,7 @@ def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list
 
 
 def _calls_of(name: str, groups: Groups) -> Calls:
-    is_target = groups.targets is not None and (name == "labels" or name.startswith("decoder_"))
-    return groups.targets if is_target and groups.targets is not None else groups.sources
+    return groups.targets if groups.targets is not None and is_target(name) else groups.sources
 
 
 def join_outputs(

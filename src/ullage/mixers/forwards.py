@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -113,6 +113,13 @@ class Forward:
         return self.before or functools.partial(type(self.module).forward, self.module)
 
     @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the module's own forward."""
+        if self.before is not None:
+            return inspect.signature(self.before).parameters
+        return _parameters(type(self.module).forward)
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own)
 
@@ -126,6 +133,12 @@ class Forward:
         for name, value in vars(self).items():
             setattr(other, name, copy.deepcopy(value, memo))
         return other
+
+
+@functools.lru_cache(maxsize=512)
+def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a method without ``self``, read once, because every layer of every forward asks."""
+    return dict(list(inspect.signature(method).parameters.items())[1:])
 
 
 class PartForward(Forward):
@@ -150,7 +163,7 @@ class PartForward(Forward):
     def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         row = self.current.get()
         assert row is not None
-        taken = inspect.signature(self.own).parameters
+        taken = self.parameters
         if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values()):
             keywords, arguments = {**dict(zip(taken, arguments)), **keywords}, ()
         kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
@@ -224,7 +237,7 @@ class ModelForward(Forward):
     # The model inside is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
     def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        taken = inspect.signature(self.own).parameters
+        taken = self.parameters
         keywords = {**dict(zip(taken, arguments)), **keywords}
         targets = _targets_as_rows(keywords)
         row = PackedRow.of(keywords, targets)

@@ -92,7 +92,7 @@ class Samples:
 
     def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
         """The row with other tokens in one sequence, of the same length."""
-        other = replace_seed(self).draw([len(sample.input_ids) for sample in row])[place]
+        other = self._again(self.seed + 1).draw([len(sample.input_ids) for sample in row])[place]
         labels = other.labels if self.is_encoder_decoder else row[place].labels
         return [*row[:place], replace(other, labels=labels), *row[place + 1 :]]
 
@@ -217,15 +217,15 @@ class Samples:
         weights = copy.deepcopy(self.model.state_dict())
         self.model.double()
         try:
-            yield self._again()
+            yield self._again(self.seed)
         finally:
             for config, implementation in experts:
                 config._experts_implementation = implementation
             self.model.to(self.dtype)
             self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
 
-    def _again(self) -> Samples:
-        again = Samples(self.model, self.collate, self.seed)
+    def _again(self, seed: int) -> Samples:
+        again = Samples(self.model, self.collate, seed)
         again.has_loss = self.has_loss
         return again
 
@@ -259,11 +259,6 @@ class Samples:
         import inspect
 
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
-
-
-def replace_seed(samples: Samples) -> Samples:
-    """The same model's samples of another seed."""
-    return Samples(samples.model, samples.collate, samples.seed + 1)
 
 
 def _embedding(model: nn.Module) -> nn.Module:

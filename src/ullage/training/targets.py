@@ -14,7 +14,7 @@ from torch import Tensor
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout, ranges
-from ullage.schema import fill_value, holding_ignored
+from ullage.schema import fill_value, holding_ignored, is_target
 
 #: The field of a joined batch with the tokens of each target.
 TARGET_LENGTH = "ullage_target_length"
@@ -27,7 +27,7 @@ def target_names(batch: RaggedBatch) -> list[str]:
     """
     names = [name for name in batch.per_sequence if batch[name].is_nested]
     for name in names:
-        if not _is_target(name):
+        if not is_target(name):
             raise InputError(
                 "only targets have lengths of their own beside the sources",
                 where=f"field {name!r}",
@@ -57,16 +57,16 @@ def joined(batch: RaggedBatch) -> RaggedBatch:
     there = {False: ranges(layout.starts, sources), True: ranges(layout.starts + sources, targets)}
     values: dict[str, Tensor] = {}
     for name in batch.names:
-        is_target = name in names
-        if name in batch.per_sequence and not is_target:
+        is_behind = name in names
+        if name in batch.per_sequence and not is_behind:
             values[name] = batch[name]
             continue
         tokens = (
-            torch.cat(batch[name].unbind()) if is_target else batch[name][torch.from_numpy(batch.layout.token_index())]
+            torch.cat(batch[name].unbind()) if is_behind else batch[name][torch.from_numpy(batch.layout.token_index())]
         )
         tokens = holding_ignored(tokens) if name == "labels" else tokens
         row = tokens.new_full((layout.size, *tokens.shape[1:]), fill_value(name, tokens.dtype))
-        values[name] = row.index_copy(0, torch.from_numpy(there[is_target]), tokens)
+        values[name] = row.index_copy(0, torch.from_numpy(there[is_behind]), tokens)
     values[TARGET_LENGTH] = torch.from_numpy(targets)
     whole = [name for name in batch.per_sequence if name not in names]
     return RaggedBatch(values, layout, (*whole, TARGET_LENGTH))
@@ -85,7 +85,7 @@ def apart(batch: RaggedBatch) -> RaggedBatch:
         if name in batch.per_sequence:
             values[name] = batch[name]
             whole.append(name)
-        elif _is_target(name):
+        elif is_target(name):
             tokens = batch[name][torch.from_numpy(ranges(starts + sources, targets))]
             values[name] = torch.nested.nested_tensor_from_jagged(tokens, offsets)
             whole.append(name)
@@ -104,10 +104,6 @@ def pair_of_one(batch: RaggedBatch, *, label: int) -> RaggedBatch:
             values[name].fill_(label)
     values[TARGET_LENGTH].fill_(1)
     return RaggedBatch(values, Layout([2]), batch.per_sequence)
-
-
-def _is_target(name: str) -> bool:
-    return name == "labels" or name.startswith("decoder_")
 
 
 def _lengths(rows: Tensor) -> Int64:
