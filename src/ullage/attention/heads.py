@@ -85,6 +85,12 @@ def loss_divides_by_count(model: nn.Module) -> bool:
     )
 
 
+def loss_author(model: nn.Module) -> tuple[type, set[str]]:
+    """The class whose ``forward`` computes the loss of a model, and the names that this ``forward`` refers to."""
+    author = _author_of_loss(model)
+    return author, _words_of_forward(author)[0]
+
+
 def _author_of_forward(model: nn.Module) -> type:
     return next(each for each in type(model).__mro__ if "forward" in vars(each))
 

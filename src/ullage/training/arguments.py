@@ -15,6 +15,9 @@ from accelerate.utils import DistributedType
 
 from ullage.errors import InputError
 
+#: What ``packing_loss_weighting`` may be, beside the name of a field.
+WEIGHTINGS = ("token", "sequence")
+
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
@@ -35,6 +38,13 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     packing_oversize: str = field(
         default="error", metadata={"help": "A sequence longer than the capacity: error, truncate or drop."}
+    )
+    packing_loss_weighting: str = field(
+        default="token",
+        metadata={
+            "help": "What counts the same in the loss of a packed step: each label (token), each sequence's mean "
+            "(sequence); or the samples' field with a weight per sequence."
+        },
     )
     packing_coalesce_gradients: bool = field(
         default=True,
@@ -132,7 +142,15 @@ class PackingOptions:
     def of(cls, arguments: Any) -> PackingOptions | None:
         """The options, or None where the arguments do not ask for packing. Raises ``InputError`` for bad ones."""
         capacity = getattr(arguments, "packing_capacity", None)
+        weighting = getattr(arguments, "packing_loss_weighting", "token")
         if capacity is None:
+            if weighting != "token":
+                raise InputError(
+                    "packing_loss_weighting is an argument of packing",
+                    expected="'token', or a packing_capacity",
+                    found=repr(weighting),
+                    hint="set packing_capacity too",
+                )
             return None
         if capacity <= 0:
             raise InputError(
@@ -147,6 +165,12 @@ class PackingOptions:
             arguments.packing_coalesce_gradients,
             peak_flops_of(arguments),
         )
+
+
+def weight_field(arguments: Any) -> str | None:
+    """The samples' field that holds the weight of each sequence; None where none is asked for."""
+    word = getattr(arguments, "packing_loss_weighting", "token")
+    return None if word in WEIGHTINGS else word
 
 
 def peak_flops_of(arguments: Any) -> float | None:

@@ -38,6 +38,7 @@ _SAME = (
     "packing_capacity",
     "packing_plan_strategy",
     "packing_oversize",
+    "packing_loss_weighting",
     "empty_step",
 )
 #: Samples at either end whose lengths are compared.

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,32 +35,11 @@ from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.losses import Division, division_of
 from ullage.training.packable import make_packable, refuse_truncation, require_equal_calls
+from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
+from ullage.training.sequence_weights import SequenceWeigher
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """This rank's part of a global batch.
-
-    Attributes:
-        microbatches: as many as the plan has, the same number on every rank; some may be empty. Those of an
-            encoder-decoder have each target behind its source (:mod:`ullage.training.targets`).
-        plan: of the global batch, the same on every rank.
-    """
-
-    microbatches: tuple[RaggedBatch, ...]
-    plan: Plan
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens of the global batch, without what the plan drops or truncates."""
-        return int(self.plan.lengths.sum())
-
-    def numel(self) -> int:
-        """Real tokens of this rank's microbatches."""
-        return sum(microbatch.numel() for microbatch in self.microbatches)
 
 
 class Packer:
@@ -80,6 +58,7 @@ class Packer:
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
+        self.weigher = SequenceWeigher(trainer, reader)
 
     @property
     def options(self) -> PackingOptions | None:
@@ -131,6 +110,7 @@ class Packer:
             )
         refuse_truncation(self._reader.model, options.oversize)
         make_packable(self._reader.model)
+        self.weigher.require_weighable()
         if self._meets_every_microbatch:
             require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
@@ -228,6 +208,7 @@ class Packer:
                 number = 1 / (share * accelerator.num_processes) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 batch = targets.apart(self._runnable(inputs, microbatch, division))
+                self.weigher.begin(batch, inputs.weight)
                 with self._deferred(model, k < last):
                     losses.append(run(model, batch, count if division == "sum" else None))
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
@@ -239,9 +220,10 @@ class Packer:
         if self._divided is None:
             first, name = batch.microbatches[0], self._reader.label_name
             by_token = name is not None and name in first and name not in first.per_sequence
+            self.weigher.require_weighable()  # the model may be another than the trainer was made with
             self._divided, warning = division_of(
                 self._trainer,
-                divides_by_count=self._reader.divides_by_count,
+                divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
                 labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
@@ -278,6 +260,7 @@ class Packer:
             yield
         finally:
             trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self.weigher.end()
             del trainer.loss_is_scaled_for_ga
             if before is not None:
                 trainer.loss_is_scaled_for_ga = before
@@ -360,10 +343,11 @@ class Packer:
     def _auxiliary_factor(self) -> float | None:
         return getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
 
-    def weigh_auxiliary(self, loss: Tensor, outputs: Any) -> Tensor:
+    def weigh_auxiliary(self, loss: Tensor, outputs: Any, *, included: bool = True) -> Tensor:
         """Weigh the auxiliary loss that a model adds (experts' balance), a mean over tokens, by its share of the step.
 
-        ``loss``: as ``compute_loss`` returns it. ``outputs``: of the model, with ``aux_loss``.
+        ``loss``: as ``compute_loss`` returns it. ``outputs``: of the model, with ``aux_loss``. ``included``: whether it
+        is in the loss already.
         """
         auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         factor = self._auxiliary_factor
@@ -372,7 +356,7 @@ class Packer:
         # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
         # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
         ranks = self._trainer.accelerator.num_processes
-        return loss - (1 - self._share_of_step) * factor * ranks * auxiliary.to(loss.device)
+        return loss + (self._share_of_step - included) * factor * ranks * auxiliary.to(loss.device)
 
     # Evaluation.
 

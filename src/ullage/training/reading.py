@@ -22,6 +22,7 @@ from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
+from ullage.training.arguments import weight_field
 from ullage.training.collators import RaggedCollator, Seq2SeqCollator
 from ullage.training.losses import defining_class
 
@@ -117,7 +118,12 @@ class BatchReader:
         return self._form
 
     def columns(self, chosen: list[str]) -> list[str]:
-        """The columns that the trainer chose, with the model's own where transformers read a wrapper's forward."""
+        """The columns that the trainer chose, with the model's own where transformers read a wrapper's forward.
+
+        A field of weights is kept too.
+        """
+        field = weight_field(self._trainer.args)
+        chosen = chosen if field is None or field in chosen else [*chosen, field]
         inspected = unwrap_peft_model(self._trainer.model)
         if self.model in (self._trainer.model, inspected):
             return chosen
@@ -138,9 +144,11 @@ class BatchReader:
         """The batch on the device, as keywords of the model, in a dict of its own.
 
         A trainer that makes its own inputs of a batch (``prepare``) gets its batches as they are, and ragged ones as
-        keywords.
+        keywords. A field of weights is ours: no model sees it.
         """
         if isinstance(inputs, RaggedBatch):
+            field = weight_field(self._trainer.args)
+            inputs = inputs.select(name for name in inputs.names if name != field)
             keywords = forms.keywords_of(
                 self._trainer._prepare_input(inputs), self.form, shifts=self.shifts, pad_token_id=self.pad_token_id
             )

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from ullage.training.indices import SampleIndices
 from ullage.training.metering import TokenMeter
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.step_counts import StepCounts
 from ullage.training.stopping import StopFlag
 
 _logger = logging.getLogger(__name__)
@@ -68,21 +70,6 @@ class Epoch:
     @classmethod
     def of(cls, ranks: int) -> Epoch:
         return cls(np.zeros(ranks, np.int64), np.ones(ranks, bool))
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Counts of a step from every rank.
-
-    Attributes:
-        labels: [ranks], label elements that count, on the device.
-        batches: [ranks], batches drawn, on the host.
-        complete: whether every batch of every rank has labels.
-    """
-
-    labels: Tensor
-    batches: Int64
-    complete: bool
 
 
 class StepSource:
@@ -213,6 +200,7 @@ class StepSource:
             )
         try:
             self._reader.require_ids(batch)
+            self._packer.weigher.require_weights(batch)
             if options is not None and options.oversize == "error":
                 counting.require_capacity(batch, options.capacity)
         except counting.SampleError as error:
@@ -283,10 +271,10 @@ class StepSource:
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
         # labels to look for.
-        labels, complete = torch.stack([met.labels for met in meetings]).sum(0), all(met.complete for met in meetings)
-        if complete and (statistics.num_dropped or statistics.num_truncated):
-            labels = self._count_together([batch for batch in packed.microbatches if len(batch)], device).labels
-        return [packed], self._num_items(labels, complete)
+        counts = StepCounts.sum(meetings)
+        if counts.complete and (statistics.num_dropped or statistics.num_truncated):
+            counts = self._count_together([batch for batch in packed.microbatches if len(batch)], device)
+        return [replace(packed, weight=counts.weight)], self._num_items(counts.labels, counts.complete)
 
     # Counting together.
 
@@ -310,24 +298,27 @@ class StepSource:
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
     def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> StepCounts:
-        """One reduction of five integers; waits for the device. Raises on every rank if one has a problem."""
+        """One reduction of six integers; waits for the device. Raises on every rank if one has a problem."""
         counts: list[int] = []
+        weight, weigher = 0.0, self._packer.weigher
         if problem is None:
             try:
-                found = [self._reader.label_elements(batch) for batch in batches]
-                counts = [int(counting.count_labels(elements)) for elements in found if elements is not None]
+                if weigher.is_on:
+                    weighed = [weigher.weigh(batch) for batch in batches]
+                    counts, weight = [each.num_labels for each in weighed], math.fsum(each.total for each in weighed)
+                else:
+                    found = [self._reader.label_elements(batch) for batch in batches]
+                    counts = [int(counting.count_labels(elements)) for elements in found if elements is not None]
             except Exception as error:
                 problem = error
+        # Everything the ranks must know before a step travels in this one gather.
         complete = len(counts) == len(batches)
-        # Everything the ranks must know before a step travels in this one gather. The row [5] of each rank: labels,
-        # whether every batch has labels, whether it failed, batches drawn, and the signal it was asked to stop by.
-        mine = [sum(counts), int(complete), int(problem is not None), len(batches), int(self._stop.requested)]
-        ranks = self._gathered(mine, device)
-        _, all_complete, failed, drawn, stops = ranks.cpu().numpy().T
-        self._stop.agreed = int(stops.max())
-        if failed.any():  # only then do the ranks meet again, to hear of the error
+        mine = StepCounts.row(sum(counts), complete, problem, len(batches), int(self._stop.requested), weight)
+        met = StepCounts.of(self._gathered(mine, device))
+        self._stop.agreed = met.stop
+        if met.failed:  # only then do the ranks meet again, to hear of the error
             agree(problem, Axis.world(), "reading its batches")
-        return StepCounts(ranks[:, 0], drawn, bool(all_complete.all()))
+        return met
 
     def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
         """Integers of every rank, [ranks, n], on the device."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ullage.training import counting
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.weighable import kind_of_loss
+from ullage.training.weighted_losses import weighted_sequence_loss, weighted_token_loss
 
 
 class LossRule:
@@ -42,6 +44,8 @@ class LossRule:
             num_items_in_batch: labels that count in the step, over all ranks; None where none were counted.
         """
         inputs = self._with_decoder_inputs(inputs)
+        if self._packer.weigher.labels is not None:
+            return self._by_weights(model, inputs, return_outputs, self._packer.weigher.labels)
         if num_items_in_batch is not None and not self._reader.divides_by_count:
             if self._trainer.loss_is_scaled_for_ga is not False:
                 return self._mean_by_share(compute, model, inputs, return_outputs, num_items_in_batch)
@@ -52,6 +56,28 @@ class LossRule:
             return result
         loss, outputs = result
         loss = self._packer.weigh_auxiliary(loss, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _by_weights(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, weights: Tensor) -> Any:
+        """The loss of a packed microbatch whose labels have weights of their own, which sum up to one over the step.
+
+        ``weights``: one per label element of the inputs; the others are those of :meth:`compute`.
+        """
+        head, name = self._reader.model, self._reader.label_name
+        assert name is not None
+        labels = inputs[name]
+        # Given labels, the model would compute a loss of its own; what it says besides is asked for as ever.
+        outputs = model(**{key: value for key, value in inputs.items() if key not in (name, "shift_labels")})
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if kind_of_loss(head) == "sequence":
+            loss = weighted_sequence_loss(logits, labels, weights, head.config)
+        elif "shift_labels" in inputs:
+            loss = weighted_token_loss(logits, inputs["shift_labels"], weights, shifts=False)
+        else:
+            loss = weighted_token_loss(logits, labels, weights, shifts=bool(self._reader.shifts))
+        # Reducing gradients divides by the ranks.
+        loss = loss * self._trainer.accelerator.num_processes
+        loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
         return (loss, outputs) if return_outputs else loss
 
     def _mean_by_share(
@@ -87,6 +113,7 @@ class LossRule:
         labels = counting.value_of(inputs, "labels")
         shift = getattr(self._reader.model, "prepare_decoder_input_ids_from_labels", None)
         taken = self._trainer.compute_loss_func is not None or self._trainer.label_smoother is not None
+        taken = taken or self._packer.weigher.labels is not None
         if not taken or shift is None or not isinstance(labels, Tensor) or "decoder_input_ids" in inputs:
             return inputs
         bounds = inputs.get("decoder_cu_seq_lens_q")

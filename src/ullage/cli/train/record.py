@@ -44,6 +44,7 @@ _DECIDING = (
     "packing_capacity",
     "packing_plan_strategy",
     "packing_oversize",
+    "packing_loss_weighting",
     "world_size",
 )
 #: Not numbers, but what a person who continues a run expects to stay as it was.

@@ -56,6 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_steps": (1,),
     "dataloader_drop_last": (False,),
     "empty_step": ("warn",),
+    "packing_loss_weighting": ("token",),
 }
 
 

@@ -1,0 +1,34 @@
+"""A rank's part of a packed step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ullage.batch import RaggedBatch
+from ullage.planning import Plan
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """This rank's part of a global batch.
+
+    Attributes:
+        microbatches: as many as the plan has, the same number on every rank; some may be empty. Those of an
+            encoder-decoder have each target behind its source (:mod:`ullage.training.targets`).
+        plan: of the global batch, the same on every rank.
+        weight: sum of the weights of the global batch's sequences (:mod:`ullage.training.sequence_weights`); 0 where
+            none are weighed.
+    """
+
+    microbatches: tuple[RaggedBatch, ...]
+    plan: Plan
+    weight: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the global batch, without what the plan drops or truncates."""
+        return int(self.plan.lengths.sum())
+
+    def numel(self) -> int:
+        """Real tokens of this rank's microbatches."""
+        return sum(microbatch.numel() for microbatch in self.microbatches)
