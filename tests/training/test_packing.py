@@ -14,7 +14,7 @@ from ullage import CheckpointError, InputError, RaggedBatch
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments, forms
+from ullage.training import Trainer, TrainingArguments, forms
 
 
 def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
@@ -240,17 +240,6 @@ def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):
     message = r"a learned prompt cannot be packed: .* \(PeftModelForCausalLM\): expected an adapter in the layers .*, such as LoRA"
     with pytest.raises(InputError, match=message):
         Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[]))
-
-
-def test_a_collator_that_does_not_know_its_sequences_is_refused(tmp_path):
-    trainer = packing_script.make_trainer("llama", str(tmp_path))
-    for collator in (PackedSequenceCollator("input_ids"), RaggedCollator(True, "input_ids")):
-        trainer.data_collator = collator
-        with pytest.raises(
-            InputError,
-            match="packing needs batches that know their sequences: expected a collator that gives a RaggedBatch",
-        ):
-            trainer.train()
 
 
 def test_packed_training_resumes_exactly(tmp_path):

@@ -8,6 +8,7 @@ rank travels with that reduction, so every rank raises; where ranks also meet af
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +84,9 @@ class Evaluator:
         trainer.callback_handler.eval_dataloader = dataloader
 
         def evaluate(inputs: Any) -> None:
+            if self._packer.options is not None:
+                with contextlib.suppress(InputError):  # what does not tell its sequences is evaluated as it is
+                    inputs = self._reader.as_ragged(inputs)
             for microbatch in self._packer.within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
                 self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)

@@ -24,6 +24,7 @@ from ullage.movement import to_device
 from ullage.training import counting, forms
 from ullage.training.arguments import weight_field
 from ullage.training.collators import RaggedCollator, Seq2SeqCollator
+from ullage.training.drawn import as_ragged
 from ullage.training.losses import defining_class
 
 
@@ -104,11 +105,20 @@ class BatchReader:
         return bool(self._trainer.model_accepts_loss_kwargs) and loss_divides_by_count(self.model)
 
     @property
+    def takes_pairs(self) -> bool:
+        """Whether the model is an encoder-decoder, whose samples are a source and a target."""
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    @property
     def default_collator(self) -> Any:
         """The collator of packed training that was given none: labels are the ids only where the loss shifts them."""
-        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+        if self.takes_pairs:
             return Seq2SeqCollator()
         return RaggedCollator(labels_from=None if self.shifts is False else "input_ids")
+
+    def as_ragged(self, batch: Any) -> RaggedBatch:
+        """A batch of any collator that knows its sequences (:func:`ullage.training.drawn.as_ragged`)."""
+        return as_ragged(batch, self.main_input, pairs=self.takes_pairs)
 
     @property
     def form(self) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
-from ullage.errors import InputError, TrainingError
+from ullage.errors import TrainingError
 from ullage.exchange.source import deal
 from ullage.layout import Int64
 from ullage.ranks import Axis, agree
@@ -176,7 +176,8 @@ class StepSource:
             for _ in itertools.islice(iterator, epoch.ahead):
                 epoch.recorded += 1
             epoch.ahead = 0
-            for batch in itertools.islice(iterator, number):
+            for drawn in itertools.islice(iterator, number):
+                batch = drawn if self._packer.options is None else self._reader.as_ragged(drawn)
                 batches.append(batch)
                 # The indices of skipped batches come first; the last ones popped are those of this batch.
                 indices = None
@@ -191,13 +192,6 @@ class StepSource:
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
         options = self._packer.options
-        if options is not None and not isinstance(batch, RaggedBatch):
-            raise InputError(
-                "packing needs batches that know their sequences",
-                expected="a collator that gives a RaggedBatch",
-                found=type(batch).__name__,
-                hint="use RaggedCollator()",
-            )
         try:
             self._reader.require_ids(batch)
             self._packer.weigher.require_weights(batch)

@@ -1,0 +1,226 @@
+"""Batches of others' collators under packing: the same sequences, losses and gradients as RaggedCollator's."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    default_data_collator,
+)
+
+from tests.support import packing_script
+from ullage import InputError, RaggedBatch
+from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
+from ullage.training.drawn import as_ragged
+
+#: One token, a sequence that fills a microbatch, and what lies between.
+LENGTHS = [1, 128, 5, 1, 77, 128, 1, 2, 30, 64, 1, 3]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = {"<pad>": 0, **{f"w{i}": i for i in range(1, packing_script.VOCAB)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", mask_token="w2")
+
+
+def trls(**options):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Collator
+
+    return Collator(pad_token_id=0, **options)
+
+
+COLLATORS = {
+    "flattening": lambda tokenizer: DataCollatorWithFlattening(),
+    "flattening, bounds": lambda tokenizer: DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+    "flattening, bounds alone": lambda tokenizer: DataCollatorWithFlattening(
+        return_position_ids=False, return_flash_attn_kwargs=True
+    ),
+    "flattening, indices alone": lambda tokenizer: DataCollatorWithFlattening(
+        return_position_ids=False, return_seq_idx=True
+    ),
+    "flattening, all": lambda tokenizer: DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+    "flattening, arrays": lambda tokenizer: DataCollatorWithFlattening(return_tensors="np"),
+    "flattening, another separator": lambda tokenizer: DataCollatorWithFlattening(separator_id=2),
+    "flattening, positions from 2": lambda tokenizer: DataCollatorWithFlattening(position_ids_start=2),
+    "ours, flattened": lambda tokenizer: RaggedCollator(True, "input_ids"),
+    "TRL's, padding free": lambda tokenizer: trls(padding_free=True),
+    "TRL's": lambda tokenizer: trls(),
+    "TRL's, positions": lambda tokenizer: trls(return_position_ids=True, pad_to_multiple_of=16),
+    "language modelling": lambda tokenizer: DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    "padded on the left": lambda tokenizer: DataCollatorForSeq2Seq(tokenizer_on_the_left(tokenizer)),
+}
+
+
+def tokenizer_on_the_left(tokenizer):
+    import copy
+
+    left = copy.deepcopy(tokenizer)
+    left.padding_side = "left"
+    return left
+
+
+def samples_of(lengths=LENGTHS):
+    """Samples without a padding id among their tokens: that collator makes -100 of each."""
+    rows = packing_script.make_samples(lengths)
+    ids = [[1 + token % (packing_script.VOCAB - 1) for token in row["input_ids"]] for row in rows]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
+
+
+def run(folder, collator, name="llama", samples=None, **options):
+    torch.manual_seed(0)
+    trainer = packing_script.make_trainer(
+        name, str(folder), samples=samples or samples_of(), collator=collator, max_steps=3, **options
+    )
+    trainer.model.double()
+    trainer.eval_dataset = samples or samples_of()
+    trainer.train()
+    logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return np.array(logged), trainer.evaluate()["eval_loss"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("reference"), RaggedCollator())
+
+
+TRAINED = ("flattening", "TRL's, padding free", "language modelling")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_collator_trains_as_ours(tmp_path, tokenizer, reference, name):
+    samples = samples_of()
+    if name == "language modelling":  # it makes the labels
+        samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+    losses, evaluated = run(tmp_path, COLLATORS[name](tokenizer), samples=samples)
+    assert losses[:, 0].min() > 1
+    np.testing.assert_allclose(losses, reference[0], rtol=1e-10)
+    assert evaluated == pytest.approx(reference[1], rel=1e-10)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", COLLATORS)
+def test_every_collators_batch_holds_the_sequences(tokenizer, name):
+    samples = samples_of(LENGTHS[:6])
+    if name == "language modelling":
+        samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+    batch = COLLATORS[name](tokenizer)(samples)
+    assert not isinstance(batch, RaggedBatch)
+    found, expected = as_ragged(batch), RaggedCollator()(samples_of(LENGTHS[:6]))
+    assert found.layout.lengths.tolist() == LENGTHS[:6]
+    assert set(found.names) == {"input_ids", "labels"}
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    # The first label of a sequence is the collator's separator, or that of the sample: no loss that shifts looks.
+    later = torch.ones(sum(LENGTHS[:6]), dtype=torch.bool)
+    later[expected.layout.starts.tolist()] = False
+    assert torch.equal(found["labels"][later], expected["labels"][later])
+    row = found.to_flattened()
+    for field, value in expected.to_flattened().items():
+        assert np.array_equal(row[field], value), field
+
+
+def test_classes_and_values_by_sequence_come_along():
+    samples = [{**sample, "labels": i, "scores": [0.5, i, 2.0]} for i, sample in enumerate(samples_of([3, 1, 4]))]
+    width = 4
+    padded = {
+        name: torch.tensor([sample[name] + [0] * (width - len(sample[name])) for sample in samples])
+        for name in ("input_ids", "attention_mask")
+    }
+    padded |= {name: torch.tensor([sample[name] for sample in samples]) for name in ("labels", "scores")}
+    found = as_ragged(padded)
+    assert found.layout.lengths.tolist() == [3, 1, 4]
+    assert set(found.per_sequence) == {"labels", "scores"}
+    assert found["scores"].tolist() == [[0.5, i, 2.0] for i in range(3)]
+
+
+def test_pairs_of_a_padded_batch_are_sources_and_targets(tmp_path, tokenizer):
+    """DataCollatorForSeq2Seq as Seq2SeqCollator, also where sources and targets are equally wide."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    config = BartConfig(vocab_size=packing_script.VOCAB, dropout=0.0, **sizes, **heads, **packing_script.SPECIAL)
+    model = BartForConditionalGeneration(config).double()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    texts = samples_of([3, 9, 1, 7])
+    pairs = [{**text, "labels": texts[i - 1]["input_ids"][::-1]} for i, text in enumerate(texts)]
+    found = []
+    for collator in (Seq2SeqCollator(), DataCollatorForSeq2Seq(tokenizer, model=model)):
+        model.load_state_dict(before)
+        options = {"packing_capacity": 24, "max_steps": 1, "per_device_train_batch_size": 4, "logging_steps": 1}
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **options
+        )
+        trainer = Trainer(model, arguments, collator, pairs, pairs)
+        trainer.train()
+        entry = trainer.state.log_history[0]
+        found.append([entry["loss"], entry["grad_norm"], trainer.evaluate()["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-10)
+
+
+def test_the_rows_of_a_packed_file_are_taken(tmp_path):
+    """Rows with positions, one per batch, as ``ullage pack`` writes them and default_data_collator leaves them."""
+    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "position_ids": [0, 1, 2, 0], "seq_lengths": [3, 1]}
+    found = as_ragged(default_data_collator([row]))
+    assert found.layout.lengths.tolist() == [3, 1]
+    assert found.names == ("input_ids", "labels")
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+REFUSED = {
+    r"know their sequences: expected .* found dict of input_ids, labels. Use RaggedCollator": {
+        "input_ids": IDS,
+        "labels": IDS,
+    },
+    r"know their sequences: .* found Tensor": IDS,
+    r"attention_mask has holes \(row 1\)": {
+        "input_ids": IDS,
+        "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1]]),
+    },
+    r"a row of attention_mask is all padding \(row 0\)": {"input_ids": IDS, "attention_mask": IDS - 5 > 0},
+    r"position_ids do not count on within a row of attention_mask": {
+        "input_ids": IDS,
+        "attention_mask": torch.ones(2, 4),
+        "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]),
+    },
+    r"cu_seq_lens_q does not bound the tokens of the batch: expected .* 0 to 4, found \[0, 3\]": {
+        "input_ids": IDS[:1],
+        "cu_seq_lens_q": torch.tensor([0, 3]),
+    },
+    r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2, 3\]": {
+        "input_ids": IDS[:1],
+        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+        "position_ids": torch.tensor([[0, 1, 0, 0]]),
+    },
+    r"a row with cu_seq_lens_q has padding too": {
+        "input_ids": IDS[:1],
+        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+    },
+    r"values and lengths disagree \(field 'scores'\)": {
+        "input_ids": IDS[:1],
+        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+        "scores": torch.ones(3),
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_tell_its_sequences_is_refused(message):
+    with pytest.raises(InputError, match=message):
+        as_ragged(REFUSED[message])
+
+
+def test_a_collator_without_lengths_is_named_where_the_trainer_draws(tmp_path):
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1)
+    for collator in (PackedSequenceCollator("input_ids"), lambda samples: {"input_ids": torch.ones(2, 3).long()}):
+        trainer.data_collator = collator
+        with pytest.raises(InputError, match="packing needs batches that know their sequences: expected a collator"):
+            trainer.train()
