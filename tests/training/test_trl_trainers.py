@@ -6,34 +6,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification
 
+from tests.support.trl_cases import model, numbers, outcome, text, tokenizer
 from ullage import InputError
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 pytestmark = pytest.mark.slow  # TRL alone takes seconds to load
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NUMBER = 10
-
-
-def tokenizer():
-    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{i}" for i in range(40)]
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
-
-
-def model(kind=LlamaForCausalLM, **options):
-    torch.manual_seed(0)
-    return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options))
-
-
-def text(i, words):
-    return " ".join(f"w{(i * 7 + k * 3) % 40}" for k in range(words))
 
 
 def rows(make):
@@ -81,18 +62,6 @@ def build(kind, config, data, more, options, folder):
     }  # fmt: skip
     arguments = config(str(folder), **options)
     return kind(args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), **more)
-
-
-def numbers(entry):
-    """What does not depend on the clock, and is not only ours."""
-    other = ("runtime", "per_second", "padding_computed", "preparation", "step_time")
-    return {name: value for name, value in entry.items() if not any(word in name for word in other)}
-
-
-def outcome(trainer):
-    trainer.train()
-    logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
-    return logged, numbers(trainer.evaluate())
 
 
 @pytest.mark.parametrize("name", ["DPO", "Reward", "KTO", "GRPO"])

@@ -110,6 +110,7 @@ class Evaluator:
         totals = self._reduce_or_raise(record, problem)
         if totals[2] == 0:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
+        self._packer.metrics.merge(record.metrics(), "eval")
         return self._output(record, totals, metric_key_prefix, metrics)
 
     def _batch_by_batch(
@@ -168,13 +169,15 @@ class Evaluator:
         # One batch, on the host: record its loss and, unless only the loss is wanted, the results of its samples.
         reader, args = self._reader, self._trainer.args
         reader.require_ids(inputs)
-        predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        rows = self._rows_of(inputs)
+        weights = reader.weights(inputs, rows.num) if self._packer.metrics.are_kept else {}
+        with self._packer.metrics.taken(record.batches[-1].metrics, "eval", weights):
+            predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         loss, outputs, labels = predicted
         if loss is None and description == "Evaluation" and not reader.overridden("prediction_step"):
             fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [reader.main_input]
             raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
         # A mean is weighed by the labels that it is over; without labels to count, by samples (Record.add).
-        rows = self._rows_of(inputs)
         elements = reader.label_elements(inputs)
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:

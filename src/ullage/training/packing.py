@@ -38,6 +38,7 @@ from ullage.training.packable import make_packable, refuse_truncation, require_e
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
 from ullage.training.sequence_weights import SequenceWeigher
+from ullage.training.trl.metrics import CallMetrics
 
 logger = logging.get_logger(__name__)
 
@@ -45,11 +46,12 @@ logger = logging.get_logger(__name__)
 class Packer:
     """Packing of a trainer's steps. Off unless the arguments say ``packing_capacity=...``: ``options`` is then None.
 
-    ``trainer``: whose arguments, model and accelerator count. ``reader``: of its batches.
+    ``trainer``: whose arguments, model and accelerator count. ``reader``: of its batches. ``metrics``: of its calls.
     """
 
     def __init__(self, trainer: Any, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
+        self.metrics = CallMetrics(trainer)
         self._options: PackingOptions | None = None
         self._are_options_read = False
         # What is known of the model, until the trainer has another.
@@ -199,7 +201,8 @@ class Packer:
         # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
         # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
-        with self._weighed(division), self._gradients_meet_once(model) as coalesced:
+        metrics = self.metrics.step(inputs.num_tokens)
+        with self._weighed(division), metrics as calls, self._gradients_meet_once(model) as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
@@ -207,9 +210,12 @@ class Packer:
                 self._share_of_step = share
                 number = 1 / (share * accelerator.num_processes) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
-                batch = targets.apart(self._runnable(inputs, microbatch, division))
+                runs = self._runnable(inputs, microbatch, division)
+                batch = targets.apart(runs)
                 self.weigher.begin(batch, inputs.weight)
-                with self._deferred(model, k < last):
+                # A stand-in counts in no metric, whatever it has in it.
+                weights = self._reader.weights(microbatch) if runs is microbatch and self.metrics.are_kept else {}
+                with self._deferred(model, k < last), self.metrics.taken(calls, "train", weights):
                     losses.append(run(model, batch, count if division == "sum" else None))
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
         accelerator.gradient_state._set_sync_gradients(True)

@@ -204,6 +204,14 @@ class BatchReader:
         elements = self.label_elements(inputs)
         return 0 if elements is None else int(counting.count_labels(elements))
 
+    def weights(self, inputs: Any, num_sequences: int | None = None) -> dict[str, float]:
+        """What a metric over a batch may be weighed by: "tokens", "labels" and "sequences". Waits for the labels.
+
+        ``num_sequences``: where the batch does not know it.
+        """
+        number = len(inputs) if num_sequences is None else num_sequences
+        return {"tokens": self.num_tokens(inputs), "labels": self.num_labels(inputs), "sequences": number}
+
     def require_ids(self, inputs: Any) -> None:
         """Raise ``SampleError`` for an id that the model's embedding does not have."""
         size = _embedding_of(self.model)

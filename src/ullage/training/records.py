@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ullage.errors import InputError
+from ullage.training.trl.metrics import Taken
 
 #: Whether an entry has one value per token; a tuple or dict of such where the entry is a tuple or dict.
 Ragged = Any
@@ -22,11 +23,12 @@ Ragged = Any
 
 @dataclass
 class _Batch:
-    # Of one batch of the dataset: (mean, number of elements it is over) of each microbatch, samples of all of them, and
-    # by kind one array per sample.
+    # Of one batch of the dataset: (mean, number of elements it is over) of each microbatch, samples of all of them, by
+    # kind one array per sample, and what the trainer's own loss appended to its metrics.
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_samples: int = 0
     entries: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[Taken] = field(default_factory=list)
 
 
 @dataclass
@@ -74,6 +76,10 @@ class Record:
                 if n > 0:
                     totals[:2] += torch.tensor([float(loss) * n, n], dtype=torch.float64)
         return totals
+
+    def metrics(self) -> list[Taken]:
+        """What the trainer's own loss appended to its metrics, call by call."""
+        return [call for batch in self.batches for call in batch.metrics]
 
     def of_batch(self, name: str) -> tuple[list[Any], Ragged]:
         """The entries of a kind in the batch that was begun last, and which of their parts are ragged."""

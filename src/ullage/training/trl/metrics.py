@@ -1,0 +1,267 @@
+"""Metrics that a trainer of TRL's appends in each call of its loss, made one value per metric and step.
+
+TRL's trainers append to ``_metrics[mode][name]`` in every call, gather over ranks in every call, and average what was
+appended when they log. A packed step calls the loss once per microbatch: microbatches hold unequally many tokens, ranks
+unequally many sequences, and what an empty microbatch runs counts for nothing. So during such a call
+
+- ``accelerator.gather``, ``gather_for_metrics`` and ``reduce`` give this rank's values: no collective per microbatch;
+- what is appended is taken off the trainer's lists, and kept with the weights of the microbatch;
+- after the step the ranks meet once, and each metric gets one value, merged by its rule (:data:`RULES`).
+
+``num_tokens`` grows by the real tokens of the step over all ranks, whatever was added in the calls. A metric that had
+nothing to count in the whole step gets no value. Nothing here imports TRL.
+
+Source: TRL 1.16, ``compute_loss`` and ``_compute_loss`` of its trainers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+#: Rules that are not a kind of weight.
+_EXTREMES = {"min": min, "max": max}
+#: The count of tokens that trainers keep over the whole run, and set in each call.
+_TOTAL = "num_tokens"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Rule of a metric that is the difference of two others, taken after those are merged."""
+
+    minuend: str
+    subtrahend: str
+
+
+#: "min", "max", "sum", or the kind of weight of a mean: "tokens", "labels", "sequences", or one of a trainer's own.
+Rule = str | Difference
+
+#: A metric that no table names, as any that a subclass adds: a mean weighed by real tokens.
+DEFAULT_RULE: Rule = "tokens"
+
+_PAIRED: dict[str, Rule] = {
+    f"{name}/{side}": kind
+    for side in ("chosen", "rejected")
+    for name, kind in {"logits": f"{side}_tokens", "rewards": side, "logps": side}.items()
+}
+
+#: For each trainer of TRL's, by its full name: the rule of each metric that its loss appends. Kinds beside those of
+#: every microbatch: "pairs", "chosen" and "rejected" (sequences of either side), "chosen_tokens", "rejected_tokens"
+#: and "labels" (completion tokens that have a token before them).
+RULES: dict[str, Mapping[str, Rule]] = {
+    "trl.trainer.sft_trainer.SFTTrainer": {"entropy": "labels", "mean_token_accuracy": "labels", "aux_loss": "tokens"},
+    "trl.trainer.dpo_trainer.DPOTrainer": {
+        **_PAIRED,
+        "entropy": "labels",
+        "mean_token_accuracy": "chosen_tokens",
+        "rewards/accuracies": "pairs",
+        "rewards/margins": "pairs",
+        "aux_loss": "tokens",
+    },
+    "trl.trainer.kto_trainer.KTOTrainer": {
+        **_PAIRED,
+        "kl": "sequences",
+        "entropy": "labels",
+        "rewards/margins": Difference("rewards/chosen", "rewards/rejected"),
+        "aux_loss": "tokens",
+    },
+    "trl.trainer.reward_trainer.RewardTrainer": {
+        "min_reward": "min",
+        "mean_reward": "sequences",
+        "max_reward": "max",
+        "accuracy": "pairs",
+        "margin": "pairs",
+    },
+    "trl.trainer.grpo_trainer.GRPOTrainer": {
+        "policy_loss": "sequences",
+        "entropy_coef": "max",
+        "aux_loss": "tokens",
+        "kl": "labels",
+        "entropy": "labels",
+        "clip_ratio/low_mean": "labels",
+        "clip_ratio/high_mean": "labels",
+        "clip_ratio/region_mean": "labels",
+        "clip_ratio/low_min": "min",
+        "clip_ratio/high_max": "max",
+        "cispo_clip_ratio": "labels",
+        "vespo/phi_seq_mean": "sequences",
+    },
+}
+
+
+def rules_of(trainer: Any) -> Mapping[str, Rule]:
+    """The rules of the nearest class of the trainer that has any; empty for a trainer that no table names."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
+    return next((RULES[name] for name in names if name in RULES), {})
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one call appended.
+
+    Attributes:
+        weights: of the microbatch, by kind; empty for one that counts nowhere, such as a placeholder.
+        values: by the metric's name, in the order in which they were appended.
+    """
+
+    weights: Mapping[str, float]
+    values: Mapping[str, Sequence[float]]
+
+
+class CallMetrics:
+    """The metrics of a trainer that keeps ``_metrics`` as TRL's do; does nothing for any other.
+
+    ``trainer``: whose lists and accelerator count. Nothing of it is read before it is asked for.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        #: Metrics in the order in which ranks send them; the same on every rank.
+        self._names: list[str] | None = None
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the trainer has lists of metrics."""
+        kept = getattr(self._trainer, "_metrics", None)
+        return isinstance(kept, dict) and isinstance(kept.get("train"), dict) and "eval" in kept
+
+    @contextlib.contextmanager
+    def taken(self, into: list[Taken], mode: str, weights: Mapping[str, float]) -> Iterator[None]:
+        """A call of the loss, without collectives of its own; what it appends goes to ``into``.
+
+        ``mode``: "train" or "eval". ``weights``: of the microbatch, by kind; empty if it counts nowhere.
+        """
+        if not self.are_kept:
+            yield
+            return
+        trainer = self._trainer
+        lists, tokens = trainer._metrics[mode], getattr(trainer, "_total_train_tokens", None)
+        # A mapping of its own: some trainers replace a list, and some read back what they have just appended.
+        trainer._metrics[mode] = appended = defaultdict(list)
+        try:
+            with _alone(trainer.accelerator):
+                yield
+        finally:
+            trainer._metrics[mode] = lists
+            if tokens is not None:
+                trainer._total_train_tokens = tokens
+        into.append(Taken(weights, {name: [*map(float, values)] for name, values in appended.items()}))
+
+    def merge(self, calls: Iterable[Taken], mode: str, num_tokens: int = 0) -> None:
+        """Append one value per metric to the trainer's lists; ``num_tokens``: real tokens over all ranks.
+
+        Collective on several ranks: one gather, and one more where a rank has met a name that no table has. Waits for
+        the device.
+        """
+        if not self.are_kept:
+            return
+        calls, trainer, rules = list(calls), self._trainer, rules_of(self._trainer)
+        if self._names is None:
+            self._names = sorted({_TOTAL, *(name for name, rule in rules.items() if isinstance(rule, str))})
+        merged = _values(rules, [*self._of_ranks(_merged_calls(calls, rules))])
+        if merged.pop(_TOTAL, None) is not None and hasattr(trainer, "_total_train_tokens"):
+            trainer._total_train_tokens += num_tokens
+            trainer._metrics[mode][_TOTAL] = [trainer._total_train_tokens]
+        for name, value in merged.items():
+            trainer._metrics[mode].setdefault(name, []).append(value)
+
+    @contextlib.contextmanager
+    def step(self, num_tokens: int) -> Iterator[list[Taken]]:
+        """A packed step of training; yields the list that its calls are taken into. Collective at its end.
+
+        ``num_tokens``: real tokens of the step over all ranks.
+        """
+        calls: list[Taken] = []
+        yield calls
+        self.merge(calls, "train", num_tokens)
+
+    def _of_ranks(self, mine: Mapping[str, tuple[float, float]]) -> Iterator[dict[str, tuple[float, float]]]:
+        """What every rank has merged, by rank."""
+        assert self._names is not None
+        ranks, device = self._trainer.args.world_size, self._trainer.args.device
+        if ranks == 1:
+            yield dict(mine)
+            return
+        # [2 · names + 1] per rank: value and weight of each known metric, and whether it has met one more.
+        rows = self._gathered(mine, device)
+        if bool(rows[:, -1].any()):
+            found = gather_object([name for name in mine if name not in self._names])
+            self._names += sorted(set(found))
+            rows = self._gathered(mine, device)
+        for row in rows.tolist():
+            yield {name: (row[2 * k], row[2 * k + 1]) for k, name in enumerate(self._names)}
+
+    def _gathered(self, mine: Mapping[str, tuple[float, float]], device: torch.device) -> Tensor:
+        assert self._names is not None
+        row = [number for name in self._names for number in mine.get(name, (0.0, 0.0))]
+        row.append(float(any(name not in self._names for name in mine)))
+        return self._trainer.accelerator.gather(torch.tensor([row], dtype=torch.float64, device=device))
+
+
+def _merged_calls(calls: Iterable[Taken], rules: Mapping[str, Rule]) -> dict[str, tuple[float, float]]:
+    """(value, weight) of each metric over some calls; without those that are a difference of others."""
+    parts: dict[str, list[tuple[float, float]]] = {}
+    for call in calls:
+        for name, values in call.values.items():
+            rule = rules.get(name, DEFAULT_RULE)
+            if isinstance(rule, Difference):
+                continue
+            weight = float(name == _TOTAL)  # that it is kept, which holds for every call
+            if call.weights and name != _TOTAL:
+                weight = 1.0 if rule in ("min", "max", "sum") else float(call.weights[rule])
+            parts.setdefault(name, []).extend((value, weight) for value in values)
+    return {name: _merged(rules.get(name, DEFAULT_RULE), found) for name, found in parts.items()}
+
+
+def _values(rules: Mapping[str, Rule], ranks: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The value of each metric over all ranks; without those that nothing counted in."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    merged = {
+        name: _merged(rules.get(name, DEFAULT_RULE), [rank[name] for rank in ranks if name in rank]) for name in names
+    }
+    values = {name: value for name, (value, weight) in merged.items() if weight > 0}
+    for name, rule in rules.items():
+        if isinstance(rule, Difference) and rule.minuend in values and rule.subtrahend in values:
+            values[name] = values[rule.minuend] - values[rule.subtrahend]
+    return values
+
+
+def _merged(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """One (value, weight) of several. The weight of what is not a number is zero, and so is that of nothing."""
+    counted = [(value, weight) for value, weight in parts if weight > 0 and not math.isnan(value)]
+    whole = math.fsum(weight for _, weight in counted)
+    if not counted:
+        return 0.0, 0.0
+    if rule == "sum":
+        return math.fsum(value for value, _ in counted), whole
+    if rule in _EXTREMES:
+        return _EXTREMES[str(rule)](value for value, _ in counted), whole
+    return math.fsum(value * weight for value, weight in counted) / whole, whole
+
+
+@contextlib.contextmanager
+def _alone(accelerator: Any) -> Iterator[None]:
+    """Make an accelerator give this process's values where it is asked for those of all."""
+    names = ("gather", "gather_for_metrics", "reduce")
+    before = {name: vars(accelerator)[name] for name in names if name in vars(accelerator)}
+    for name in names:
+        setattr(accelerator, name, _given)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+        vars(accelerator).update(before)
+
+
+def _given(values: Any, *args: Any, **kwargs: Any) -> Any:
+    """``values`` as :meth:`accelerate.Accelerator.gather` gives those of one process."""
+    return values

@@ -1,0 +1,129 @@
+"""Tiny models, data and trainers of TRL's for tests; run by torchrun: ``trl_cases.py FOLDER '{case: [model, options]}'``.
+
+Options are those of the configuration, and ``lengths``: words of each text, by rank where it is a dict.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from ullage.training import RaggedTrainerMixin, TrainingArguments
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+#: Tokens of each text, the end of the sequence among them: at a capacity of 16, in the order of the data, the second
+#: of two ranks has no sequence in the second microbatch of the first step. One token has no label.
+LENGTHS = [16, 9, 15, 1, 7, 7, 2, 12, 16, 5, 11, 3]
+
+
+def tokenizer():
+    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{i}" for i in range(40)]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
+
+
+def model(kind=LlamaForCausalLM, **options):
+    torch.manual_seed(0)
+    return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=44, num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
+
+
+MODELS = {"llama": model, "mixtral": mixtral}
+
+
+def text(i, words):
+    return " ".join(f"w{(i * 7 + k * 3) % 40}" for k in range(words))
+
+
+def ids(lengths=LENGTHS, labelled=lambda i: True):
+    """Tokenized rows of the given lengths; those for which ``labelled`` is false have no label that counts."""
+    rows = [[3 + (i * 7 + k * (i % 5 + 1)) % 40 for k in range(n)] for i, n in enumerate(lengths)]
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": row if labelled(i) else [-100] * len(row)} for i, row in enumerate(rows)]
+    )
+
+
+def make_sft(name, folder, data=None, mixed=True, more=None, **options):
+    """An SFT trainer in float64 on tokenized rows, with the mixin and its arguments or as TRL has it."""
+    import trl
+
+    @dataclass
+    class Arguments(trl.SFTConfig, TrainingArguments):
+        pass
+
+    class Ragged(RaggedTrainerMixin, trl.SFTTrainer):
+        pass
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    options = {
+        "max_steps": 3, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
+        "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
+        "lr_scheduler_type": "constant", **options,
+    }  # fmt: skip
+    data = ids() if data is None else data
+    config, kind = (Arguments, Ragged) if mixed else (trl.SFTConfig, trl.SFTTrainer)
+    torch.manual_seed(0)
+    return kind(
+        MODELS[name]().double(),
+        config(str(folder), **options),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer(),
+        **(more or {}),
+    )
+
+
+def numbers(entry):
+    """What does not depend on the clock, and is not only ours."""
+    other = ("runtime", "per_second", "padding_", "preparation", "step_time", "capacity_unused", "imbalance", "flops")
+    return {name: value for name, value in entry.items() if not any(word in name for word in other)}
+
+
+def outcome(trainer):
+    """The log of each step, and the metrics of an evaluation."""
+    trainer.train()
+    logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
+    return logged, numbers(trainer.evaluate())
+
+
+def run(name, folder, **options):
+    """Train packed; the logs, the evaluation, and how many sequences each microbatch of each step had on this rank."""
+    trainer = make_sft(name, folder, **options)
+    sequences, pack = [], trainer._packer.pack
+
+    def noting(batches):
+        packed = pack(batches)
+        sequences.append([len(microbatch) for microbatch in packed.microbatches])
+        return packed
+
+    trainer._packer.pack = noting
+    logged, evaluated = outcome(trainer)
+    weights = sum(float(parameter.detach().abs().sum()) for parameter in trainer.model.parameters())
+    return {"logged": logged, "evaluated": evaluated, "sequences": sequences, "weights": weights}
+
+
+if __name__ == "__main__":
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    results = {case: run(name, folder, **options) for case, (name, options) in cases.items()}
+    with open(f"{folder}/results{os.environ['RANK']}.json", "w") as file:
+        json.dump(results, file)

@@ -1,0 +1,181 @@
+"""Metrics that TRL's trainers append per call, under packing: one value per step, weighed by what is in it."""
+
+import json
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support import trl_cases
+from tests.support.launch import torchrun
+from ullage.training.trl import metrics as trl_metrics
+from ullage.training.trl.metrics import CallMetrics, Difference
+
+NAMES = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+EVALUATED = tuple(f"eval_{name}" for name in NAMES)
+ARRIVAL = {"packing_capacity": 16, "packing_plan_strategy": "next_fit"}
+
+
+class Accelerator:
+    def gather(self, values):
+        raise AssertionError("a collective within a call")
+
+    gather_for_metrics = reduce = gather
+
+
+class Fake:
+    """A trainer that keeps metrics as TRL's do; ``rules`` are those of its class."""
+
+    def __init__(self):
+        self.accelerator, self.args = Accelerator(), SimpleNamespace(world_size=1, device=torch.device("cpu"))
+        self._metrics, self._total_train_tokens = {"train": defaultdict(list), "eval": defaultdict(list)}, 5
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    found = {"kl": "labels", "low": "min", "high": "max", "calls": "sum", "margin": Difference("good", "bad")}
+    monkeypatch.setitem(trl_metrics.RULES, f"{__name__}.Fake", found)
+
+
+def merged(*calls, mode="train", num_tokens=0, trainer=None):
+    """What one value per metric is, of calls given as weights and what is appended: {name: value or values}."""
+    trainer = trainer or Fake()
+    kept, taken = CallMetrics(trainer), []
+    for weights, values in calls:
+        with kept.taken(taken, mode, weights):
+            trainer.accelerator.gather_for_metrics(torch.tensor(1.0))
+            trainer._total_train_tokens += 1000
+            for name, value in values.items():
+                trainer._metrics[mode][name].extend(value if isinstance(value, list) else [value])
+    kept.merge(taken, mode, num_tokens)
+    return dict(trainer._metrics[mode])
+
+
+def weights(tokens, labels):
+    return {"tokens": tokens, "labels": labels, "sequences": 1}
+
+
+def test_a_metric_is_weighed_by_its_kind(rules):
+    first = (weights(10, 1), {"kl": 1.0, "entropy": 1.0, "low": 3.0, "high": 3.0, "calls": 2.0})
+    second = (weights(30, 4), {"kl": 6.0, "entropy": 5.0, "low": -2.0, "high": 4.0, "calls": 5.0})
+    assert merged(first, second) == {"kl": [5.0], "entropy": [4.0], "low": [-2.0], "high": [4.0], "calls": [7.0]}
+
+
+def test_what_counts_nowhere_adds_to_no_metric(rules):
+    stand_in = ({}, {"kl": 100.0, "entropy": 100.0, "low": -100.0, "high": 100.0, "calls": 100.0, "good": 100.0})
+    real = (weights(2, 1), {"kl": 1.0, "entropy": 2.0, "low": 3.0, "high": 4.0, "calls": 5.0})
+    assert merged(stand_in, real, stand_in) == {
+        "kl": [1.0],
+        "entropy": [2.0],
+        "low": [3.0],
+        "high": [4.0],
+        "calls": [5.0],
+    }
+    assert merged(stand_in) == {}
+
+
+def test_what_is_not_a_number_counts_nowhere(rules):
+    nan = (weights(9, 9), {"kl": math.nan, "low": math.nan, "calls": math.nan})
+    assert merged(nan, (weights(1, 1), {"kl": 2.0, "low": 7.0})) == {"kl": [2.0], "low": [7.0]}
+    assert merged(nan) == {}
+
+
+def test_a_mean_over_labels_ignores_tokens_without_labels(rules):
+    assert merged((weights(90, 0), {"kl": 0.0}), (weights(1, 1), {"kl": 3.0})) == {"kl": [3.0]}
+
+
+def test_a_difference_is_that_of_the_merged_metrics(rules):
+    """Not of the microbatches that have both: each side may be in other ones."""
+    both = (weights(1, 1), {"good": 5.0, "bad": 1.0, "margin": 4.0})
+    assert merged(both, (weights(3, 1), {"good": 1.0})) == {"good": [2.0], "bad": [1.0], "margin": [1.0]}
+    assert "margin" not in merged((weights(3, 1), {"good": 1.0}))
+
+
+def test_values_of_steps_before_stay_and_tokens_are_those_of_the_step():
+    trainer = Fake()
+    trainer._metrics["train"]["entropy"].append(1.5)
+    call = (weights(4, 3), {"num_tokens": [77.0], "entropy": 2.5})
+    found = merged(call, call, num_tokens=8, trainer=trainer)
+    assert found == {"num_tokens": [13], "entropy": [1.5, 2.5]}
+    assert trainer._total_train_tokens == 13
+
+
+def test_evaluation_adds_no_tokens():
+    assert merged((weights(4, 3), {"num_tokens": [5.0], "entropy": 2.5}), mode="eval") == {
+        "num_tokens": [5],
+        "entropy": [2.5],
+    }
+
+
+def test_a_call_that_fails_leaves_the_trainer_as_it_was():
+    trainer = Fake()
+    kept, taken, lists = CallMetrics(trainer), [], trainer._metrics["train"]
+
+    def fail():
+        with kept.taken(taken, "train", weights(1, 1)):
+            trainer._metrics["train"]["entropy"].append(1.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert taken == []
+    assert trainer._metrics["train"] is lists
+    assert vars(trainer.accelerator) == {}
+    assert trainer._total_train_tokens == 5
+
+
+def test_a_trainer_without_lists_is_left_alone():
+    trainer = SimpleNamespace(accelerator=Accelerator())
+    kept, taken = CallMetrics(trainer), []
+    with kept.taken(taken, "train", weights(1, 1)):
+        assert vars(trainer.accelerator) == {}
+    kept.merge(taken, "train", 3)
+    assert vars(trainer) == {"accelerator": trainer.accelerator}
+
+
+def test_every_table_names_a_trainer_of_trls_and_rules_that_are_known():
+    for rules in trl_metrics.RULES.values():
+        for name, rule in rules.items():
+            if isinstance(rule, Difference):
+                assert {rule.minuend, rule.subtrahend} <= rules.keys(), name
+    named = {f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO")}
+    assert set(trl_metrics.RULES) == named
+
+
+def same(found, expected, names=NAMES):
+    assert len(found) == len(expected) > 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert {name: mine[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The logs and the evaluation of TRL's own trainer, on one process, each step and the evaluation in one batch."""
+    return trl_cases.outcome(trl_cases.make_sft("llama", tmp_path_factory.mktemp("trl"), mixed=False))
+
+
+@pytest.mark.slow
+def test_metrics_of_packed_sft_are_those_of_trl(unpacked, tmp_path):
+    packed = trl_cases.run("llama", tmp_path, **ARRIVAL)
+    assert all(len(step) > 1 for step in packed["sequences"])
+    same(packed["logged"], unpacked[0])
+    same([packed["evaluated"]], [unpacked[1]], EVALUATED)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_metrics_of_packed_sft_on_two_processes_are_those_of_trl(unpacked, tmp_path):
+    """One rank has an empty microbatch; evaluated in batches of two, the ranks have unequally many microbatches."""
+    cases = {"arrival": ["llama", ARRIVAL], "small batches": ["llama", {**ARRIVAL, "per_device_eval_batch_size": 2}]}
+    torchrun(2, trl_cases.__file__, tmp_path, json.dumps(cases))
+    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    for case in cases:
+        counts = [rank[case]["sequences"] for rank in ranks]
+        assert 0 in counts[0][0] + counts[1][0]
+        for rank in ranks:
+            same(rank[case]["logged"], unpacked[0])
+            same([rank[case]["evaluated"]], [unpacked[1]], EVALUATED)
+        assert ranks[0][case]["logged"][-1]["num_tokens"] == sum(trl_cases.LENGTHS)
+        assert ranks[0][case]["weights"] == ranks[1][case]["weights"]
