@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -17,8 +18,10 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
+import ullage
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -44,6 +47,7 @@ def model(kind=LlamaForCausalLM, **options):
 def mixtral():
     torch.manual_seed(0)
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    experts["experts_implementation"] = "eager"  # the only one in float64
     return MixtralForCausalLM(MixtralConfig(vocab_size=44, num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
 
 
@@ -106,20 +110,86 @@ def outcome(trainer):
     return logged, numbers(trainer.evaluate())
 
 
-def run(name, folder, **options):
-    """Train packed; the logs, the evaluation, and how many sequences each microbatch of each step had on this rank."""
+class Gradients(TrainerCallback):
+    """Those of the first step, before they are clipped."""
+
+    def __init__(self):
+        self.first = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.first is None:
+            self.first = {name.removeprefix("module."): p.grad.clone() for name, p in model.named_parameters()}
+
+
+def by_hand(name, microbatches):
+    """Gradients and the experts' loss of a step, each a sum over the microbatches of all ranks, written out.
+
+    The labels' losses are divided by their number in the step; each microbatch's experts' loss, a mean over its tokens,
+    is weighed by its share of the step's tokens.
+    """
+    packed, real = MODELS[name]().double().train(), [each for each in microbatches if len(each)]
+    ullage.pack_model(packed)
+    rows = [each.to_flattened() for each in real]
+    count = over_ranks(sum(int((row["labels"] != -100).sum()) for row in rows))
+    tokens = over_ranks(sum(each.numel() for each in real))
+    whole = 0.0
+    for row, each in zip(rows, real, strict=True):
+        outputs = packed(**{key: value for key, value in row.items() if key != "labels"})
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits[0, :-1], row["labels"][0, 1:], reduction="sum", ignore_index=-100
+        )
+        experts = outputs.aux_loss * each.numel() / tokens
+        whole += float(experts.detach())
+        (losses / count + packed.config.router_aux_loss_coef * experts).backward()
+    return {
+        name: over_ranks(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in packed.named_parameters()
+    }, over_ranks(whole)
+
+
+def over_ranks(number):
+    """The sum over all ranks, of a number or a tensor."""
+    tensor = torch.as_tensor(number, dtype=torch.float64).clone()
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor if isinstance(number, torch.Tensor) else tensor.item()
+
+
+def run(name, folder, own=False, hand=False, **options):
+    """Train packed; the logs, the evaluation, and how many sequences each microbatch of each step had on this rank.
+
+    ``own``: the second rank appends a metric that no table has. ``hand``: the first step's gradients against
+    :func:`by_hand`, as the largest difference.
+    """
     trainer = make_sft(name, folder, **options)
-    sequences, pack = [], trainer._packer.pack
+    steps, pack, gradients = [], trainer._packer.pack, Gradients()
+    trainer.add_callback(gradients)
 
     def noting(batches):
         packed = pack(batches)
-        sequences.append([len(microbatch) for microbatch in packed.microbatches])
+        steps.append(packed.microbatches)
         return packed
 
     trainer._packer.pack = noting
+    if own:
+        compute = trainer._loss_rule.compute
+
+        def computing(*args):
+            if trainer.args.process_index:
+                trainer._metrics["train"]["own"].append(float(args[2]["position_ids"].shape[1]))
+            return compute(*args)
+
+        trainer._loss_rule.compute = computing
     logged, evaluated = outcome(trainer)
+    sequences = [[len(microbatch) for microbatch in step] for step in steps]
     weights = sum(float(parameter.detach().abs().sum()) for parameter in trainer.model.parameters())
-    return {"logged": logged, "evaluated": evaluated, "sequences": sequences, "weights": weights}
+    tokens = [[microbatch.numel() for microbatch in step] for step in steps]
+    result = {"tokens": tokens, "logged": logged, "evaluated": evaluated, "sequences": sequences, "weights": weights}
+    if hand:
+        expected, result["experts"] = by_hand(name, steps[0])
+        assert expected.keys() == gradients.first.keys()
+        result["apart"] = max(float((gradients.first[key] - expected[key]).abs().max()) for key in expected)
+        result["largest"] = max(float(gradient.abs().max()) for gradient in expected.values())
+    return result
 
 
 if __name__ == "__main__":

@@ -165,17 +165,57 @@ def test_metrics_of_packed_sft_are_those_of_trl(unpacked, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_in_which_no_label_counts_gives_no_mean_over_labels(tmp_path):
+    data = trl_cases.ids(labelled=lambda i: i >= 4)
+    packed = trl_cases.run("llama", tmp_path, data=data, max_length=None, **ARRIVAL)
+    assert packed["logged"][0]["loss"] == 0.0
+    assert not {"entropy", "mean_token_accuracy"} & packed["logged"][0].keys()
+    assert [entry["num_tokens"] for entry in packed["logged"]] == [sum(trl_cases.LENGTHS[:n]) for n in (4, 8, 12)]
+    assert packed["logged"][1]["entropy"] > 3
+
+
+@pytest.mark.slow
+def test_the_experts_loss_of_packed_sft_counts_once_per_step(tmp_path):
+    found = trl_cases.run("mixtral", tmp_path, hand=True, **ARRIVAL)
+    assert_experts(found)
+    whole = trl_cases.run("mixtral", tmp_path, hand=True, packing_capacity=64)
+    assert {len(step) for step in whole["sequences"]} == {1}
+    assert_experts(whole)
+    assert whole["experts"] != pytest.approx(found["experts"], rel=1e-3), "a mean over microbatches is not that of all"
+
+
+def assert_experts(found):
+    assert found["largest"] > 1e-3
+    assert found["apart"] < 1e-6 * found["largest"]
+    assert found["logged"][0]["aux_loss"] == pytest.approx(found["experts"], rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_metrics_of_packed_sft_on_two_processes_are_those_of_trl(unpacked, tmp_path):
     """One rank has an empty microbatch; evaluated in batches of two, the ranks have unequally many microbatches."""
-    cases = {"arrival": ["llama", ARRIVAL], "small batches": ["llama", {**ARRIVAL, "per_device_eval_batch_size": 2}]}
+    cases = {
+        "arrival": ["llama", ARRIVAL],
+        "small batches": ["llama", {**ARRIVAL, "per_device_eval_batch_size": 2}],
+        "own": ["llama", {**ARRIVAL, "own": True, "max_steps": 2}],
+        "experts": ["mixtral", {**ARRIVAL, "hand": True}],
+    }
     torchrun(2, trl_cases.__file__, tmp_path, json.dumps(cases))
     ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
     for case in cases:
         counts = [rank[case]["sequences"] for rank in ranks]
         assert 0 in counts[0][0] + counts[1][0]
-        for rank in ranks:
-            same(rank[case]["logged"], unpacked[0])
-            same([rank[case]["evaluated"]], [unpacked[1]], EVALUATED)
-        assert ranks[0][case]["logged"][-1]["num_tokens"] == sum(trl_cases.LENGTHS)
         assert ranks[0][case]["weights"] == ranks[1][case]["weights"]
+        assert ranks[0][case]["logged"] == ranks[1][case]["logged"]
+    for case in ("arrival", "small batches"):
+        same(ranks[0][case]["logged"], unpacked[0])
+        same([ranks[0][case]["evaluated"]], [unpacked[1]], EVALUATED)
+        assert ranks[0][case]["logged"][-1]["num_tokens"] == sum(trl_cases.LENGTHS)
+    for rank in ranks:
+        assert_experts(rank["experts"])
+    # Tokens of a microbatch, weighed by themselves, over those of the second rank; a placeholder has one and adds none.
+    tokens = ranks[1]["own"]["tokens"]
+    assert [entry["own"] for entry in ranks[0]["own"]["logged"]] == pytest.approx(
+        [sum(n * n for n in step) / sum(step) for step in tokens]
+    )
+    assert any(0 in step for step in tokens), "the second rank has no empty microbatch"

@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForSequenceClassification
 
-from tests.support.trl_cases import model, numbers, outcome, text, tokenizer
+from tests.support.trl_cases import model, outcome, text, tokenizer
 from ullage import InputError
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
