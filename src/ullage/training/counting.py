@@ -173,15 +173,15 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
             )
 
 
-def require_capacity(batch: RaggedBatch, capacity: int) -> None:
-    """Raise ``SampleError`` for the first sequence of more than ``capacity`` tokens, its target's included.
+def require_capacity(batch: RaggedBatch, capacity: int, per_sample: int = 1) -> None:
+    """Raise ``SampleError`` for the first sequence of a sample of more than ``capacity`` tokens, its target's included.
 
-    Host values only.
+    ``per_sample``: sequences of each sample, which lie one after the other. Host values only.
     """
-    lengths = num_tokens_each(batch)
+    lengths = num_tokens_each(batch).reshape(-1, per_sample).sum(1)
     large = np.flatnonzero(lengths > capacity)
     if len(large):
-        raise over_capacity(int(large[0]), capacity, int(lengths[large[0]]))
+        raise over_capacity(int(large[0]) * per_sample, capacity, int(lengths[large[0]]))
 
 
 def over_capacity(sample: int, capacity: int, length: int) -> SampleError:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ullage.training import counting
+from ullage.training.trl.preferences import PaddedLoss
 
 
 class RecordedBatches:
@@ -72,16 +73,29 @@ class SampleIndices:
         """The indices of the batch drawn now; ``None`` where they are not known."""
         return None if self._batches is None else self._batches.next_batch()
 
-    def index_of(self, indices: list[int] | None, batch: Any, position: int, main_input: str) -> int | None:
-        """The index of the sample at ``position`` in ``batch``; ``None`` unless reading it again gives that sample."""
+    def index_of(
+        self,
+        indices: list[int] | None,
+        batch: Any,
+        position: int,
+        main_input: str,
+        padded: PaddedLoss | None = None,
+    ) -> int | None:
+        """The index of the sample at ``position`` in ``batch``; ``None`` unless reading it again gives that sample.
+
+        ``padded``: what made ``batch`` of collated rows, where they were.
+        """
         if indices is None or position >= len(indices):
             return None
         try:
             # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
             # compared; what the batch padded is cut off.
             again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
-            (sample,) = counting.samples_of(again, main_input)
-            same = torch.equal(sample, counting.samples_of(batch, main_input)[position][: len(sample)])
+            parts = counting.samples_of(again if padded is None else padded.ragged(again), main_input)
+            number = 1 if padded is None else padded.per_sample
+            there = counting.samples_of(batch, main_input)[position * number : (position + 1) * number]
+            same = len(parts) == len(there) == number
+            same = same and all(torch.equal(part, other[: len(part)]) for part, other in zip(parts, there))
         except Exception:  # whatever it is, there is an error to report already
             return None
         return indices[position] if same else None

@@ -31,7 +31,11 @@ DIVISIONS: dict[str, str] = {
     "sequence_mean": "a mean over the microbatch's sequences",
 }
 #: Trainers of others whose source was read: their ``compute_loss`` divides so.
-_READ: dict[str, Division] = {"trl.trainer.sft_trainer.SFTTrainer": "sum"}
+_READ: dict[str, Division] = {
+    "trl.trainer.sft_trainer.SFTTrainer": "sum",
+    "trl.trainer.dpo_trainer.DPOTrainer": "sequence_mean",
+    "trl.trainer.reward_trainer.RewardTrainer": "sequence_mean",
+}
 
 
 def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:

@@ -109,7 +109,8 @@ class RaggedTrainerMixin(_Base):
                 hint="leave it out: each process reads its own batches",
             )
         self._packer.require_packable()
-        if self._packer.options is not None and kwargs.get("data_collator") is None and len(args) <= 2:
+        given = kwargs.get("data_collator") is not None or len(args) > 2 or self._packer.padded_loss is not None
+        if self._packer.options is not None and not given:
             self.data_collator = self._reader.default_collator
 
     # The run.
@@ -290,7 +291,9 @@ class RaggedTrainerMixin(_Base):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The model's loss; a mean of its own is weighed by its share of the step's labels."""
-        return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        padded = self._packer.padded_loss
+        with contextlib.nullcontext() if padded is None else padded.packed_rows():
+            return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, the same on every rank; ``TrainingError`` on all of them if it is not finite."""

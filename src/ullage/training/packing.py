@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,10 @@ from ullage.training.losses import Division, division_of
 from ullage.training.packable import make_packable, refuse_truncation, require_equal_calls
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
+from ullage.training.reducing import gradients_meet_once
 from ullage.training.sequence_weights import SequenceWeigher
 from ullage.training.trl.metrics import CallMetrics
+from ullage.training.trl.preferences import PaddedLoss, padded_loss_of
 
 logger = logging.get_logger(__name__)
 
@@ -69,6 +72,15 @@ class Packer:
             self._options, self._are_options_read = PackingOptions.of(self._trainer.args), True
         return self._options
 
+    @property
+    def padded_loss(self) -> PaddedLoss | None:
+        """What packs the batches of a trainer whose loss takes padded rows; None for others, and without packing."""
+        return self._padded_loss if self.options is not None else None
+
+    @functools.cached_property
+    def _padded_loss(self) -> PaddedLoss | None:
+        return padded_loss_of(self._trainer)
+
     def forget_options(self) -> None:
         """Read the arguments again: they were changed."""
         self._are_options_read = False
@@ -84,7 +96,7 @@ class Packer:
             if self._meets_every_microbatch:  # it may have been packed by hand
                 require_equal_calls(self._reader.model)
             return
-        if self._reader.evaluates_itself:
+        if self._reader.evaluates_itself and self.padded_loss is None:
             kinds = (self._reader.overridden("compute_loss"), type(self._trainer))
             trainer = next(each for each in kinds if each is not None)
             raise InputError(
@@ -113,6 +125,8 @@ class Packer:
         refuse_truncation(self._reader.model, options.oversize)
         make_packable(self._reader.model)
         self.weigher.require_weighable()
+        if self.padded_loss is not None:
+            self.padded_loss.require_packable()
         if self._meets_every_microbatch:
             require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
@@ -152,6 +166,10 @@ class Packer:
         assert options is not None
         ranks = self._trainer.args.world_size
         limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
+        padded, given = self.padded_loss, lengths
+        groups = None if padded is None else padded.groups(len(lengths))
+        if padded is not None:
+            lengths = padded.planned_lengths(lengths, options.capacity, options.oversize)
         # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
         # the reduction of gradients.
         made = plan(
@@ -159,12 +177,13 @@ class Packer:
             cost=self._cost_of_model,
             strategy=options.strategy,
             sync="microbatch" if self._meets_every_microbatch else "step",
+            keep_together=groups,
             **limits,
         )
-        if made.num_microbatches:
-            return made
-        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
-        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
+        if not made.num_microbatches:
+            # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
+            made = plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
+        return made if lengths is given else replace(made, original_lengths=given)
 
     def flops(self, batch: PackedBatch) -> int:
         """Model FLOPs of this rank's part of a step, forward and backward."""
@@ -202,7 +221,7 @@ class Packer:
         # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
         metrics = self.metrics.step(inputs.num_tokens)
-        with self._weighed(division), metrics as calls, self._gradients_meet_once(model) as coalesced:
+        with self._weighed(division), metrics as calls, self._gradients_meet_once() as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
@@ -211,7 +230,7 @@ class Packer:
                 number = 1 / (share * accelerator.num_processes) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 runs = self._runnable(inputs, microbatch, division)
-                batch = targets.apart(runs)
+                batch = self._inputs_of(runs)
                 self.weigher.begin(batch, inputs.weight)
                 # A stand-in counts in no metric, whatever it has in it.
                 weights = self._reader.weights(microbatch) if runs is microbatch and self.metrics.are_kept else {}
@@ -271,12 +290,18 @@ class Packer:
             if before is not None:
                 trainer.loss_is_scaled_for_ga = before
 
+    def _inputs_of(self, microbatch: RaggedBatch) -> Any:
+        """A microbatch as the trainer takes its batches."""
+        return targets.apart(microbatch) if self.padded_loss is None else self.padded_loss.padded(microbatch)
+
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
 
         A sum over no labels is zero, so a placeholder will do. A mean over no labels is nan, and nan times a weight of
         zero is still nan; so the shortest sequence of this rank that has something to count runs instead.
         """
+        if self.padded_loss is not None:
+            return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
         is_pair = targets.is_joined(microbatch)
         if division == "sum" and not len(microbatch):
             return targets.pair_of_one(microbatch, label=IGNORED_LABEL) if is_pair else microbatch.placeholder()
@@ -306,32 +331,11 @@ class Packer:
             return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _gradients_meet_once(self, model: nn.Module) -> Iterator[bool]:
-        """Make ZeRO reduce and step once for all microbatches, where the engine can; yields whether it does.
-
-        Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
-        """
-        wrapper = getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None)
-        engine = getattr(wrapper, "engine", None)
-        optimizer = getattr(engine, "optimizer", None)
-        options = self.options
-        # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
-        # them, as it does at stage 0.
-        able = hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")
-        if (
-            engine is None
-            or options is None
-            or not (able and options.coalesce_gradients and self._zero_stage in (1, 2, 3))
-        ):
-            yield False
-            return
-        # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would
-        # have made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
-        with engine.coalesce_grad_reduction():
-            yield True
-        engine.set_gradient_accumulation_boundary(is_boundary=True)
-        engine.step()
+    def _gradients_meet_once(self) -> contextlib.AbstractContextManager[bool]:
+        """Make ZeRO reduce and step once for all microbatches, where the engine can; gives whether it does."""
+        engine = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        asked = self.options is not None and self.options.coalesce_gradients and self._zero_stage in (1, 2, 3)
+        return gradients_meet_once(engine if asked else None)
 
     @property
     def adds_auxiliary(self) -> bool:

@@ -177,34 +177,39 @@ class StepSource:
                 epoch.recorded += 1
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
-                batch = drawn if self._packer.options is None else self._reader.as_ragged(drawn)
+                padded = self._packer.padded_loss
+                if padded is not None:
+                    batch = padded.ragged(drawn)
+                else:
+                    batch = drawn if self._packer.options is None else self._reader.as_ragged(drawn)
                 batches.append(batch)
                 # The indices of skipped batches come first; the last ones popped are those of this batch.
                 indices = None
                 for _ in range(epoch.recorded + 1):
                     indices = None if self._indices is None else self._indices.next_batch()
                 epoch.recorded = 0
-                self._check(batch, indices)
+                self._check(batches[-1], indices)
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             return batches, error
         return batches, None
 
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
-        options = self._packer.options
+        options, padded = self._packer.options, self._packer.padded_loss
+        per_sample = 1 if padded is None else padded.per_sample
         try:
             self._reader.require_ids(batch)
             self._packer.weigher.require_weights(batch)
             if options is not None and options.oversize == "error":
-                counting.require_capacity(batch, options.capacity)
+                counting.require_capacity(batch, options.capacity, per_sample)
         except counting.SampleError as error:
-            index = None
+            index, sample = None, error.sample // per_sample
             if self._indices is not None:
-                index = self._indices.index_of(indices, batch, error.sample, self._reader.main_input)
+                index = self._indices.index_of(indices, batch, sample, self._reader.main_input, padded)
             place = f"train_dataset[{index}]"
             if index is None:
                 rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
-                place = f"{rank}sample {error.sample} of the batch"
+                place = f"{rank}sample {sample} of the batch"
             raise error.at(place) from None
 
     def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:

@@ -1,0 +1,149 @@
+"""Small runs of TRL's preference trainers under the mixin: packed or as TRL pads, alone or as a script per rank."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from ullage.training import RaggedTrainerMixin, TrainingArguments
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tokenizer():
+    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{i}" for i in range(40)]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
+
+
+def model(kind=LlamaForCausalLM, seed=0, **options):
+    torch.manual_seed(seed)
+    return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options)).float()
+
+
+def text(i, words):
+    return " ".join(f"w{(i * 7 + k * 3) % 40}" for k in range(words))
+
+
+def words_of(i, most):
+    """A spread of lengths: mostly short, a few long."""
+    return 1 + (most if i % 7 == 3 else (i * 5) % (most // 3))
+
+
+def pairs(number, most=20):
+    return Dataset.from_list(
+        [
+            {
+                "prompt": text(i, 1 + i % 4),
+                "chosen": " " + text(i + 1, words_of(i, most)),
+                "rejected": " " + text(i + 2, words_of(i + 4, most)),
+            }
+            for i in range(number)
+        ]
+    )
+
+
+def rewarded(number, most=20):
+    rows = pairs(number, most)
+    return Dataset.from_list(
+        [
+            {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"], "margin": i % 3 / 4}
+            for i, row in enumerate(rows)
+        ]
+    )
+
+
+def unpaired(number, most=20):
+    return Dataset.from_list(
+        [
+            {"prompt": text(i, 1 + i % 4), "completion": " " + text(i + 1, words_of(i, most)), "label": i % 3 != 1}
+            for i in range(number)
+        ]
+    )
+
+
+def case(name, number):
+    """A trainer of TRL's, its configuration, its data, and the models it needs."""
+    import trl
+
+    if name == "DPO":
+        data, more = pairs(number), {"model": model(), "ref_model": model(seed=1)}
+    elif name == "Reward":
+        data, more = rewarded(number), {"model": model(LlamaForSequenceClassification, num_labels=1)}
+    else:
+        data, more = unpaired(number), {"model": model(), "ref_model": model(seed=1)}
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), data, more
+
+
+def build(name, folder, *, capacity=None, number=24, rank_batch=12, trainer=None, **options):
+    """A trainer of ``name`` ("DPO", "KTO" or "Reward") under the mixin; packed where it has a ``capacity``.
+
+    ``rank_batch``: samples of a step on each rank. ``trainer``: arguments of the trainer in the place of the usual.
+    """
+    kind, config, data, more = case(name, number)
+    both = dataclass(type(f"Both{config.__name__}", (config, TrainingArguments), {}))
+    mixed = type(f"Ragged{kind.__name__}", (RaggedTrainerMixin, kind), {})
+    settings = {
+        "max_steps": 3, "per_device_train_batch_size": rank_batch, "per_device_eval_batch_size": 4, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
+        "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity, "max_grad_norm": 1e9, **options,
+    }  # fmt: skip
+    arguments = both(str(folder), **settings)
+    made = {"args": arguments, "train_dataset": data, "eval_dataset": data, **more, **(trainer or {})}
+    torch.manual_seed(0)
+    return mixed(processing_class=tokenizer(), **made)
+
+
+#: What depends on the clock, or is only logged by one of the two.
+OTHER = ("runtime", "per_second", "padding_computed", "preparation", "step_time", "ullage", "tokens_per", "total_flos")
+
+
+def numbers(entry):
+    return {name: value for name, value in entry.items() if not any(word in name for word in OTHER)}
+
+
+def outcome(trainer, *, evaluates=True):
+    """What a run logs by step, its evaluation, and the weights after it."""
+    microbatches = []
+    if trainer._packer.options is not None:
+        pack = trainer._packer.pack
+
+        def counted(batches):
+            packed = pack(batches)
+            microbatches.append([len(each) for each in packed.microbatches])
+            return packed
+
+        trainer._packer.pack = counted
+    trainer.train()
+    logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
+    weights = sum(float(each.detach().double().square().sum()) for each in trainer.model.parameters())
+    return {
+        "logged": logged,
+        "eval": numbers(trainer.evaluate()) if evaluates else {},
+        "weights": math.sqrt(weights),
+        "microbatches": microbatches,
+    }
+
+
+def main():
+    """Each case of the command line on this rank; writes ``results<rank>.json``."""
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    results, rank = {}, 0
+    for label, (name, options) in cases.items():
+        made = build(name, folder / label, **options)
+        rank = made.args.process_index
+        results[label] = outcome(made)
+    (folder / f"results{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
