@@ -39,8 +39,8 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=own, **special)
 
 
-def model(kind=LlamaForCausalLM, **options):
-    torch.manual_seed(0)
+def model(kind=LlamaForCausalLM, seed=0, **options):
+    torch.manual_seed(seed)
     return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options))
 
 

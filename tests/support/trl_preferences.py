@@ -8,31 +8,10 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification
 
+from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
-
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def tokenizer():
-    words = ["<pad>", "<s>", "</s>", "<unk>"] + [f"w{i}" for i in range(40)]
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
-
-
-def model(kind=LlamaForCausalLM, seed=0, **options):
-    torch.manual_seed(seed)
-    return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options)).float()
-
-
-def text(i, words):
-    return " ".join(f"w{(i * 7 + k * 3) % 40}" for k in range(words))
-
 
 def words_of(i, most):
     """A spread of lengths: mostly short, a few long."""
@@ -101,14 +80,6 @@ def build(name, folder, *, capacity=None, number=24, rank_batch=12, trainer=None
     made = {"args": arguments, "train_dataset": data, "eval_dataset": data, **more, **(trainer or {})}
     torch.manual_seed(0)
     return mixed(processing_class=tokenizer(), **made)
-
-
-#: What depends on the clock, or is only logged by one of the two.
-OTHER = ("runtime", "per_second", "padding_computed", "preparation", "step_time", "ullage", "tokens_per", "total_flos")
-
-
-def numbers(entry):
-    return {name: value for name, value in entry.items() if not any(word in name for word in OTHER)}
 
 
 def outcome(trainer, *, evaluates=True):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ullage.training import counting
-from ullage.training.trl.preferences import PaddedLoss
+from ullage.training.trl.padded import PaddedLoss
 
 
 class RecordedBatches:

@@ -1,4 +1,4 @@
-"""A rank's part of a packed step."""
+"""A planned step: this rank's part of a global batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class PackedBatch:
         plan: of the global batch, the same on every rank.
         weight: sum of the weights of the global batch's sequences (:mod:`ullage.training.sequence_weights`); 0 where
             none are weighed.
+        beside: sequences that the step's loss needs and that nothing is trained on, planned by themselves.
     """
 
     microbatches: tuple[RaggedBatch, ...]
     plan: Plan
     weight: float = 0.0
+    beside: PackedBatch | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -40,8 +40,9 @@ from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
 from ullage.training.reducing import gradients_meet_once
 from ullage.training.sequence_weights import SequenceWeigher
+from ullage.training.trl.known import padded_loss_of
 from ullage.training.trl.metrics import CallMetrics
-from ullage.training.trl.preferences import PaddedLoss, padded_loss_of
+from ullage.training.trl.padded import PaddedLoss
 
 logger = logging.get_logger(__name__)
 
@@ -162,28 +163,33 @@ class Packer:
 
     def _plan(self, lengths: Any) -> Plan:
         """The step's plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
-        options = self.options
+        options, padded = self.options, self.padded_loss
         assert options is not None
-        ranks = self._trainer.args.world_size
-        limits: dict[str, Any] = {"ranks": ranks, "capacity": options.capacity, "oversize": options.oversize}
-        padded, given = self.padded_loss, lengths
-        groups = None if padded is None else padded.groups(len(lengths))
+        planned, together = lengths, None
         if padded is not None:
-            lengths = padded.planned_lengths(lengths, options.capacity, options.oversize)
+            planned = padded.planned_lengths(lengths, options.capacity, options.oversize)
+            together = padded.groups(len(lengths))
+        made = self._planned(planned, options.capacity, options.oversize, together)
+        return made if planned is lengths else replace(made, original_lengths=lengths)
+
+    def _planned(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
+        assert self.options is not None
+        ranks = self._trainer.args.world_size
+        limits: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "oversize": oversize}
         # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
         # the reduction of gradients.
         made = plan(
             lengths,
             cost=self._cost_of_model,
-            strategy=options.strategy,
+            strategy=self.options.strategy,
             sync="microbatch" if self._meets_every_microbatch else "step",
-            keep_together=groups,
+            keep_together=together,
             **limits,
         )
-        if not made.num_microbatches:
-            # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
-            made = plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
-        return made if lengths is given else replace(made, original_lengths=given)
+        if made.num_microbatches:
+            return made
+        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
     def flops(self, batch: PackedBatch) -> int:
         """Model FLOPs of this rank's part of a step, forward and backward."""
@@ -196,13 +202,21 @@ class Packer:
 
         ``batches``: those that this rank has drawn; none if its data have ended.
         """
-        batches = [targets.joined(batch) for batch in batches]
+        step = self._exchanged([targets.joined(batch) for batch in batches], self._plan)
+        return step if self.padded_loss is None else self.padded_loss.completed(step, batches, self._pack_beside)
+
+    def _pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """Sequences that run without gradients: those over the capacity get a microbatch of their length."""
+        assert self.options is not None
+        capacity = self.options.capacity
+        return self._exchanged(batches, lambda all: self._planned(all, max(capacity, all.max(initial=1)), "error"))
+
+    def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         gathered = gather_lengths(lengths, self._topology)
-        schedule = self._plan(gathered.lengths)
-        microbatches = exchange(schedule, batches, self._topology, gathered)
-        return PackedBatch(tuple(microbatches), schedule)
+        schedule = make_plan(gathered.lengths)
+        return PackedBatch(tuple(exchange(schedule, batches, self._topology, gathered)), schedule)
 
     # One step.
 
@@ -217,11 +231,12 @@ class Packer:
         shares = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
+        around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
         # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
         # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
         metrics = self.metrics.step(inputs.num_tokens)
-        with self._weighed(division), metrics as calls, self._gradients_meet_once() as coalesced:
+        with self._weighed(division), around, metrics as calls, self._gradients_meet_once() as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times

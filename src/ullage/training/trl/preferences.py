@@ -1,32 +1,28 @@
-"""Losses of one number per sequence: the batches of TRL's preference trainers as sequences to plan, and back.
+"""Losses of one number per sequence: TRL's DPO, KTO and reward trainers under packing.
 
-TRL's DPO, KTO and reward trainers collate padded rows, and their losses take such rows. A packed step plans and
-exchanges the sequences instead: :meth:`PaddedLoss.ragged` takes a collated batch apart, and :meth:`PaddedLoss.padded`
-makes of each microbatch the rows that TRL's loss takes, chosen ones first, which the model then runs as one packed row
-(:mod:`ullage.training.trl.rows`). Chosen and rejected of a pair stay together, each pair goes through once, and a
-microbatch weighs by its share of the pairs (samples, for KTO), because each of these losses is a mean over them.
-
-A loss that looks at the batch as a whole (sorted, or divided by its tokens) is refused: no part of a batch has it.
+Chosen and rejected of a pair stay together, each pair goes through once, and a microbatch weighs by its share of the
+pairs (of the samples, for KTO), because each of these losses is a mean over them. A loss that looks at the batch as a
+whole (sorted, or divided by its tokens) is refused: no part of a batch has it. KTO's KL is of the whole batch too, but
+it has no gradient, so it is taken once per step, over all microbatches and ranks, before the first.
 
 Source: TRL 1.16, ``dpo_trainer.py``, ``kto_trainer.py``, ``reward_trainer.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
-from ullage.mixers.wrappers import bare
-from ullage.training.packable import make_packable
-from ullage.training.trl.rows import packed_rows
+from ullage.training.packed_batch import PackedBatch
+from ullage.training.trl.padded import PaddedLoss
 
 #: Losses of DPO that a part of the batch does not have, and why.
 _OF_THE_BATCH = {
@@ -34,144 +30,6 @@ _OF_THE_BATCH = {
     "aot_unpaired": "it sorts the pairs of a batch",
     "sft": "it is a mean over the chosen tokens of a batch",
 }
-
-
-class PaddedLoss:
-    """A trainer of TRL's whose loss takes padded rows, under packing.
-
-    ``trainer``: whose models, arguments and collator count. Nothing of it is read before it is asked for.
-
-    Attributes:
-        per_sample: sequences of a sample, which stay together: 2 of a preference pair.
-    """
-
-    per_sample = 1
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    # Before the run.
-
-    def require_packable(self) -> None:
-        """Raise ``InputError`` for what cannot be packed, and make the reference model packable too."""
-        trainer = self._trainer
-        oversize = trainer.args.packing_oversize
-        if oversize == "truncate":
-            raise InputError(
-                "packing_oversize='truncate' would cut completions",
-                where=type(trainer).__name__,
-                expected="'error' or 'drop'",
-                found=repr(oversize),
-                hint="max_length cuts a sample before it is collated",
-            )
-        if getattr(trainer, "_is_vision_dataset", False):
-            raise InputError("images cannot be packed", where=type(trainer).__name__, hint="leave packing_capacity out")
-        if self._reference is not None:
-            make_packable(bare(self._reference))
-
-    @property
-    def _reference(self) -> Any:
-        return getattr(self._trainer, "ref_model", None)
-
-    @contextmanager
-    def packed_rows(self) -> Iterator[None]:
-        """Within it, the trainer's models run padded rows as packed ones."""
-        with packed_rows(self._trainer.model, self._reference):
-            yield
-
-    # From a collated batch to sequences, and back.
-
-    def ragged(self, batch: Any) -> RaggedBatch:
-        """The sequences of a collated batch: chosen and rejected of each pair one after the other. Host values.
-
-        Fields with one entry per token stay so, those with one per sample get one per sequence. Raises ``InputError``
-        for anything but padded rows.
-        """
-        if isinstance(batch, RaggedBatch):
-            return batch
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) % self.per_sample:
-            raise InputError(
-                "packing needs the padded rows that TRL's collator gives",
-                where=type(self._trainer).__name__,
-                expected="input_ids and attention_mask [N, L]" + (", N even" if self.per_sample > 1 else ""),
-                found=type(batch).__name__ if mask is None else f"attention_mask of shape {list(mask.shape)}",
-            )
-        order = self._order(len(mask))
-        fields, whole = {}, []
-        for name, value in batch.items():
-            if name == "attention_mask":
-                continue
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                raise InputError(
-                    "packing takes tensors with one entry per token or per sample",
-                    where=f"field {name!r}",
-                    found=type(value).__name__,
-                )
-            if value.shape[:2] == mask.shape:
-                fields[name] = value[order]
-            else:
-                fields[name] = value.repeat_interleave(self.per_sample, 0)
-                whole.append(name)
-        return RaggedBatch.from_padded(fields, mask[order], whole)
-
-    def padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
-        """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is."""
-        rows = microbatch.to_padded({"input_ids": self._pad_token_id, "labels": -100})
-        number = len(microbatch)
-        # Where in the microbatch each row is that TRL expects: the inverse of the order above.
-        place = torch.argsort(self._order(number))
-        made = {}
-        for name, value in rows.items():
-            per_sample = name in microbatch.per_sequence
-            made[name] = value[:: self.per_sample] if per_sample else value[place]
-        return made
-
-    def stand_in(self, microbatches: Sequence[RaggedBatch], empty: RaggedBatch) -> RaggedBatch:
-        """What runs in the place of an empty microbatch, and counts for nothing: this rank's shortest sample, or zeros.
-
-        ``microbatches``: of this rank in the step. ``empty``: one of them, which knows its fields.
-        """
-        best: list[dict[str, Tensor]] | None = None
-        for microbatch in microbatches:
-            samples = microbatch.samples() if len(microbatch) else []
-            sizes = microbatch.layout.lengths.reshape(-1, self.per_sample).sum(1)
-            if len(sizes) and (best is None or sizes.min() < sum(len(each["input_ids"]) for each in best)):
-                first = int(sizes.argmin()) * self.per_sample
-                best = samples[first : first + self.per_sample]
-        if best is not None:
-            return RaggedBatch.from_samples(best, per_sequence=empty.per_sequence)
-        # Two tokens each, so that there is one to predict.
-        lengths = np.full(self.per_sample, 2)
-        values = {
-            name: empty[name].new_zeros(
-                (self.per_sample if name in empty.per_sequence else int(lengths.sum()), *empty[name].shape[1:])
-            )
-            for name in empty.names
-        }
-        return RaggedBatch(values, Layout(lengths), empty.per_sequence)
-
-    # Planning.
-
-    def groups(self, number: int) -> Int64 | None:
-        """``keep_together`` of a plan for the sequences of all ranks, ``number`` of them; None if each is alone."""
-        return None if self.per_sample == 1 else np.arange(number) // self.per_sample
-
-    def planned_lengths(self, lengths: Int64, capacity: int, oversize: str) -> Int64:
-        """The lengths to plan: where a sample over the capacity is to be dropped, all its sequences are over it."""
-        if oversize != "drop" or self.per_sample == 1:
-            return lengths
-        sizes = lengths.reshape(-1, self.per_sample).sum(1).repeat(self.per_sample)
-        return np.where(sizes > capacity, sizes, lengths)
-
-    def _order(self, number: int) -> Tensor:
-        """The collated row of each sequence: TRL has all chosen ones first."""
-        return torch.arange(number).view(self.per_sample, -1).T.reshape(-1)
-
-    @property
-    def _pad_token_id(self) -> int:
-        found = getattr(self._trainer.processing_class, "pad_token_id", None)
-        return found if isinstance(found, int) else 0
 
 
 class PairLoss(PaddedLoss):
@@ -190,16 +48,118 @@ class PairLoss(PaddedLoss):
                     hint="leave packing_capacity out, or take another loss_type",
                 )
 
-
-#: What packs which trainer of TRL's, by its full name.
-_KINDS: dict[str, type[PaddedLoss]] = {
-    "trl.trainer.dpo_trainer.DPOTrainer": PairLoss,
-    "trl.trainer.reward_trainer.RewardTrainer": PairLoss,
-}
+    def weights(self, microbatch: RaggedBatch) -> dict[str, float]:
+        is_chosen = torch.arange(len(microbatch)) % 2 == 0
+        return {**super().weights(microbatch), **self._side_weights(microbatch, is_chosen)}
 
 
-def padded_loss_of(trainer: Any) -> PaddedLoss | None:
-    """What packs a trainer whose loss takes padded rows; None for any other trainer."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
-    kind = next((_KINDS[name] for name in names if name in _KINDS), None)
-    return None if kind is None else kind(trainer)
+#: Beginning of the names of the fields of KTO's mismatched completions.
+_KL = "KL_"
+
+
+class WithKL(RaggedBatch):
+    """The sequences of a batch of KTO's, and beside them the mismatched completions that its KL is taken over."""
+
+    __slots__ = ("beside",)
+
+    beside: RaggedBatch
+
+
+class UnpairedLoss(PaddedLoss):
+    """KTO: samples that are desirable or not, and a KL over the whole batch."""
+
+    @property
+    def _takes_kl(self) -> bool:
+        return bool(self._trainer.calculate_KL)
+
+    def ragged(self, batch: Any) -> RaggedBatch:
+        """The sequences of a collated batch; the completions of its KL beside them."""
+        if isinstance(batch, RaggedBatch) or not self._takes_kl:
+            return super().ragged(batch)
+        own = {name: value for name, value in batch.items() if _KL not in name}
+        found = super().ragged(own)
+        made = WithKL({name: found[name] for name in found.names}, found.layout, found.per_sequence)
+        made.beside = super().ragged({name.replace(_KL, ""): batch[name] for name in batch if _KL in name})
+        return made
+
+    def padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
+        """The rows of a microbatch, with a KL of the reference model that :meth:`step` has taken off already."""
+        rows = super().padded(microbatch)
+        if self._takes_kl and self._trainer.precompute_ref_logps:
+            rows["ref_KL_logps"] = torch.zeros(len(microbatch))
+        return rows
+
+    def completed(
+        self, step: PackedBatch, drawn: Sequence[RaggedBatch], pack: Callable[..., PackedBatch]
+    ) -> PackedBatch:
+        if not self._takes_kl:
+            return step
+        return replace(step, beside=pack([each.beside for each in drawn if isinstance(each, WithKL)]))
+
+    @contextmanager
+    def step(self, model: nn.Module, step: PackedBatch) -> Iterator[None]:
+        """Take the KL of the step, and give it to the loss of every microbatch. Collective; waits for the device."""
+        if step.beside is None:
+            yield
+            return
+        value = self._kl_of(model, step.beside)
+
+        def of_step(asked: nn.Module, batch: Any) -> Tensor:
+            # The loss subtracts what it gets for the reference model, which it asks for without gradients.
+            return value if torch.is_grad_enabled() else torch.zeros_like(value)
+
+        trainer = self._trainer
+        trainer._compute_kl_logps = of_step
+        try:
+            yield
+        finally:
+            del trainer._compute_kl_logps
+
+    @torch.no_grad()
+    def _kl_of(self, model: nn.Module, beside: PackedBatch) -> Tensor:
+        """The mean over all ranks of the log-ratios of the mismatched completions, [1]."""
+        trainer = self._trainer
+        total = torch.zeros(2, dtype=torch.float64)
+        model.train()
+        with trainer.compute_loss_context_manager(), self.packed_rows():
+            for microbatch in beside.microbatches:
+                # Ranks run equally many, for wrappers that meet in each call.
+                runs = microbatch if len(microbatch) else self.stand_in(beside.microbatches, microbatch)
+                ratios = self._log_ratios(model, runs)
+                if runs is microbatch:
+                    total += torch.tensor([float(ratios.double().sum()), len(ratios)], dtype=torch.float64)
+        if trainer.args.world_size > 1:
+            total = trainer.accelerator.reduce(total.to(trainer.args.device), "sum").cpu()
+        return (total[:1] / total[1:].clamp(min=1)).to(trainer.args.device, torch.float32)
+
+    def _log_ratios(self, model: nn.Module, microbatch: RaggedBatch) -> Tensor:
+        """Policy against reference, [N]: TRL's own log-probabilities of each."""
+        trainer = self._trainer
+        rows = super().padded(microbatch)
+        batch = trainer._prepare_input({f"{_KL}{name}": value for name, value in rows.items()})
+        compute = type(trainer)._compute_kl_logps
+        policy = compute(trainer, model, batch)
+        if trainer.precompute_ref_logps:
+            return policy - batch[f"{_KL}ref_logps"]
+        with self._reference_in_place() as reference:
+            return policy - compute(trainer, reference, batch)
+
+    @contextmanager
+    def _reference_in_place(self) -> Iterator[nn.Module]:
+        """The reference model, or the trainer's with its adapters as they were before training."""
+        from trl.models.utils import disable_gradient_checkpointing
+        from trl.trainer.utils import use_adapter
+
+        trainer = self._trainer
+        with contextlib.ExitStack() as stack:
+            kwargs = trainer.args.gradient_checkpointing_kwargs
+            stack.enter_context(disable_gradient_checkpointing(trainer.model, kwargs))
+            if trainer.ref_model is not None:
+                yield trainer.ref_model
+                return
+            adapted: Any = trainer.accelerator.unwrap_model(trainer.model)
+            stack.enter_context(use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None))
+            yield trainer.model
+
+    def weights(self, microbatch: RaggedBatch) -> dict[str, float]:
+        return {**super().weights(microbatch), **self._side_weights(microbatch, microbatch["label"].bool())}

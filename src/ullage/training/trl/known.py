@@ -1,0 +1,21 @@
+"""The trainers of TRL's whose losses take padded rows, by their full names: nothing of TRL is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ullage.training.trl.padded import PaddedLoss
+from ullage.training.trl.preferences import PairLoss, UnpairedLoss
+
+_KINDS: dict[str, type[PaddedLoss]] = {
+    "trl.trainer.dpo_trainer.DPOTrainer": PairLoss,
+    "trl.trainer.kto_trainer.KTOTrainer": UnpairedLoss,
+    "trl.trainer.reward_trainer.RewardTrainer": PairLoss,
+}
+
+
+def padded_loss_of(trainer: Any) -> PaddedLoss | None:
+    """What packs a trainer whose loss takes padded rows; None for any other trainer."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
+    kind = next((_KINDS[name] for name in names if name in _KINDS), None)
+    return None if kind is None else kind(trainer)
