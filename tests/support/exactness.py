@@ -19,7 +19,14 @@ import ullage
 from ullage.exchange import materialize
 from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentForSequenceClassification
 from ullage.models.causal_lm import next_token_loss
-from ullage.training import RaggedCollator, Seq2SeqCollator, Seq2SeqTrainingArguments, Trainer, TrainingArguments, targets
+from ullage.training import (
+    RaggedCollator,
+    Seq2SeqCollator,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    targets,
+)
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.step_counts import StepCounts
 
@@ -53,7 +60,9 @@ FAMILIES = {
         "sequence",
     ),
     "gru classes": (
-        lambda: RecurrentForSequenceClassification(RecurrentConfig(cell="gru", hidden_size=16, num_labels=CLASSES, **IDS)),
+        lambda: RecurrentForSequenceClassification(
+            RecurrentConfig(cell="gru", hidden_size=16, num_labels=CLASSES, **IDS)
+        ),
         "sequence",
     ),
     "t5": (_t5, "target"),
@@ -169,7 +178,13 @@ class Case:
         parts = [[samples[i] for i in each] for each in np.split(np.arange(number), cuts)]
         strategy, sync = str(rng.choice(STRATEGIES)), str(rng.choice(["microbatch", "step"]))
         return cls(
-            family, weighting, strategy, sync, oversize, parts, _plan(rng, lengths, ranks, capacity, oversize, strategy, sync)
+            family,
+            weighting,
+            strategy,
+            sync,
+            oversize,
+            parts,
+            _plan(rng, lengths, ranks, capacity, oversize, strategy, sync),
         )
 
 
@@ -232,7 +247,9 @@ def packed_gradient(case, dtype):
     received = [materialize(case.plan, whole, rank) for rank in range(ranks)]
     statistics = case.plan.statistics()
     if statistics.num_dropped or statistics.num_truncated:  # counted again, as after an exchange
-        counts = StepCounts.sum([steps._count_together([each for each in part if len(each)], device) for part in received])
+        counts = StepCounts.sum(
+            [steps._count_together([each for each in part if len(each)], device) for part in received]
+        )
     steps._is_empty = False
     divisor = steps._num_items(counts.labels, counts.complete)
     trainer.model.zero_grad()

@@ -13,6 +13,7 @@ from transformers import LlamaForSequenceClassification
 from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
+
 def words_of(i, most):
     """A spread of lengths: mostly short, a few long."""
     return 1 + (most if i % 7 == 3 else (i * 5) % (most // 3))

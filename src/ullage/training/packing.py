@@ -248,7 +248,8 @@ class Packer:
                 batch = self._inputs_of(runs)
                 self.weigher.begin(batch, inputs.weight)
                 # A stand-in counts in no metric, whatever it has in it.
-                weights = self._reader.weights(microbatch) if runs is microbatch and self.metrics.are_kept else {}
+                weigh = (self.padded_loss or self._reader).weights
+                weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
                 with self._deferred(model, k < last), self.metrics.taken(calls, "train", weights):
                     losses.append(run(model, batch, count if division == "sum" else None))
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
