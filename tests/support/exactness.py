@@ -108,7 +108,7 @@ class ManyRanks(Accelerator):
 _TRAINERS = {}
 
 
-def trainer_of(family, weighting, dtype, folder=None, **options):
+def trainer_of(family, weighting, dtype, folder=None, samples=(), **options):
     """A real Trainer that packs."""
     is_pair = FAMILIES[family][1] == "target"
     options = {
@@ -118,7 +118,7 @@ def trainer_of(family, weighting, dtype, folder=None, **options):
     kind = Seq2SeqTrainingArguments if is_pair else TrainingArguments
     collator = Seq2SeqCollator() if is_pair else RaggedCollator()
     arguments = kind(folder or tempfile.gettempdir(), **options)
-    return Trainer(make_model(family, dtype), arguments, collator, train_dataset=[{"input_ids": [1]}])
+    return Trainer(make_model(family, dtype), arguments, collator, train_dataset=list(samples))
 
 
 def simulator(family, weighting, dtype):
@@ -161,35 +161,31 @@ class Case:
         capacity = int(rng.choice([4, 9, 16, 30]))
         oversize = str(rng.choice(["error", "drop"] if family == "t5" else ["error", "drop", "truncate"]))
         longest = capacity if oversize == "error" else 2 * capacity
-        edges = [2] if family == "t5" else [1, 2]
-        low = edges[0]
+        low = 2 if family == "t5" else 1
         number = int(rng.integers(1, 13))
         lengths = [
-            int(rng.choice([*edges, capacity])) if rng.random() < 0.3 else int(rng.integers(low, longest + 1))
+            int(rng.choice([low, 2, capacity])) if rng.random() < 0.3 else int(rng.integers(low, longest + 1))
             for _ in range(number)
         ]
         # A step in which nothing counts is one of fifty; a sequence without labels one of six.
         silent = rng.random() < 0.02
-        samples = [_sample(rng, family, length, silent or rng.random() < 1 / 6) for length in lengths]
-        if weighting == "weight":
-            for sample in samples:
-                sample["weight"] = float(rng.choice([0.0, 0.25, 1.0, 3.5])) if rng.random() < 0.7 else rng.random()
+        samples = [make_sample(rng, family, n, weighting, silent or rng.random() < 1 / 6) for n in lengths]
         cuts = np.sort(rng.integers(0, number + 1, ranks - 1))
         parts = [[samples[i] for i in each] for each in np.split(np.arange(number), cuts)]
         strategy, sync = str(rng.choice(STRATEGIES)), str(rng.choice(["microbatch", "step"]))
-        return cls(
-            family,
-            weighting,
-            strategy,
-            sync,
-            oversize,
-            parts,
-            _plan(rng, lengths, ranks, capacity, oversize, strategy, sync),
-        )
+        schedule = _plan(rng, lengths, ranks, capacity, oversize, strategy, sync)
+        return cls(family, weighting, strategy, sync, oversize, parts, schedule)
 
 
-def _sample(rng, family, length, is_silent):
+def make_sample(rng, family, length, weighting, is_silent):
     """A sample of ``length`` tokens, the target's included; ``is_silent``: without a label that counts."""
+    sample = _labelled(rng, family, length, is_silent)
+    if weighting == "weight":
+        sample["weight"] = float(rng.choice([0.0, 0.25, 1.0, 3.5])) if rng.random() < 0.7 else rng.random()
+    return sample
+
+
+def _labelled(rng, family, length, is_silent):
     ids = rng.integers(3, VOCAB, length).tolist()
     head = FAMILIES[family][1]
     if head == "sequence":
@@ -266,10 +262,18 @@ def kept_samples(case):
     lengths, kept = case.plan.lengths.tolist(), (case.plan.bins >= 0).tolist()
     found = []
     for sample, length, is_kept in zip(case.samples, lengths, kept, strict=True):
-        if is_kept and case.oversize == "truncate":
-            sample = {name: value[:length] if isinstance(value, list) else value for name, value in sample.items()}
-        found += [sample] * is_kept
+        found += [cut(sample, length) if case.oversize == "truncate" else sample] * is_kept
     return found
+
+
+def cut(sample, length):
+    """The first tokens of a sample."""
+    return {name: value[:length] if isinstance(value, list) else value for name, value in sample.items()}
+
+
+def num_tokens(family, sample):
+    """Tokens of a sample, with those of its target if it has one."""
+    return len(sample["input_ids"]) + (len(sample["labels"]) if FAMILIES[family][1] == "target" else 0)
 
 
 def losses_alone(model, family, sample):

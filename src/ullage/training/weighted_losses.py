@@ -20,8 +20,8 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> T
     """Sum over t of ``weights[t]`` times the cross-entropy of ``logits[t]`` and ``labels[t]``.
 
     Computed in float32, or float64 where the logits are. A label of -100, and one whose weight is zero, adds nothing to
-    the loss or to any gradient, whatever its logits hold. Zero, with a gradient of zeros, where no label is left. Does
-    not wait for the device.
+    the loss or to any gradient, not even where its own loss is infinite. Zero, with a gradient of zeros, where no label
+    is left. Does not wait for the device.
 
     Args:
         logits: [T, V]
@@ -31,7 +31,7 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> T
     logits = precise(logits)
     labels = labels.to(logits.device)
     weights = weights.to(logits.device, logits.dtype)
-    # A weight of zero would keep a nan, in the loss and in gradients. An ignored label does not.
+    # Zero times an infinite loss is nan. An ignored label has no loss.
     counted = labels.long().masked_fill(weights == 0, IGNORED_LABEL)
     losses = cross_entropy(logits, counted, reduction="none", ignore_index=IGNORED_LABEL)
     return (losses * weights).sum()

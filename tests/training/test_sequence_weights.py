@@ -1,0 +1,329 @@
+"""How sequences weigh in the loss of a packed step: what is computed, what is refused, and what the model never sees."""
+
+import json
+
+import datasets
+import pytest
+import torch
+import transformers as hf
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from trl import SFTConfig, SFTTrainer
+
+from tests.support import own_losses, packing_script
+from tests.support.launch import torchrun
+from ullage import InputError, RaggedBatch
+from ullage.cli.train.record import settings_of
+from ullage.engines.fsdp.trainer import _require_supported
+from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
+from ullage.training.comparing import describe_arguments
+from ullage.training.weighable import kind_of_loss
+from ullage.training.weighted_losses import weighted_cross_entropy
+
+SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LENGTHS = (9, 3, 14, 1, 6, 11)
+SAMPLES = [{"input_ids": [(i * 5 + k) % 20 + 3 for k in range(n)]} for i, n in enumerate(LENGTHS)]
+WEIGHED = [{**sample, "weight": 0.5 * i} for i, sample in enumerate(SAMPLES)]
+
+
+def llama():
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+
+
+def bert(kind, **options):
+    torch.manual_seed(0)
+    return kind(hf.BertConfig(**QUIET, **SIZES, **options))
+
+
+def trainer(folder, model, samples=SAMPLES, *, kind=Trainer, collator=None, loss=None, **options):
+    options = {
+        "max_steps": 1, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "logging_steps": 1,
+        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "optim": "sgd",
+        "learning_rate": 0.1, "train_sampling_strategy": "sequential", "packing_capacity": 16,
+        "packing_loss_weighting": "weight", **options,
+    }  # fmt: skip
+    collator = collator or RaggedCollator(labels_from="input_ids")
+    arguments = TrainingArguments(str(folder), **options)
+    return kind(model, arguments, collator, samples, samples, compute_loss_func=loss)
+
+
+def first_loss(mine):
+    mine.train()
+    return next(entry["loss"] for entry in mine.state.log_history if "loss" in entry)
+
+
+@torch.no_grad()
+def by_hand(model, samples, weights):
+    """Σ w · mean ÷ Σ w of a causal model, over the sequences that have anything to predict."""
+    pairs = [(weight, sample) for weight, sample in zip(weights, samples, strict=True) if len(sample["input_ids"]) > 1]
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (torch.tensor([s["input_ids"]]) for _, s in pairs)]
+    return float(sum(w * loss for (w, _), loss in zip(pairs, losses)) / sum(w for w, _ in pairs))
+
+
+# The loss.
+
+
+def test_weights_come_from_a_field_of_a_list_and_of_a_table_and_the_model_never_sees_them(tmp_path):
+    expected = by_hand(llama(), WEIGHED, [sample["weight"] for sample in WEIGHED])
+    for samples in (WEIGHED, datasets.Dataset.from_list(WEIGHED)):
+        mine = trainer(tmp_path, llama(), samples)
+        names = []
+        mine.model.register_forward_pre_hook(lambda m, args, given, names=names: names.extend(given), with_kwargs=True)
+        assert first_loss(mine) == pytest.approx(expected, rel=1e-5)
+        assert "input_ids" in names
+        assert "weight" not in names
+        # Evaluation is a mean over labels, whatever sequences weigh in training.
+        names.clear()
+        alike = trainer(tmp_path, mine.model, packing_loss_weighting="token").evaluate()["eval_loss"]
+        assert mine.evaluate()["eval_loss"] == pytest.approx(alike, rel=1e-6)
+        assert "weight" not in names
+
+
+def test_equal_weights_are_the_mean_of_the_sequences_means(tmp_path):
+    expected = by_hand(llama(), SAMPLES, [1.0] * 6)
+    assert first_loss(trainer(tmp_path, llama(), packing_loss_weighting="sequence")) == pytest.approx(
+        expected, rel=1e-5
+    )
+    alike = [{**sample, "weight": 3} for sample in SAMPLES]  # an integer will do
+    assert first_loss(trainer(tmp_path, llama(), alike)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_shifted_labels_weigh_as_labels_do(tmp_path):
+    def shifted(samples):
+        return RaggedCollator(labels_from="input_ids")(samples).with_shift_labels()
+
+    mine = trainer(tmp_path, llama(), WEIGHED, collator=shifted)
+    assert first_loss(mine) == pytest.approx(by_hand(llama(), WEIGHED, [s["weight"] for s in WEIGHED]), rel=1e-5)
+
+
+def values(i):
+    return torch.tensor([0.1 * i, -0.5, 1.0])
+
+
+HEADS = {
+    "classes": ({"num_labels": 3}, lambda i: i % 3, lambda out, label: cross_entropy(out, torch.tensor([label]))),
+    "values": (
+        {"num_labels": 3, "problem_type": "regression"},
+        values,
+        lambda out, label: mse_loss(out, label[None]),
+    ),
+    "one value": ({"num_labels": 1}, lambda i: 0.3 * i, lambda out, label: mse_loss(out, torch.tensor([[label]]))),
+    "several": (
+        {"num_labels": 3},
+        lambda i: (values(i) > 0.2).float(),
+        lambda out, label: binary_cross_entropy_with_logits(out, label[None]),
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_field_weighs_sequences_with_one_label_and_the_mean_of_each_changes_nothing(tmp_path, head):
+    config, label_of, loss_of = HEADS[head]
+    samples = [{**sample, "labels": label_of(i)} for i, sample in enumerate(WEIGHED)]
+    collator = RaggedCollator(per_sequence=("labels",))
+    model = bert(hf.BertForSequenceClassification, **config).eval()
+    with torch.no_grad():
+        alone = [loss_of(model(torch.tensor([s["input_ids"]])).logits, s["labels"]) for s in samples]
+    weights = [sample["weight"] for sample in samples]
+    expected = float(sum(w * loss for w, loss in zip(weights, alone)) / sum(weights))
+
+    def loss(**options):
+        return first_loss(
+            trainer(tmp_path, bert(hf.BertForSequenceClassification, **config), samples, collator=collator, **options)
+        )
+
+    assert loss() == pytest.approx(expected, rel=1e-5)
+    if head == "classes":
+        alike = loss(packing_loss_weighting="token")
+        assert alike == pytest.approx(float(sum(alone)) / 6, rel=1e-5)
+        assert loss(packing_loss_weighting="sequence") == alike
+
+
+def test_the_balance_of_experts_counts_once_beside_it(tmp_path):
+    """All in one microbatch, so that the balance is that of one call."""
+    row = RaggedBatch.from_samples(SAMPLES).to_flattened()
+    options = {"packing_capacity": 64, "packing_loss_weighting": "sequence"}
+    mine = trainer(tmp_path, packing_script.make_model("mixtral"), **options)
+    with torch.no_grad():
+        balance = float(mine.model(**row).aux_loss)
+    model = packing_script.make_model("mixtral")
+    model.config.output_router_logits = False
+    assert first_loss(mine) == pytest.approx(by_hand(model, SAMPLES, [1.0] * 6) + 0.1 * balance, rel=1e-5)
+
+
+def test_a_step_in_which_nothing_weighs_is_an_empty_one(tmp_path):
+    mine = trainer(tmp_path, llama(), [{**sample, "weight": 0.0} for sample in SAMPLES])
+    before = {name: value.clone() for name, value in mine.model.state_dict().items()}
+    metrics = mine.train().metrics
+    assert metrics["total_empty_steps"] == 1
+    assert metrics["train_loss"] == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in mine.model.state_dict().items())
+
+
+def test_a_weighted_cross_entropy_leaves_out_what_weighs_nothing():
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    impossible = torch.zeros(4, 7)
+    impossible[2, 5] = -torch.inf  # the loss of this label is infinite
+    labels, weights = torch.tensor([3, -100, 5, 0]), torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64)
+    loss = weighted_cross_entropy(logits + impossible, labels, weights)
+    rows = cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx((0.5 * rows[0] + 2 * rows[3]).item(), rel=1e-14)
+    loss.backward()
+    assert not logits.grad[1:3].any()
+
+
+def test_a_weighted_cross_entropy_of_nothing_is_zero_with_a_gradient():
+    for size in (0, 3):
+        logits = torch.randn(size, 7, requires_grad=True)
+        loss = weighted_cross_entropy(logits, torch.full((size,), -100), torch.ones(size))
+        loss.backward()
+        assert loss.item() == 0.0
+        assert not logits.grad.any()
+
+
+def test_a_weighted_cross_entropy_is_computed_in_float32_at_least():
+    logits, labels, weights = torch.randn(50, 7).bfloat16(), torch.arange(50) % 7, torch.full((50,), 0.02)
+    found = weighted_cross_entropy(logits, labels, weights)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(cross_entropy(logits.float(), labels)), rel=1e-6)
+
+
+# What is refused.
+
+
+class Undivided(Trainer):
+    packing_loss = "token_mean"
+
+
+class PackedSFT(RaggedTrainerMixin, SFTTrainer):
+    pass
+
+
+def refused(folder, model, **options):
+    with pytest.raises(InputError, match="packing_loss_weighting='weight' cannot be used here") as error:
+        trainer(folder, model, WEIGHED, **options)
+    return f"{error.value.where}: {error.value.found}"
+
+
+def test_losses_that_decide_for_themselves_are_refused_by_name(tmp_path):
+    assert refused(tmp_path, llama(), loss=lambda outputs, labels, num_items_in_batch=None: None).startswith(
+        "compute_loss_func: "
+    )
+    assert refused(tmp_path, llama(), kind=own_losses.Masked).startswith("Masked.compute_loss: a loss of its own")
+    assert refused(tmp_path, llama(), kind=Undivided).startswith("Undivided.packing_loss: a declared loss")
+    assert refused(tmp_path, llama(), label_smoothing_factor=0.1).startswith("label_smoothing_factor: smoothed labels")
+    unknown = "BertForQuestionAnswering: its loss is not known to be a cross-entropy of the logits that it returns"
+    assert refused(tmp_path, bert(hf.BertForQuestionAnswering)) == unknown
+
+
+def test_trls_trainers_are_refused(tmp_path):
+    class Arguments(TrainingArguments, SFTConfig):
+        pass
+
+    arguments = Arguments(str(tmp_path), packing_capacity=32, packing_loss_weighting="sequence", use_cpu=True)
+    rows = datasets.Dataset.from_list(SAMPLES)
+    with pytest.raises(
+        InputError, match=r"packing_loss_weighting='sequence' cannot be used here \(SFTTrainer.compute_loss\)"
+    ):
+        PackedSFT(llama(), arguments, RaggedCollator(labels_from="input_ids"), rows, processing_class=_tokenizer())
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{i}": i for i in range(23)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w0")
+
+
+def test_without_a_capacity_it_is_refused(tmp_path):
+    message = (
+        "packing_loss_weighting is an argument of packing: expected 'token', or a packing_capacity, found 'weight'"
+    )
+    with pytest.raises(InputError, match=message):
+        trainer(tmp_path, llama(), WEIGHED, packing_capacity=None)
+
+
+class SquaredForCausalLM(hf.LlamaForCausalLM):
+    """A loss of somebody's own."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return {"loss": self.model(input_ids)[0].square().mean()}
+
+
+def test_the_source_tells_which_losses_are_plain():
+    """Of what the families of transformers name in their ``forward``, only what is known is taken."""
+    pair = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 23, "num_experts": 2}
+    switch = hf.SwitchTransformersConfig(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, **pair)
+    prophet = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    heads = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
+    assert kind_of_loss(llama()) == "token"
+    assert kind_of_loss(packing_script.make_model("mixtral")) == "token"
+    assert kind_of_loss(packing_script.make_model("recurrent")) == "token"
+    assert kind_of_loss(bert(hf.BertForMaskedLM)) == "token"
+    assert kind_of_loss(bert(hf.BertForSequenceClassification)) == "sequence"
+    assert kind_of_loss(bert(hf.BertForMultipleChoice)) is None
+    assert kind_of_loss(SquaredForCausalLM(hf.LlamaConfig(**SIZES))) is None
+    # A term of the routers, a sum over n-grams, an adaptive softmax.
+    assert kind_of_loss(hf.SwitchTransformersForConditionalGeneration(switch)) is None
+    ngrams = hf.ProphetNetConfig(vocab_size=23, hidden_size=8, **prophet, **heads)
+    assert kind_of_loss(hf.ProphetNetForConditionalGeneration(ngrams)) is None
+    assert kind_of_loss(hf.XLMWithLMHeadModel(hf.XLMConfig(vocab_size=23, emb_dim=8, n_layers=1, n_heads=2))) is None
+    assert (
+        kind_of_loss(hf.DistilBertForMaskedLM(hf.DistilBertConfig(dim=8, hidden_dim=8, n_layers=1, n_heads=2)))
+        == "token"
+    )
+    replaced = bert(hf.BertForTokenClassification)
+    assert kind_of_loss(replaced) == "token"
+    other = llama()
+    other.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    assert kind_of_loss(other) is None
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_weight_is_named_by_its_sample(tmp_path, bad):
+    samples = [{**sample, "weight": bad if i == 4 else 1.0} for i, sample in enumerate(SAMPLES)]
+    mine = trainer(tmp_path, llama(), samples, per_device_train_batch_size=3, max_steps=2)
+    message = (
+        r"a sequence cannot have this weight \(train_dataset\[4\], field 'weight'\): expected a finite number, 0 or "
+    )
+    with pytest.raises(InputError, match=message):
+        mine.train()
+
+
+def test_a_field_that_is_not_there_or_holds_a_number_per_token_is_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"no such field of weights \(packing_loss_weighting='weight'\): expected 'token'"
+    ):
+        trainer(tmp_path, llama(), SAMPLES).train()
+    long = [{**sample, "weight": [1.0] * len(sample["input_ids"])} for sample in SAMPLES]
+    with pytest.raises(InputError, match=r"does not hold one number per sequence .* found one entry per token"):
+        trainer(tmp_path, llama(), long).train()
+    unlabelled = [{**sample, "weight": 1.0} for sample in SAMPLES]
+    with pytest.raises(InputError, match="sequences are weighed by the mean over their labels, and the batch has none"):
+        trainer(tmp_path, llama(), unlabelled, collator=RaggedCollator()).train()
+
+
+def test_ranks_and_records_compare_it_and_the_other_engine_refuses_it(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), packing_capacity=16, packing_loss_weighting="sequence")
+    assert describe_arguments(arguments)["packing_loss_weighting"] == "sequence"
+    with pytest.raises(InputError, match=r"packing_loss_weighting is not supported over ullage\.engines\.fsdp"):
+        _require_supported(arguments)
+    assert "packing_loss_weighting" in settings_of.__globals__["_DECIDING"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_zero_weighs_sequences_as_one_process_does(tmp_path):
+    """Stages 2 and 3, with empty microbatches; DDP is in test_exactness.py."""
+    options = {"packing_plan_strategy": "next_fit", "packing_loss_weighting": "sequence", "max_steps": 3}
+    alone = packing_script.run("llama", str(tmp_path), **options)
+    torchrun(2, packing_script.__file__, tmp_path, json.dumps([["llama", stage, options] for stage in (2, 3)]))
+    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0][0]["real"] != ranks[1][0]["real"], "the ranks had equally many microbatches, which shows nothing"
+    for found in ranks[0]:
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
