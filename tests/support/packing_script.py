@@ -10,6 +10,7 @@ import sys
 
 import datasets
 import torch
+from datasets.distributed import split_dataset_by_node
 from transformers import (
     BertConfig,
     BertForTokenClassification,
@@ -66,6 +67,17 @@ def stream(*sizes):
     return datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": list(range(len(sizes)))})
 
 
+def split_by_node(dataset, rank):
+    return split_dataset_by_node(dataset, rank, int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def without_columns(dataset):
+    """Mapped: ``datasets`` no longer knows its columns."""
+    mapped = dataset.map(lambda sample: {"input_ids": sample["input_ids"]})
+    assert mapped.column_names is None
+    return mapped
+
+
 def masked(samples, first, last):
     """The samples, with labels that count nowhere in those from ``first`` to before ``last``."""
     return [
@@ -78,6 +90,12 @@ def masked(samples, first, last):
 DATA = {
     "lengths": lambda rank: make_samples(),
     "uneven stream": lambda rank: stream(6, 17),
+    "stream": lambda rank: stream(23),
+    "shuffled stream": lambda rank: stream(7, 7, 9).shuffle(seed=3, buffer_size=5),
+    "mapped stream": lambda rank: without_columns(stream(23)),
+    "stream of torch": lambda rank: story.Stream(make_samples([10 + i for i in range(23)])),
+    "split stream": lambda rank: split_by_node(stream(23), rank),
+    "split shards": lambda rank: split_by_node(stream(6, 1, 7, 9), rank),
     "uneven list": lambda rank: make_samples(LENGTHS[: 12 + 4 * rank]),
     "empty on rank 0": lambda rank: make_samples(LENGTHS[: 12 * rank]),
     "other order": lambda rank: make_samples(LENGTHS if rank == 0 else LENGTHS[10:] + LENGTHS[:10]),

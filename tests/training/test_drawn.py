@@ -184,7 +184,7 @@ REFUSED = {
         "input_ids": IDS,
         "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1]]),
     },
-    r"a row of attention_mask is all padding \(row 0\)": {"input_ids": IDS, "attention_mask": IDS - 5 > 0},
+    r"a row of attention_mask is all padding \(row 1\)": {"input_ids": IDS, "attention_mask": IDS > 4},
     r"position_ids do not count on within a row of attention_mask": {
         "input_ids": IDS,
         "attention_mask": torch.ones(2, 4),

@@ -166,8 +166,9 @@ class RaggedTrainerMixin(_Base):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        with self._steps.epoch(**kwargs):
-            super()._run_epoch(*args, **kwargs)
+        with self._steps.epoch(**kwargs) as progress:
+            if progress is not None:
+                super()._run_epoch(*args, **progress)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._continuation.settle_loss()
@@ -225,7 +226,7 @@ class RaggedTrainerMixin(_Base):
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
             with self._batches_stay_on_host():
-                return self._steps.read_from(super()._get_dataloader(*options))
+                return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
         size = len(dataset) if has_length(dataset) else None  # pyright: ignore[reportArgumentType]

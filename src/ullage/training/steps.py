@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,46 +29,21 @@ from ullage.errors import TrainingError
 from ullage.exchange.source import deal
 from ullage.layout import Int64
 from ullage.ranks import Axis, agree
-from ullage.training import counting
+from ullage.training import counting, epochs
 from ullage.training.beginning import empty_step_of
+from ullage.training.epochs import Epoch
 from ullage.training.indices import SampleIndices
 from ullage.training.metering import TokenMeter
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.step_counts import StepCounts
 from ullage.training.stopping import StopFlag
+from ullage.training.streams import divide_exactly
 
 _logger = logging.getLogger(__name__)
 
 #: The most batches of a rank that are read on only to be counted, where the epoch ends without them.
 _MOST_COUNTED = 100
-#: Where a checkpoint keeps what each rank had drawn, if that was not one batch a step.
-_DRAWN = "ullage_batches_drawn"
-
-
-@dataclass
-class Epoch:
-    """Progress through the running epoch.
-
-    Attributes:
-        given: [ranks], batches drawn so far.
-        live: [ranks], whether a rank's data have not ended.
-        steps: drawn so far.
-        recorded: skipped batches of this rank whose indices were recorded before those of the first one drawn.
-        ahead: batches of this rank that are still to be skipped, because a step before the checkpoint took them.
-        ended: whether no rank draws any further step.
-    """
-
-    given: Int64
-    live: np.ndarray
-    steps: int = 0
-    recorded: int = 0
-    ahead: int = 0
-    ended: bool = False
-
-    @classmethod
-    def of(cls, ranks: int) -> Epoch:
-        return cls(np.zeros(ranks, np.int64), np.ones(ranks, bool))
 
 
 class StepSource:
@@ -95,48 +69,27 @@ class StepSource:
         """Forget what an earlier run has warned of."""
         self._has_warned_of_unused = False
 
-    def read_from(self, loader: Any) -> Any:
-        """The training dataloader, whose indices are recorded from now on."""
+    def read_from(self, loader: Any, dataset: Any) -> Any:
+        """The training dataloader over ``dataset``, whose indices are recorded from now on."""
+        divide_exactly(loader, dataset, packed=self._packer.options is not None)
         self._indices = SampleIndices(loader)
         return loader
 
     @contextlib.contextmanager
-    def epoch(self, **progress: Any) -> Iterator[None]:
-        """An epoch of the trainer. ``progress``: the keywords of transformers' ``_run_epoch``."""
-        self._epoch = self._begin_epoch(**progress)
+    def epoch(self, **progress: Any) -> Iterator[dict[str, Any] | None]:
+        """An epoch of the trainer. ``progress``: the keywords of transformers' ``_run_epoch``.
+
+        Gives the keywords to run it with; None for an epoch that was trained before the checkpoint.
+        """
+        place = epochs.continued(self._trainer, progress)
+        if place is None:
+            yield None
+            return
+        self._epoch = epochs.begin(self._trainer, **place)
         try:
-            yield
+            yield place
         finally:
             self._epoch, self._is_empty = None, False
-
-    def _begin_epoch(
-        self,
-        epoch: int = 0,
-        epochs_trained: int = 0,
-        resume_from_checkpoint: str | None = None,
-        steps_trained_in_current_epoch: int = 0,
-        **others: Any,
-    ) -> Epoch:
-        """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
-        begun = Epoch.of(self._trainer.args.world_size)
-        kept: Any = self._trainer.state.stateful_callbacks
-        drawn = kept.pop(_DRAWN, None)
-        resumes = (
-            resume_from_checkpoint is not None and epoch == epochs_trained and not self._trainer.args.ignore_data_skip
-        )
-        if not resumes or not steps_trained_in_current_epoch:
-            return begun
-        # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
-        # them from the recorded sampler, so their indices wait in front of those of the first real batch.
-        begun.recorded = begun.steps = steps_trained_in_current_epoch
-        begun.given[:] = begun.steps
-        # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
-        # ended). Those ahead are skipped here in addition; a rank with fewer has nothing left.
-        if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
-            begun.given = np.array(drawn["given"], np.int64)
-            begun.live = begun.given >= begun.steps
-            begun.ahead = max(0, int(begun.given[self._trainer.args.process_index]) - begun.steps)
-        return begun
 
     def draw_step(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -164,6 +117,7 @@ class StepSource:
             met = self._count_together(batches, device)
         if not fewest:
             return [], None
+        epochs.keep_place(self._trainer, epoch)
         for batch in batches:
             self._count_batch(batch)
         return batches, self._num_items(met.labels, met.complete)
@@ -259,11 +213,7 @@ class StepSource:
         if wanted == self._trainer.args.world_size:
             epoch.ended = True
             return [], None
-        epoch.steps += 1
-        if len(set(epoch.given.tolist())) > 1:
-            # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-            kept: Any = self._trainer.state.stateful_callbacks
-            kept[_DRAWN] = {"steps": epoch.steps, "given": epoch.given.tolist()}
+        epochs.keep_place(self._trainer, epoch)
         packed = self._packer.pack(drawn)
         statistics = packed.plan.statistics()
         self._meter.add_packed(packed.microbatches, packed.plan, self._packer.flops(packed), statistics)

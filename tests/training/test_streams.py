@@ -1,0 +1,109 @@
+"""Iterable data under packing: every sample once per epoch on one process and two, and runs that continue exactly."""
+
+import json
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support import packing_script
+from tests.support.launch import torchrun
+from ullage.training.streams import divide_exactly
+
+#: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
+EVERY = list(range(10, 33))
+#: Beyond the first epoch, and checkpoints within it, at its end, and in the next one.
+STEPS = 9
+KINDS = ("stream", "shuffled stream", "mapped stream", "stream of torch", "split stream", "split shards")
+
+
+def assert_whole(result):
+    trained = [length for step in result["lengths"] for length in step]
+    assert sorted(trained[: len(EVERY)]) == EVERY
+    again = trained[len(EVERY) :]
+    assert len(set(again)) == len(again), "of the next epoch each at most once"
+
+
+def assert_continues(resumed, whole, step):
+    assert resumed["lengths"] == whole["lengths"][step:]
+    assert resumed["losses"] == whole["losses"]  # with those of before, which the checkpoint holds
+    assert resumed["norms"] == whole["norms"]
+
+
+@pytest.mark.parametrize(("data", "workers", "steps"), [("mapped stream", 0, (6, 8)), ("shuffled stream", 2, (8,))])
+def test_every_sample_once_and_resumed_in_any_epoch(tmp_path, data, workers, steps):
+    """At the end of the first epoch and in the next one.
+
+    Of the shuffled stream, two workers read seven and sixteen samples: short batches come between the whole ones.
+    """
+    options = {"data": data, "max_steps": STEPS, "dataloader_num_workers": workers}
+    whole = packing_script.run("recurrent", str(tmp_path), save_strategy="steps", save_steps=2, **options)
+    assert_whole(whole)
+    for step in steps:
+        resumed = packing_script.run("recurrent", str(tmp_path), resume=f"checkpoint-{step}", **options)
+        assert_continues(resumed, whole, step)
+
+
+def test_without_packing_a_run_continues_in_any_epoch(tmp_path):
+    """Three microbatches a step: the last step of an epoch has two of six, and the next epoch begins with a whole one."""
+    options = {"data": "stream", "packing_capacity": None, "max_steps": 5, "gradient_accumulation_steps": 4}
+    found = []
+    for resume in (None, "checkpoint-3"):
+        trainer = packing_script.make_trainer(
+            "recurrent", str(tmp_path), save_strategy="steps", save_steps=1, **options
+        )
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        found.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+    assert len(found[0]) == 5
+    assert found[1] == found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_read_every_sample_once_and_resume_in_any_epoch(tmp_path):
+    cases = []
+    for data in KINDS:
+        options = {"data": data, "max_steps": STEPS}
+        cases.append(["recurrent", 0, {**options, "save_strategy": "steps", "save_steps": 8}])
+        cases.append(["recurrent", 0, {**options, "resume": "checkpoint-8"}])
+    workers = {"data": "split shards", "max_steps": STEPS, "dataloader_num_workers": 2}
+    torchrun(2, packing_script.__file__, tmp_path, json.dumps([*cases, ["recurrent", 0, workers]]), timeout=500)
+    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    for k, data in enumerate(KINDS):
+        for rank in ranks:
+            whole, resumed = rank[2 * k : 2 * k + 2]
+            assert "error" not in whole, (data, whole)
+            assert_whole(whole)
+            assert_continues(resumed, whole, 8)
+        assert ranks[0][2 * k]["lengths"] == ranks[1][2 * k]["lengths"]
+    assert_whole(ranks[0][-1])
+
+
+class Counted(IterableDataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        return iter(range(self.number))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 6, 11, 12])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_hold_each_sample_once_and_whole_batches_as_accelerate_gives_them(number, ranks):
+    from accelerate.data_loader import prepare_data_loader
+
+    parts, theirs = [], []
+    for rank in range(ranks):
+        dataset = Counted(number)
+        loader = prepare_data_loader(DataLoader(dataset, batch_size=2), num_processes=ranks, process_index=rank)
+        theirs.append([batch.tolist() for batch in loader])
+        divide_exactly(loader, dataset, packed=True)
+        parts.append([batch.tolist() for batch in loader])
+    assert sorted(sample for part in parts for batch in part for sample in batch) == list(range(number))
+    whole = number // (2 * ranks)
+    assert [part[:whole] for part in parts] == [part[:whole] for part in theirs]
+    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
+    dropping = prepare_data_loader(
+        DataLoader(dataset, batch_size=2, drop_last=True), num_processes=ranks, process_index=0
+    )
+    divide_exactly(dropping, dataset, packed=True)
+    assert len(list(dropping)) == whole
