@@ -5,7 +5,7 @@ becomes of long sequences (``tests/support/exactness.py``). A real Trainer stand
 that counting, weighing, losses and backward are its own. Some steps run again through the Trainer on 2 and 4 processes.
 The difference is that of the gradients, relative to the gradient's norm: at most 1e-6 in float32, 1e-12 in float64.
 
-    python benchmarks/campaigns/exactness.py                    # 2,000 steps in both precisions, 40 on 2 and 4 processes
+    python benchmarks/campaigns/exactness.py                   # 2,000 steps in both precisions, 40 on 2 and 4 processes
     python benchmarks/campaigns/exactness.py --steps 200 --runs 0
 """
 
