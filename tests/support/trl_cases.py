@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+import datasets
 import torch
 import torch.distributed as dist
 from datasets import Dataset
@@ -23,6 +24,8 @@ from transformers import (
 
 import ullage
 from ullage.training import RaggedTrainerMixin, TrainingArguments
+
+datasets.disable_progress_bars()
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -92,8 +95,7 @@ def make_sft(name, folder, data=None, mixed=True, more=None, **options):
         config(str(folder), **options),
         train_dataset=data,
         eval_dataset=data,
-        processing_class=tokenizer(),
-        **(more or {}),
+        **{"processing_class": tokenizer(), **(more or {})},
     )
 
 

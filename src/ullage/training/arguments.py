@@ -158,6 +158,7 @@ class PackingOptions:
                 expected="tokens a microbatch, or None for no packing",
                 found=capacity,
             )
+        _refuse_own_packing(arguments)
         return cls(
             capacity,
             arguments.packing_plan_strategy,
@@ -179,3 +180,19 @@ def peak_flops_of(arguments: Any) -> float | None:
     if peak is not None and not peak > 0:
         raise InputError("packing_peak_flops must be positive", expected="FLOP/s of one device, or None", found=peak)
     return peak
+
+
+def _refuse_own_packing(arguments: Any) -> None:
+    """Raise ``InputError`` where arguments with a ``packing_capacity`` ask TRL to pack as well.
+
+    ``padding_free`` says nothing that packing does not: it is taken, and changes nothing.
+    """
+    for name in ("packing", "eval_packing"):
+        if getattr(arguments, name, None) is True:
+            raise InputError(
+                f"{name}=True lets TRL join sequences to rows before training, and packing_capacity plans sequences",
+                where=type(arguments).__name__,
+                expected=f"one of {name} and packing_capacity",
+                found=f"{name}=True, packing_capacity={arguments.packing_capacity}",
+                hint=f"leave {name} out: each step is packed as it is drawn, without cutting a sequence",
+            )

@@ -40,7 +40,7 @@ from ullage.errors import InputError, TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting
-from ullage.training.arguments import form_process_group, require_sharding
+from ullage.training.arguments import PackingOptions, form_process_group, require_sharding
 from ullage.training.beginning import RunCheck
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
@@ -91,6 +91,7 @@ class RaggedTrainerMixin(_Base):
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is not None:
             form_process_group(arguments)
+            PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
         end_groups_at_exit()
         super().__init__(*args, **kwargs)
         require_sharding(self.args)

@@ -1,0 +1,223 @@
+"""TRL's SFT packed: whatever TRL makes of the data, and whichever loss it takes, the numbers are those it has unpacked."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from tests.support import trl_cases
+from tests.support.launch import environment
+from tests.support.trl_cases import make_sft, outcome, text
+from ullage import InputError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]  # what TRL will take away
+
+NUMBER = 12
+#: As long as the longest chat.
+PACKED = {"packing_capacity": 26, "packing_plan_strategy": "next_fit"}
+#: A chat in which what the assistant says is marked, its end included.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}w1 {% generation %}{{ message['content'] }} "
+    "</s> {% endgeneration %}{% else %}w2 {{ message['content'] }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w1 {% endif %}"
+)
+
+
+def rows(make):
+    return Dataset.from_list([make(i) for i in range(NUMBER)])
+
+
+def turns(i, *roles):
+    return [{"role": role, "content": text(i + k, 1 + (i + k) % 4)} for k, role in enumerate(roles)]
+
+
+def tokenized(i):
+    ids = [3 + (i * 5 + k) % 40 for k in range(1 + i * 3 % 17)]
+    return {"input_ids": ids, "labels": [token if k % 3 else -100 for k, token in enumerate(ids)]}
+
+
+def streamed(make):
+    return IterableDataset.from_generator(lambda: (make(i) for i in range(NUMBER)))
+
+
+UNPREPARED = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+SMOOTHED = {"label_smoothing_factor": 0.2}
+
+
+def plain(i):
+    return {"text": text(i, 1 + i * 5 % 16)}
+
+
+def parted(i):
+    return {"prompt": text(i, 1 + i % 4), "completion": " " + text(i + 1, 1 + i * 3 % 9)}
+
+
+def talk(i):
+    return {"messages": turns(i, *["user", "assistant"] * (1 + i % 3))}
+
+
+def answered(i):
+    return {"prompt": turns(i, "user"), "completion": turns(i + 1, "assistant")}
+
+
+def weighed(outputs, labels, num_items_in_batch=None):
+    """A loss of one's own: half the sum over the labels that count."""
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", ignore_index=-100
+    )
+    return losses / 2 / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+CASES = {
+    "text": (lambda: rows(plain), {}, {}),
+    "text, truncated": (lambda: rows(plain), {"max_length": 5}, {}),
+    "prompt and completion": (lambda: rows(parted), {}, {}),
+    "prompt and completion, loss on both": (lambda: rows(parted), {"completion_only_loss": False}, {}),
+    "chats": (lambda: rows(talk), {}, {}),
+    "chats, loss on the assistant": (lambda: rows(talk), {"assistant_only_loss": True}, {}),
+    "prompts and answers": (lambda: rows(answered), {"assistant_only_loss": True}, {}),
+    "tokenized": (lambda: rows(tokenized), {"max_length": None}, {}),
+    "tokenized, not prepared": (lambda: rows(tokenized), UNPREPARED, {}),
+    "ids alone, not prepared": (lambda: rows(tokenized).remove_columns("labels"), UNPREPARED, {}),
+    "streamed": (lambda: streamed(parted), {}, {}),
+    "streamed chats": (lambda: streamed(talk), {"assistant_only_loss": True}, {}),
+    "dft": (lambda: rows(parted), {"loss_type": "dft"}, {}),
+    "chunked": (lambda: rows(parted), {"loss_type": "chunked_nll"}, {}),
+    "smoothed": (lambda: rows(parted), SMOOTHED, {}),
+    "a loss of one's own": (lambda: rows(parted), {}, {"compute_loss_func": weighed}),
+    "formatted": (lambda: rows(lambda i: {"words": text(i, 1 + i)}), {}, {"formatting_func": lambda row: row["words"]}),
+    "padding-free": (lambda: rows(tokenized), {"padding_free": True, "max_length": None}, {}),
+}
+#: A capacity says all that they say; TRL alone would ask for flash attention, or train on what is not truncated.
+OF_PACKING = ("padding_free",)
+
+
+def train(data, options, more, folder, **packing):
+    more = {"processing_class": trl_cases.tokenizer(), **more}
+    more["processing_class"].chat_template = TEMPLATE
+    trainer = make_sft("llama", folder, data=data, mixed=bool(packing), more=more, **options, **packing)
+    logged, evaluated = outcome(trainer)
+    return logged, evaluated, trainer
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_metrics_are_those_of_trl_unpacked(name, tmp_path):
+    make, options, more = CASES[name]
+    theirs = {key: value for key, value in options.items() if key not in OF_PACKING}
+    expected, expected_evaluation, _ = train(make(), theirs, more, tmp_path)
+    found, evaluation, trainer = train(make(), options, more, tmp_path, **PACKED)
+    assert len(found) == len(expected) == 3
+    assert trainer._packer.options is not None
+    for mine, one in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
+        assert {key: mine[key] for key in one} == pytest.approx(one, rel=2e-6, abs=1e-9)
+    assert len({entry["loss"] for entry in expected}) == 3
+
+
+def ready(folder, data=None, model=None, **options):
+    from ullage.training.trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(str(folder), report_to=[], disable_tqdm=True, **options)
+    more = {"train_dataset": rows(plain) if data is None else data, "processing_class": trl_cases.tokenizer()}
+    return SFTTrainer(trl_cases.model() if model is None else model, arguments, **more)
+
+
+def test_the_ready_configuration_has_trls_defaults_and_works_without_an_accelerator(tmp_path):
+    import dataclasses
+
+    import trl
+
+    from ullage.training import trl as ours
+
+    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO"):
+        config, theirs = getattr(ours, f"{name}Config"), getattr(trl, f"{name}Config")
+        mine, one = config(str(tmp_path)), theirs(str(tmp_path), use_cpu=not torch.accelerator.is_available())
+        names = [field.name for field in dataclasses.fields(one)]
+        assert {field: getattr(mine, field) for field in names} == {field: getattr(one, field) for field in names}
+        assert mine.packing_capacity is None
+        assert issubclass(getattr(ours, f"{name}Trainer"), getattr(trl, f"{name}Trainer"))
+
+
+def test_the_ready_trainer_trains_packed_by_trls_defaults_and_resumes(tmp_path):
+    """bf16 and gradient checkpointing, which are on."""
+    trainer = ready(tmp_path, packing_capacity=26, max_steps=2, save_steps=1, logging_steps=1)
+    assert trainer.args.bf16
+    assert trainer.args.gradient_checkpointing
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
+    again = ready(tmp_path, packing_capacity=26, max_steps=2, save_strategy="no", logging_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed = [entry for entry in again.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in resumed] == losses
+    assert all(entry["entropy"] > 3 for entry in resumed)
+
+
+@pytest.mark.parametrize("name", ["packing", "eval_packing"])
+def test_trls_packing_beside_ours_is_refused_before_data_are_prepared(name, tmp_path):
+    data = Dataset.from_list([{"text": "w1"}])
+    data.map = None  # preparing calls it
+    with pytest.raises(InputError, match=rf"{name}=True lets TRL join .* Leave {name} out"):
+        ready(tmp_path, data, packing_capacity=16, **{name: True})
+
+
+def test_rows_of_several_sequences_are_refused(tmp_path):
+    data = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [1, 1, 1]}] * 4)
+    with pytest.raises(InputError, match=r"rows that were packed beforehand .*\(train_dataset\)"):
+        ready(tmp_path, data, packing_capacity=16)
+    assert ready(tmp_path, data).train_dataset.num_rows == 4
+
+
+def test_images_are_refused_under_packing(tmp_path):
+    from types import SimpleNamespace
+
+    from ullage.training.packable import refuse_rows
+
+    with pytest.raises(InputError, match="images cannot be packed"):
+        refuse_rows(SimpleNamespace(_is_vision_dataset=True))
+
+
+def test_a_collator_of_trls_is_refused_under_packing(tmp_path):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    more = {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0), "processing_class": trl_cases.tokenizer()}
+    trainer = make_sft("llama", tmp_path, more=more, **PACKED)
+    with pytest.raises(InputError, match="packing needs batches that know their sequences"):
+        trainer.train()
+
+
+def test_masks_without_labels_are_refused_in_evaluation_too(tmp_path):
+    ids = rows(tokenized).remove_columns("labels")
+    masked = ids.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
+    trainer = ready(tmp_path, ids, packing_capacity=26, **UNPREPARED)
+    with pytest.raises(ValueError, match="mask columns but no 'labels'"):
+        trainer.evaluate(masked)
+
+
+def test_a_fresh_dataset_is_prepared_for_evaluation(tmp_path):
+    results = []
+    for packing in ({}, PACKED):
+        more = {"processing_class": trl_cases.tokenizer()}
+        trainer = make_sft("llama", tmp_path, mixed=bool(packing), more=more, **packing)
+        results.append(trl_cases.numbers(trainer.evaluate(rows(parted))))
+    assert {name: results[1][name] for name in results[0]} == pytest.approx(results[0], rel=2e-6)
+
+
+def test_without_trl_the_error_says_what_to_install():
+    script = """
+import sys
+sys.modules["trl"] = None
+import ullage.training
+from ullage.errors import InputError
+try:
+    from ullage.training.trl import SFTTrainer
+except InputError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("TRL is not installed, or cannot be imported (ullage.training.trl): expected ")
+    assert "Install it with pip install 'trl>=1'" in done.stdout
