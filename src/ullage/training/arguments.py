@@ -50,6 +50,13 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={"help": "Under ZeRO, reduce gradients once a step. Off: after every microbatch, in less memory."},
     )
+    packing_chunked_loss: bool = field(
+        default=True,
+        metadata={
+            "help": "Under packing, compute a linear head and its cross-entropy a few tokens at a time, where only the "
+            "loss is used: the logits of a long row are never held. Off: as transformers does."
+        },
+    )
     packing_peak_flops: float | None = field(
         default=None,
         metadata={"help": "FLOP/s that one device could do (H100, bf16: 989e12); logs then have mfu."},
@@ -129,6 +136,7 @@ class PackingOptions:
         strategy: name of the planning strategy.
         oversize: what becomes of a sequence over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
         coalesce_gradients: whether ZeRO reduces gradients once per step.
+        chunked_loss: whether head and loss run in chunks, where nobody asks for logits.
         peak_flops: FLOP/s that one device could do, for ``mfu``; None without it.
     """
 
@@ -136,6 +144,7 @@ class PackingOptions:
     strategy: str
     oversize: str
     coalesce_gradients: bool
+    chunked_loss: bool
     peak_flops: float | None
 
     @classmethod
@@ -164,6 +173,7 @@ class PackingOptions:
             arguments.packing_plan_strategy,
             arguments.packing_oversize,
             arguments.packing_coalesce_gradients,
+            arguments.packing_chunked_loss,
             peak_flops_of(arguments),
         )
 

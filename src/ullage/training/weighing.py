@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
 from ullage.training import counting
+from ullage.training.chunked_head import head_in_chunks, head_problem
+from ullage.training.losses import OwnLoss
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.weighable import kind_of_loss
 from ullage.training.weighted_losses import weighted_sequence_loss, weighted_token_loss
+
+_logger = logging.getLogger(__name__)
 
 
 class LossRule:
@@ -23,6 +31,8 @@ class LossRule:
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
+        #: Why logits were needed, as last told.
+        self._told: str | None = None
 
     def compute(
         self,
@@ -44,6 +54,13 @@ class LossRule:
             num_items_in_batch: labels that count in the step, over all ranks; None where none were counted.
         """
         inputs = self._with_decoder_inputs(inputs)
+        with self._head(model, return_outputs):
+            return self._weighed(compute, model, inputs, return_outputs, num_items_in_batch)
+
+    def _weighed(
+        self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> Any:
+        """The loss of :meth:`compute`, whose parameters these are."""
         if self._packer.weigher.labels is not None:
             return self._by_weights(model, inputs, return_outputs, self._packer.weigher.labels)
         if num_items_in_batch is not None and not self._reader.divides_by_count:
@@ -79,6 +96,31 @@ class LossRule:
         loss = loss * self._trainer.accelerator.num_processes
         loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
         return (loss, outputs) if return_outputs else loss
+
+    def _head(self, model: nn.Module, return_outputs: bool) -> AbstractContextManager[Any]:
+        """The way of the model's head in one call: in chunks with its loss where it can, else as it is."""
+        reason = "outputs are asked for" if return_outputs else self._needs_logits(model)
+        if reason is None:
+            return head_in_chunks(self._reader.model)
+        if reason != self._told:
+            _logger.debug("head and loss run on all tokens at once: %s", reason)
+            self._told = reason
+        return contextlib.nullcontext()
+
+    def _needs_logits(self, model: nn.Module) -> str | None:
+        """Why the logits of a packed row have to be computed; None where the loss alone is used."""
+        trainer, options = self._trainer, self._packer.options
+        if options is None or not options.chunked_loss:
+            return "packing_chunked_loss is off"
+        if not model.training or not torch.is_grad_enabled():
+            return "not training"
+        if OwnLoss.of(trainer) is not None or trainer.label_smoother is not None:
+            return "the loss is not the model's own"
+        if trainer.args.fp16 or trainer.accelerator.mixed_precision == "fp16":
+            return "fp16 scales the loss before its gradients are made"
+        if trainer.is_fsdp_enabled or has_compiled_regions(model) or is_compiled_module(model):
+            return "FSDP and torch.compile keep the model's forward as it is"
+        return head_problem(self._reader.model)
 
     def _mean_by_share(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any

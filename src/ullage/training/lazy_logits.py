@@ -1,0 +1,342 @@
+"""Logits that are not computed: a model's own forward runs on them as far as its loss, which then runs in chunks.
+
+Models slice, scale, cap and cast their logits in ways of their own before they hand them to a loss. None of these
+forwards is written again here. For one call a stand-in takes the place of the head. It returns :class:`LazyLogits`: the
+hidden states, and what is done to their scores, recorded operation by operation. Where they reach
+``torch.nn.functional.cross_entropy``, as they do in every loss of transformers over words, head and loss run in chunks
+(:mod:`ullage.training.chunked_loss`). An operation that cannot be recorded computes the logits, and the call goes on
+with them as it would have without: the loss is the same either way.
+
+What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ullage.errors import InputError
+from ullage.schema import IGNORED_LABEL
+from ullage.training.chunked_loss import chunked_cross_entropy
+from ullage.training.logit_views import VIEWS, Step
+
+#: Operations on each score by itself, with numbers, single values or one value per word beside it.
+_ELEMENTWISE = frozenset(
+    {"add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide"}
+    | {"neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to"}
+)
+_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")) | {
+    "__idiv__",
+    "__setitem__",
+}
+_OPERATORS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
+    *("__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
+    *("__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__", *sorted(_IN_PLACE - {"__idiv__"})),
+)
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+class HeadCall:
+    """One call of a head in whose place a stand-in was called.
+
+    Attributes:
+        head: the module.
+        hidden: [..., H], what it was given; None once the call of the model has ended.
+        losses: cross-entropies that ran in chunks.
+        is_computed: whether something needed the logits themselves.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor) -> None:
+        self.head, self.losses, self.is_computed = head, 0, False
+        self.hidden: Tensor | None = hidden
+        self._alive: weakref.WeakSet[LazyLogits] = weakref.WeakSet()
+
+    def end(self) -> None:
+        """Let go of the hidden states: nothing is computed of them any more."""
+        self.hidden = None
+        for each in self._alive:
+            each.forget()
+
+    def remember(self, logits: LazyLogits) -> None:
+        self._alive.add(logits)
+
+    def compute_all(self) -> None:
+        """Compute all logits of this call that somebody still holds, as views of each other where they are."""
+        for each in list(self._alive):
+            each.compute()
+
+    def loss(self, logits: LazyLogits, labels: Tensor) -> Tensor:
+        """The sum of the cross-entropies of ``logits`` [T, words], in chunks."""
+        self.losses += 1
+
+        def run(hidden: Tensor) -> Tensor:
+            return chunked_cross_entropy(
+                hidden, self.head, labels, transform=logits.transform, parameters=logits.operands
+            )
+
+        assert logits.hidden is not None
+        return _within(self.head, run, logits.hidden)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    named = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for name in named for hook in vars(module)[name].values()]
+
+
+def _within(head: nn.Module, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """``function(hidden)`` as a call of the head, so that an engine's hooks gather its parameters, once for all chunks.
+
+    The gradients are made here, but the parameters get them in the backward pass; the hooks on the result gather them
+    there too.
+    """
+    if not hooks_of(head):
+        return function(hidden)
+
+    def run(rows: Tensor) -> Tensor:
+        vars(head).pop("forward", None)
+        return function(rows)
+
+    vars(head)["forward"] = run
+    try:
+        return head(hidden)
+    finally:
+        vars(head).pop("forward", None)
+
+
+class LazyLogits:
+    """Scores [..., words] of hidden states [..., H] that are not computed before an operation needs them.
+
+    Attributes:
+        call: of the head that would have made them.
+        hidden: [..., H], with what slices and views have done to all but the last dim.
+        steps: what has been done to each score, in order.
+        operands: tensors within ``steps``.
+        words: size of the last dim.
+        dtype: of the scores.
+    """
+
+    def __init__(
+        self,
+        call: HeadCall,
+        hidden: Tensor,
+        words: int,
+        dtype: torch.dtype,
+        made: tuple[LazyLogits, Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None,
+        steps: tuple[Callable[[Tensor], Tensor], ...] = (),
+        operands: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.call, self.words, self.dtype, self.steps, self.operands = call, words, dtype, steps, operands
+        self.hidden: Tensor | None = hidden
+        self._made, self._value = made, None
+        call.remember(self)
+
+    # What is known without computing them.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._there().shape[:-1], self.words))
+
+    @property
+    def ndim(self) -> int:
+        return self._there().ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self._there().device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyLogits({'not there' if self.hidden is None else list(self.shape)})"
+
+    @property
+    def transform(self) -> Callable[[Tensor], Tensor] | None:
+        """All steps as one function of scores [n, words]; None without one."""
+        if not self.steps:
+            return None
+        steps = self.steps
+
+        def run(scores: Tensor) -> Tensor:
+            for step in steps:
+                scores = step(scores)
+            return scores
+
+        return run
+
+    # Operations.
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits) and each is not first]
+        if isinstance(first, LazyLogits) and first._value is None and not others:
+            rest = args[1:]
+            named = {name: value for name, value in kwargs.items() if args or name != "input"}
+            result = first._recorded(func, rest, named)
+            if result is not NotImplemented:
+                return result
+        name = func.__name__
+        if name in _IN_PLACE or (name.endswith("_") and not name.startswith("_")):
+            # In place: whatever else there is of these logits may see it.
+            for each in (*others, first):
+                if isinstance(each, LazyLogits):
+                    each.call.compute_all()
+        computed: Any = tree_map(lambda each: each.compute() if isinstance(each, LazyLogits) else each, (args, kwargs))
+        return func(*computed[0], **computed[1])
+
+    def compute(self) -> Tensor:
+        """The logits themselves, computed once."""
+        if self._value is None:
+            self._there()
+            if self._made is None:
+                self.call.is_computed = True
+                self._value = self.call.head(self.hidden)
+            else:
+                parent, func, args, kwargs = self._made
+                self._value = func(parent.compute(), *args, **kwargs)
+        return self._value
+
+    def forget(self) -> None:
+        """The call of the model has ended: from now on there is nothing to compute them of."""
+        self.hidden = self._made = None
+        self.steps = self.operands = ()
+
+    def _there(self) -> Tensor:
+        if self.hidden is None:
+            raise InputError(
+                "these logits were not computed: head and loss ran in chunks, which never hold them all",
+                where="outputs.logits",
+                expected="only the loss to be used in training",
+                hint="set TrainingArguments(packing_chunked_loss=False) to have logits too",
+            )
+        return self.hidden
+
+    def _recorded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, not computed either, or its loss; ``NotImplemented`` for any other operation."""
+        # An operator and the function that it stands for are one: __mul__, mul.
+        hidden, name = self._there(), func.__name__.strip("_")
+        if name == "cross_entropy":
+            return self._cross_entropy(args, kwargs)
+        if name == "contiguous":
+            return self
+        if name in VIEWS:
+            found = VIEWS[name](hidden, self.words, *args, **kwargs)
+            if found is None:
+                return NotImplemented
+            rows, step = found
+            steps = self.steps if step is None else (*self.steps, step)
+            return self._derived((func, args, kwargs), rows, steps, self.operands)
+        if name in _ELEMENTWISE:
+            return self._elementwise(func, args, kwargs)
+        return NotImplemented
+
+    def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not all(self._is_per_word(each) for each in tensors) or self._moves(args, kwargs):
+            return NotImplemented
+        # A value per word [1, 1, words] stands beside scores [n, words] too, without its dims of size one.
+        args, kwargs = tree_map(
+            lambda each: each.reshape(each.shape[-1:]) if isinstance(each, Tensor) else each, (args, kwargs)
+        )
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        step = Step(func, args, kwargs)
+        return self._derived((func, args, kwargs), self._there(), (*self.steps, step), (*self.operands, *operands))
+
+    def _is_per_word(self, operand: Tensor) -> bool:
+        return (
+            prod(operand.shape[:-1]) == 1
+            and operand.ndim <= self.ndim
+            and operand.shape[-1:].numel() in (1, self.words)
+        )
+
+    def _moves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation would bring the scores to another device."""
+        given = [*args, *kwargs.values()]
+        devices = [torch.device(each) for each in given if isinstance(each, (str, torch.device)) and each != "floor"]
+        return any(each.type != self.device.type or each.index not in (None, self.device.index) for each in devices)
+
+    def _derived(
+        self,
+        made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+        hidden: Tensor,
+        steps: tuple[Callable[[Tensor], Tensor], ...],
+        operands: tuple[Tensor, ...],
+    ) -> LazyLogits:
+        """The logits that an operation makes of these."""
+        words, dtype = self.words, self.dtype
+        if len(steps) > len(self.steps):
+            # What a step makes of no scores at all tells its dtype and the size of its last dim.
+            with torch.no_grad():
+                none = steps[-1](torch.empty(0, words, dtype=dtype, device=hidden.device))
+            words, dtype = none.shape[-1], none.dtype
+        return LazyLogits(self.call, hidden, words, dtype, (self, *made), steps, operands)
+
+    def _cross_entropy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``F.cross_entropy`` of these logits, in chunks; ``NotImplemented`` for what it does not do so."""
+        bound = _CROSS_ENTROPY.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given, labels = bound.arguments, bound.arguments["target"]
+        if (
+            self.ndim != 2
+            or not isinstance(labels, Tensor)
+            or labels.shape != self.shape[:1]
+            or labels.dtype != torch.int64
+            or not self.dtype.is_floating_point
+            or given["weight"] is not None
+            or given["size_average"] is not None
+            or given["reduce"] is not None
+            or given["reduction"] not in ("sum", "mean")
+            or given["label_smoothing"]
+        ):
+            return NotImplemented
+        if given["ignore_index"] != IGNORED_LABEL:
+            labels = labels.masked_fill(labels == given["ignore_index"], IGNORED_LABEL)
+        loss = self.call.loss(self, labels).to(torch.promote_types(self.dtype, torch.float32))
+        return loss / (labels != IGNORED_LABEL).sum() if given["reduction"] == "mean" else loss
+
+    # Operators and methods: the functions of torch that they are.
+
+    def __getattr__(self, name: str) -> Any:
+        known = getattr(Tensor, name, None)
+        if name.startswith("__") or known is None:
+            raise AttributeError(name)
+        if not callable(known):
+            return getattr(self.compute(), name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return LazyLogits.__torch_function__(known, (), (self, *args), kwargs)
+
+        return method
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def run(self: LazyLogits, *args: Any) -> Any:
+        return LazyLogits.__torch_function__(getattr(Tensor, name), (), (self, *args))
+
+    return run
+
+
+for _name in _OPERATORS:
+    setattr(LazyLogits, _name, _operator(_name))
+# By identity, as tensors: comparing two of them computes them.
+LazyLogits.__hash__ = object.__hash__
