@@ -16,6 +16,7 @@ from ullage.cli.train.record import settings_of
 from ullage.engines.fsdp.trainer import _require_supported
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.comparing import describe_arguments
+from ullage.training.lazy_logits import HeadCall
 from ullage.training.weighable import kind_of_loss
 from ullage.training.weighted_losses import weighted_cross_entropy
 
@@ -327,3 +328,17 @@ def test_zero_weighs_sequences_as_one_process_does(tmp_path):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["sequence", "weight"])
+def test_weighed_labels_run_in_chunks_with_their_head(weighting, tmp_path, monkeypatch):
+    in_chunks, heads, losses = [], [], []
+    run = HeadCall.loss
+    monkeypatch.setattr(HeadCall, "loss", lambda self, *args: in_chunks.append(1) or run(self, *args))
+    for chunked in (True, False):
+        mine = trainer(tmp_path, llama(), WEIGHED, packing_loss_weighting=weighting, packing_chunked_loss=chunked)
+        losses.append(first_loss(mine))
+        heads.append(mine.model.lm_head.weight.detach())
+        assert len(in_chunks) == 3  # one per microbatch, and none without
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-7)

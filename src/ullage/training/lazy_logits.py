@@ -75,13 +75,18 @@ class HeadCall:
         for each in list(self._alive):
             each.compute()
 
-    def loss(self, logits: LazyLogits, labels: Tensor) -> Tensor:
-        """The sum of the cross-entropies of ``logits`` [T, words], in chunks."""
+    def loss(self, logits: LazyLogits, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of ``logits`` [T, words], times ``weights`` [T] if given, in chunks."""
         self.losses += 1
 
         def run(hidden: Tensor) -> Tensor:
             return chunked_cross_entropy(
-                hidden, self.head, labels, transform=logits.transform, parameters=logits.operands
+                hidden,
+                self.head,
+                labels,
+                weights=weights,
+                transform=logits.transform,
+                parameters=logits.operands,
             )
 
         assert logits.hidden is not None

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from ullage.batch import RaggedBatch
 from ullage.errors import TrainingError
 from ullage.exchange.source import deal
-from ullage.layout import Int64
 from ullage.ranks import Axis, agree
 from ullage.training import counting, epochs
 from ullage.training.beginning import empty_step_of

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from ullage.schema import IGNORED_LABEL
+from ullage.training.lazy_logits import LazyLogits
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+def weighted_cross_entropy(logits: Tensor | LazyLogits, labels: Tensor, weights: Tensor) -> Tensor:
     """Sum over t of ``weights[t]`` times the cross-entropy of ``logits[t]`` and ``labels[t]``.
 
     Computed in float32, or float64 where the logits are. A label of -100, and one whose weight is zero, adds nothing to
@@ -24,7 +25,7 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> T
     is left. Does not wait for the device.
 
     Args:
-        logits: [T, V]
+        logits: [T, V]; those that are not computed run in chunks with their loss
         labels: [T] int64, aligned with the logits
         weights: [T], aligned with the labels
     """
@@ -33,6 +34,8 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> T
     weights = weights.to(logits.device, logits.dtype)
     # Zero times an infinite loss is nan. An ignored label has no loss.
     counted = labels.long().masked_fill(weights == 0, IGNORED_LABEL)
+    if isinstance(logits, LazyLogits):
+        return logits.call.loss(logits, counted, weights)
     losses = cross_entropy(logits, counted, reduction="none", ignore_index=IGNORED_LABEL)
     return (losses * weights).sum()
 
@@ -85,6 +88,6 @@ def weighted_sequence_loss(logits: Tensor, labels: Tensor, weights: Tensor, conf
     return (losses * weights).masked_fill(weights == 0, 0.0).sum()
 
 
-def precise(logits: Tensor) -> Tensor:
+def precise(logits: Any) -> Any:
     """The logits in float32, or in float64 as they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
