@@ -12,8 +12,13 @@ import datasets
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -23,6 +28,7 @@ from transformers import (
 )
 
 import ullage
+from tests.support.packing_script import zero
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 datasets.disable_progress_bars()
@@ -54,7 +60,25 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(vocab_size=44, num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
 
 
-MODELS = {"llama": model, "mixtral": mixtral}
+def falcon_h1():
+    """A hybrid of attention and scans, whose logits are multiplied."""
+    torch.manual_seed(0)
+    scan = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    more = {"mamba_chunk_size": 8, "head_dim": 8, "num_key_value_heads": 2, "lm_head_multiplier": 0.5}
+    return FalconH1ForCausalLM(FalconH1Config(vocab_size=44, **scan, **more, **SIZES, **SPECIAL))
+
+
+def gemma2():
+    """Sliding windows, and caps on attention scores and logits that are low enough to be felt."""
+    torch.manual_seed(0)
+    caps = {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.1}
+    more = {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8}
+    return Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=44, **{**SIZES, "num_hidden_layers": 2}, **SPECIAL, **caps, **more)
+    )
+
+
+MODELS = {"llama": model, "mixtral": mixtral, "falcon_h1": falcon_h1, "gemma2": gemma2}
 
 
 def text(i, words):
@@ -69,8 +93,11 @@ def ids(lengths=LENGTHS, labelled=lambda i: True):
     )
 
 
-def make_sft(name, folder, data=None, mixed=True, more=None, **options):
-    """An SFT trainer in float64 on tokenized rows, with the mixin and its arguments or as TRL has it."""
+def make_sft(name, folder, data=None, mixed=True, more=None, stage=0, lora=False, **options):
+    """An SFT trainer in float64 on tokenized rows, with the mixin and its arguments or as TRL has it.
+
+    ``stage``: of ZeRO, in float32. ``lora``: train adapters of the attention, and the head.
+    """
     import trl
 
     @dataclass
@@ -87,11 +114,16 @@ def make_sft(name, folder, data=None, mixed=True, more=None, **options):
         "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
         "lr_scheduler_type": "constant", **options,
     }  # fmt: skip
+    if stage:
+        options["deepspeed"] = zero(stage)
+    if lora:
+        targets = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+        more = {**(more or {}), "peft_config": LoraConfig(r=2, init_lora_weights=False, **targets)}
     data = ids() if data is None else data
     config, kind = (Arguments, Ragged) if mixed else (trl.SFTConfig, trl.SFTTrainer)
     torch.manual_seed(0)
     return kind(
-        MODELS[name]().double(),
+        MODELS[name]().to(torch.float32 if stage else torch.float64),
         config(str(folder), **options),
         train_dataset=data,
         eval_dataset=data,
@@ -164,7 +196,8 @@ def run(name, folder, own=False, hand=False, **options):
     """
     trainer = make_sft(name, folder, **options)
     steps, pack, gradients = [], trainer._packer.pack, Gradients()
-    trainer.add_callback(gradients)
+    if hand:
+        trainer.add_callback(gradients)
 
     def noting(batches):
         packed = pack(batches)

@@ -1,5 +1,6 @@
 """TRL's SFT packed: whatever TRL makes of the data, and whichever loss it takes, the numbers are those it has unpacked."""
 
+import json
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.support import trl_cases
-from tests.support.launch import environment
+from tests.support.launch import environment, torchrun
 from tests.support.trl_cases import make_sft, outcome, text
 from ullage import InputError
 
@@ -113,6 +114,68 @@ def test_losses_and_metrics_are_those_of_trl_unpacked(name, tmp_path):
     for mine, one in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
         assert {key: mine[key] for key in one} == pytest.approx(one, rel=2e-6, abs=1e-9)
     assert len({entry["loss"] for entry in expected}) == 3
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma2"])
+def test_models_that_run_by_lengths_train_as_trl_trains_each_sequence_alone(name, tmp_path):
+    """The mixers of a hybrid, soft caps and windows: TRL's fused head calls what packing has put in.
+
+    TRL takes one sequence per call, because Gemma 2 gives nan on padded rows in float64.
+    """
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    expected, _ = outcome(make_sft(name, tmp_path, mixed=False, **alone))
+    found = trl_cases.run(name, tmp_path, **{**PACKED, "packing_capacity": 16})
+    assert all(len(step) > 1 and max(step) > 1 for step in found["sequences"])
+    for key in ("loss", "grad_norm", "num_tokens"):
+        assert [entry[key] for entry in found["logged"]] == pytest.approx([entry[key] for entry in expected], rel=2e-6)
+
+
+CHECKPOINTED = {"gradient_checkpointing": True}
+#: How the model is wrapped, and what TRL's own trainer needs of it on one process.
+WRAPPED = {
+    "adapters": {"lora": True},
+    "checkpointed": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "checkpointed, reentrant": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "adapters, checkpointed": {"lora": True, **CHECKPOINTED},
+}
+SHARDED = {
+    "checkpointed, reentrant": {**WRAPPED["checkpointed, reentrant"], "stage": 0},
+    "adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 0},
+    "zero 2": {"stage": 2},
+    "zero 2, adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 2},
+}
+
+
+def assert_alike(found, expected, rel):
+    for mine, one in zip(found, expected, strict=True):
+        assert {key: mine[key] for key in one} == pytest.approx(one, rel=rel, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def unwrapped(tmp_path_factory):
+    """TRL's own trainer on one process, with and without adapters."""
+    folder = tmp_path_factory.mktemp("trl")
+    return {lora: [*outcome(make_sft("llama", folder, mixed=False, lora=lora))] for lora in (False, True)}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_model_trains_as_trl_trains_it_unpacked(unwrapped, name, tmp_path):
+    logged, evaluated = unwrapped[WRAPPED[name].get("lora", False)]
+    found = trl_cases.run("llama", tmp_path, **WRAPPED[name], **{**PACKED, "packing_capacity": 16})
+    assert_alike([*found["logged"], found["evaluated"]], [*logged, evaluated], 2e-6)
+
+
+@pytest.mark.distributed
+def test_two_processes_train_a_wrapped_model_as_trl_on_one(unwrapped, tmp_path):
+    packed = {**PACKED, "packing_capacity": 16}
+    cases = {name: ["llama", {**options, **packed}] for name, options in SHARDED.items()}
+    torchrun(2, trl_cases.__file__, tmp_path, json.dumps(cases), timeout=300)
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"results{rank}.json").read_text())
+        for name, found in results.items():
+            logged, evaluated = unwrapped[SHARDED[name].get("lora", False)]
+            rel = 1e-5 if SHARDED[name]["stage"] else 2e-6  # float32 under ZeRO
+            assert_alike([*found["logged"], found["evaluated"]], [*logged, evaluated], rel)
 
 
 def ready(folder, data=None, model=None, **options):
