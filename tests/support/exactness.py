@@ -17,7 +17,13 @@ from accelerate import Accelerator
 
 import ullage
 from ullage.exchange import materialize
-from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentForSequenceClassification
+from ullage.models import (
+    RecurrentConfig,
+    RecurrentEncoderDecoder,
+    RecurrentEncoderDecoderConfig,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+)
 from ullage.models.causal_lm import next_token_loss
 from ullage.training import (
     RaggedCollator,
@@ -42,7 +48,28 @@ def _recurrent(cell):
 
 def _t5():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
-    return hf.T5ForConditionalGeneration(hf.T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(dropout_rate=0.0, decoder_start_token_id=START, pad_token_id=0, **sizes)
+    )
+
+
+def _bart():
+    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    sizes = {"d_model": 16, "vocab_size": VOCAB, "max_position_embeddings": 64, "decoder_start_token_id": START}
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in _SIDE.items()}
+    return hf.BartForConditionalGeneration(hf.BartConfig(pad_token_id=0, **quiet, **sizes, **sides))
+
+
+_SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+#: The id that every target begins with on its way into a decoder.
+START = 1
+
+
+def _pairs():
+    special = {"pad_token_id": 0, "bos_token_id": START, "eos_token_id": 2}
+    return RecurrentEncoderDecoder(
+        RecurrentEncoderDecoderConfig(cell="gru", attention="dot", vocab_size=VOCAB, hidden_size=16, **special)
+    )
 
 
 #: By family: the model, and what its labels are compared with.
@@ -66,6 +93,8 @@ FAMILIES = {
         "sequence",
     ),
     "t5": (_t5, "target"),
+    "bart": (_bart, "target"),
+    "gru pairs": (_pairs, "target"),
 }
 #: Classifiers that run sequences of one length in a call of their own, and take the mean of a call for that over all its
 #: sequences: without a class the sequence has to be left out of the data.
@@ -157,11 +186,12 @@ class Case:
         """The step of a seed: every choice is drawn, boundaries more often than chance would have them."""
         rng = np.random.default_rng(seed)
         family = family or str(rng.choice(list(FAMILIES)))
+        is_pair = FAMILIES[family][1] == "target"
         weighting, ranks = str(rng.choice(WEIGHTINGS)), int(rng.integers(1, 9))
         capacity = int(rng.choice([4, 9, 16, 30]))
-        oversize = str(rng.choice(["error", "drop"] if family == "t5" else ["error", "drop", "truncate"]))
+        oversize = str(rng.choice(["error", "drop"] if is_pair else ["error", "drop", "truncate"]))
         longest = capacity if oversize == "error" else 2 * capacity
-        low = 2 if family == "t5" else 1
+        low = 2 if is_pair else 1
         number = int(rng.integers(1, 13))
         lengths = [
             int(rng.choice([low, 2, capacity])) if rng.random() < 0.3 else int(rng.integers(low, longest + 1))
@@ -281,7 +311,7 @@ def losses_alone(model, family, sample):
     ids, labels = torch.tensor([sample["input_ids"]]), sample["labels"]
     head = FAMILIES[family][1]
     if head == "target":
-        given = torch.tensor([[0, *(max(label, 0) for label in labels[:-1])]])  # begins with the id 0; -100 becomes 0
+        given = torch.tensor([[START, *(max(label, 0) for label in labels[:-1])]])  # -100 becomes padding
         logits = model(input_ids=ids, decoder_input_ids=given).logits[0]
     else:
         logits = model(input_ids=ids).logits[0]

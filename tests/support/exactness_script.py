@@ -23,7 +23,7 @@ def describe(seed):
     """What the run of a seed is: every family in turn, and each with every weighting in time."""
     families = list(exactness.FAMILIES)
     family = families[seed % len(families)]
-    others = ("drop", "error") if family == "t5" else ("truncate", "drop", "error")
+    others = ("drop", "error") if exactness.FAMILIES[family][1] == "target" else ("truncate", "drop", "error")
     return {
         "family": family,
         "weighting": exactness.WEIGHTINGS[(seed % len(families) + seed // len(families)) % 3],
@@ -35,7 +35,7 @@ def describe(seed):
 
 def make_samples(seed, run):
     rng = np.random.default_rng(seed)
-    low = 2 if run["family"] == "t5" else 1
+    low = 2 if exactness.FAMILIES[run["family"]][1] == "target" else 1
     longest = CAPACITY if run["oversize"] == "error" else 2 * CAPACITY
     lengths = [CAPACITY, low, *rng.integers(low, longest + 1, STEPS * BATCH - 2).tolist()]
     return [exactness.make_sample(rng, run["family"], n, run["weighting"], rng.random() < 0.2) for n in lengths]

@@ -4,7 +4,8 @@ Where the Trainer draws a batch, the ranks gather the lengths of all their seque
 the same plan), and exchange them, so that each rank gets microbatches of at most ``capacity`` tokens and as much work
 as the others. Sampling, workers, resuming and epochs stay transformers' own: one batch in, one batch out. The
 microbatches then run inside one ``training_step``; gradients meet once, after the last. The loss is normalised by the
-labels that count in the whole step over all ranks, so it does not depend on how the sequences were packed.
+labels that count in the whole step over all ranks, or by the weights of its sequences, so it does not depend on how the
+sequences were packed.
 """
 
 from __future__ import annotations

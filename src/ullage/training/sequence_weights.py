@@ -101,9 +101,9 @@ class Weighed:
         sizes = _elements_each(batch, name)
         assert int(sizes.sum()) == elements.numel(), "labels and sequences disagree"
         # One running sum serves all sequences, those without elements too.
-        running = np.append(0, np.cumsum((elements != IGNORED_LABEL).numpy()))
+        running = np.append(0, np.cumsum((elements != IGNORED_LABEL).cpu().numpy()))
         labels = np.diff(running[np.append(0, np.cumsum(sizes))])
-        given = np.ones(len(batch)) if field is None else batch[field].to(torch.float64).numpy()
+        given = np.ones(len(batch)) if field is None else batch[field].cpu().to(torch.float64).numpy()
         return cls(np.where(labels > 0, given, 0.0), labels, sizes)
 
     @property
@@ -164,7 +164,7 @@ def _require_weights(batch: RaggedBatch, name: str | None, word: str, field: str
             expected=f"a number in each sample, {words}",
             found="one entry per token" if field not in batch.per_sequence else f"shape {list(weights.shape)}",
         )
-    weights = weights.to(torch.float64)
+    weights = weights.cpu().to(torch.float64)
     bad = (~torch.isfinite(weights) | (weights < 0)).nonzero().flatten()
     if len(bad):
         raise SampleError(

@@ -16,7 +16,7 @@ from ullage.attention.heads import (
     works_by_token,
 )
 from ullage.errors import InputError
-from ullage.models import causal_lm, classification
+from ullage.models import causal_lm, classification, encoder_decoder
 from ullage.training.losses import OwnLoss
 
 #: What a ``forward`` may name of losses, for its loss to be a cross-entropy of the logits that it returns, and a
@@ -56,7 +56,8 @@ def kind_of_loss(model: nn.Module) -> Kind | None:
     # The experts of an encoder-decoder have several balances.
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     known = named <= (_PLAIN if is_pair else _PLAIN | _EXPERTS)
-    return "token" if known and works_by_token(model) and loss_shifts(model) is not None else None
+    by_token = works_by_token(model) or isinstance(model, encoder_decoder.RecurrentEncoderDecoder)
+    return "token" if known and by_token and loss_shifts(model) is not None else None
 
 
 def require_weighable(trainer: Any, model: nn.Module, word: str) -> None:
