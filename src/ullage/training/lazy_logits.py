@@ -33,6 +33,7 @@ _ELEMENTWISE = frozenset(
     {"add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide"}
     | {"neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to"}
 )
+_EITHER_WAY = frozenset({"add", "radd", "mul", "rmul", "multiply"})
 _IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")) | {
     "__idiv__",
     "__setitem__",
@@ -192,6 +193,8 @@ class LazyLogits:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(args) == 2 and func.__name__.strip("_") in _EITHER_WAY and isinstance(args[0], Tensor):
+            args = args[::-1]  # a scale that stands before them
         first = args[0] if args else kwargs.get("input")
         others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits) and each is not first]
         if isinstance(first, LazyLogits) and first._value is None and not others:
