@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import LlamaForSequenceClassification
 
+from tests.support.packing_script import zero
 from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
@@ -51,6 +54,11 @@ def unpaired(number, most=20):
     )
 
 
+def reward(completions, **_):
+    """More for words of a certain kind, so that the rollouts of a prompt differ."""
+    return [float(sum(ord(letter) for letter in completion) % 7) for completion in completions]
+
+
 def case(name, number):
     """A trainer of TRL's, its configuration, its data, and the models it needs."""
     import trl
@@ -59,28 +67,48 @@ def case(name, number):
         data, more = pairs(number), {"model": model(), "ref_model": model(seed=1)}
     elif name == "Reward":
         data, more = rewarded(number), {"model": model(LlamaForSequenceClassification, num_labels=1)}
+    elif name == "GRPO":
+        data = Dataset.from_list([{"prompt": text(i, 1 + (i * 5) % 9)} for i in range(number)])
+        more = {"model": model(), "reward_funcs": reward}
     else:
         data, more = unpaired(number), {"model": model(), "ref_model": model(seed=1)}
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), data, more
 
 
-def build(name, folder, *, capacity=None, number=24, rank_batch=12, trainer=None, **options):
-    """A trainer of ``name`` ("DPO", "KTO" or "Reward") under the mixin; packed where it has a ``capacity``.
+def build(name, folder, *, capacity=None, number=24, step=12, lora=False, stage=0, reference=True, **options):
+    """A trainer of ``name`` ("DPO", "KTO", "Reward" or "GRPO") under the mixin; packed where it has a ``capacity``.
 
-    ``rank_batch``: samples of a step on each rank. ``trainer``: arguments of the trainer in the place of the usual.
+    ``step``: samples of a step, over all ranks. ``stage``: of ZeRO. ``reference``: whether it gets a reference model.
     """
     kind, config, data, more = case(name, number)
+    if lora:
+        more["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if (lora or not reference) and "ref_model" in more:
+        more["ref_model"] = None
+    if name == "GRPO":
+        # Its reference is read from where the model came from.
+        more["model"].save_pretrained(Path(folder) / "model")
+        more["model"] = type(more["model"]).from_pretrained(Path(folder) / "model")
+        options = {"num_generations": 4, "max_completion_length": 12, "beta": 0.1, "num_iterations": 2, **options}
+    world = int(os.environ.get("WORLD_SIZE", 1))
     both = dataclass(type(f"Both{config.__name__}", (config, TrainingArguments), {}))
     mixed = type(f"Ragged{kind.__name__}", (RaggedTrainerMixin, kind), {})
     settings = {
-        "max_steps": 3, "per_device_train_batch_size": rank_batch, "per_device_eval_batch_size": 4, "logging_steps": 1,
+        "max_steps": 3, "per_device_train_batch_size": step // world, "per_device_eval_batch_size": 4, "logging_steps": 1,
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
-        "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity, "max_grad_norm": 1e9, **options,
+        "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity, "max_grad_norm": 1e9,
+        "deepspeed": zero(stage) if stage else None, **options,
     }  # fmt: skip
-    arguments = both(str(folder), **settings)
-    made = {"args": arguments, "train_dataset": data, "eval_dataset": data, **more, **(trainer or {})}
+    if name != "GRPO":
+        settings.setdefault("train_sampling_strategy", "sequential")
     torch.manual_seed(0)
-    return mixed(processing_class=tokenizer(), **made)
+    return mixed(
+        args=both(str(folder), **settings),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer(),
+        **more,
+    )
 
 
 def outcome(trainer, *, evaluates=True):

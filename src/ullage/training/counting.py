@@ -136,6 +136,13 @@ class SampleError(InputError):
         return InputError(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
 
 
+def is_ragged(inputs: Any) -> bool:
+    """Whether the batch itself says how long its sequences are, other than by a mask."""
+    if isinstance(inputs, Mapping):
+        return "input_lengths" in inputs or any(isinstance(value, PackedSequence) for value in inputs.values())
+    return isinstance(inputs, (RaggedBatch, PackedSequence))
+
+
 def samples_of(inputs: Any, name: str) -> list[Tensor]:
     """A field of a batch by sample: sequences in their own lengths, rows where they are padded."""
     value = inputs[name]

@@ -34,6 +34,7 @@ DIVISIONS: dict[str, str] = {
 _READ: dict[str, Division] = {
     "trl.trainer.sft_trainer.SFTTrainer": "sum",
     "trl.trainer.dpo_trainer.DPOTrainer": "sequence_mean",
+    "trl.trainer.grpo_trainer.GRPOTrainer": "sequence_mean",
     "trl.trainer.kto_trainer.KTOTrainer": "sequence_mean",
     "trl.trainer.reward_trainer.RewardTrainer": "sequence_mean",
 }

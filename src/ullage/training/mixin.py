@@ -20,7 +20,7 @@ Source: transformers 5.23 ``trainer.py``, whose method names these are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.batch import RaggedBatch
 from ullage.errors import InputError, TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
@@ -278,7 +276,9 @@ class RaggedTrainerMixin(_Base):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one batch; a packed one runs as all its microbatches. The loss of a step without labels is zero."""
-        run = super().training_step
+        run, padded = super().training_step, self._packer.padded_loss
+        if padded is not None and padded.makes_batches:
+            inputs = self._packer.pack([padded.made_of(model, inputs)])
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
         else:
@@ -331,7 +331,9 @@ class RaggedTrainerMixin(_Base):
             return
         if isinstance(inputs, PackedBatch):
             number = inputs.numel()
-        elif kind != "non_padding" and not _is_ragged(inputs):  # True, given after the arguments were made, is all
+        elif kind != "non_padding" and not counting.is_ragged(
+            inputs
+        ):  # True, given after the arguments were made, is all
             number = counting.num_elements(inputs, self._reader.main_input)
         else:
             if getattr(self.processing_class, "pad_token_id", None) is None:
@@ -394,10 +396,3 @@ class RaggedTrainerMixin(_Base):
         if self._reader.overridden("prediction_step"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
         return self._evaluator.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
-
-
-def _is_ragged(inputs: Any) -> bool:
-    """Whether the batch itself says how long its sequences are, other than by a mask."""
-    if isinstance(inputs, Mapping):
-        return "input_lengths" in inputs or any(isinstance(value, PackedSequence) for value in inputs.values())
-    return isinstance(inputs, (RaggedBatch, PackedBatch, PackedSequence))

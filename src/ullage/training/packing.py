@@ -14,10 +14,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,10 +23,10 @@ from transformers.utils import logging
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.exchange import exchange, gather_lengths, materialize
+from ullage.exchange import materialize
 from ullage.layout import Layout
 from ullage.mixers.wrappers import refuse_learned_prompt
-from ullage.planning import Plan, plan
+from ullage.planning import plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.schema import IGNORED_LABEL
@@ -38,6 +36,7 @@ from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.losses import Division, division_of
 from ullage.training.packable import make_packable, refuse_rows, refuse_truncation, require_equal_calls
 from ullage.training.packed_batch import PackedBatch
+from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
 from ullage.training.reducing import gradients_meet_once
 from ullage.training.sequence_weights import SequenceWeigher
@@ -78,6 +77,11 @@ class Packer:
     def padded_loss(self) -> PaddedLoss | None:
         """What packs the batches of a trainer whose loss takes padded rows; None for others, and without packing."""
         return self._padded_loss if self.options is not None else None
+
+    @property
+    def packs_drawn(self) -> bool:
+        """Whether the batches that are drawn are planned and exchanged, and not what a trainer makes of them."""
+        return self.options is not None and not (self.padded_loss is not None and self.padded_loss.makes_batches)
 
     @functools.cached_property
     def _padded_loss(self) -> PaddedLoss | None:
@@ -163,36 +167,6 @@ class Packer:
         """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
         return self._zero_stage == 3 or self._trainer.is_fsdp_enabled
 
-    def _plan(self, lengths: Any) -> Plan:
-        """The step's plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
-        options, padded = self.options, self.padded_loss
-        assert options is not None
-        planned, together = lengths, None
-        if padded is not None:
-            planned = padded.planned_lengths(lengths, options.capacity, options.oversize)
-            together = padded.groups(len(lengths))
-        made = self._planned(planned, options.capacity, options.oversize, together)
-        return made if planned is lengths else replace(made, original_lengths=lengths)
-
-    def _planned(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
-        assert self.options is not None
-        ranks = self._trainer.args.world_size
-        limits: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "oversize": oversize}
-        # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
-        # the reduction of gradients.
-        made = plan(
-            lengths,
-            cost=self._cost_of_model,
-            strategy=self.options.strategy,
-            sync="microbatch" if self._meets_every_microbatch else "step",
-            keep_together=together,
-            **limits,
-        )
-        if made.num_microbatches:
-            return made
-        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
-        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
-
     def flops(self, batch: PackedBatch) -> int:
         """Model FLOPs of this rank's part of a step, forward and backward."""
         if self._num_parameters is None:
@@ -204,21 +178,14 @@ class Packer:
 
         ``batches``: those that this rank has drawn; none if its data have ended.
         """
-        step = self._exchanged([targets.joined(batch) for batch in batches], self._plan)
-        return step if self.padded_loss is None else self.padded_loss.completed(step, batches, self._pack_beside)
-
-    def _pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
-        """Sequences that run without gradients: those over the capacity get a microbatch of their length."""
         assert self.options is not None
-        capacity = self.options.capacity
-        return self._exchanged(batches, lambda all: self._planned(all, max(capacity, all.max(initial=1)), "error"))
-
-    def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
-        # The empty array first, so that a rank without batches concatenates to no lengths.
-        lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
-        gathered = gather_lengths(lengths, self._topology)
-        schedule = make_plan(gathered.lengths)
-        return PackedBatch(tuple(exchange(schedule, batches, self._topology, gathered)), schedule)
+        planner = StepPlanner(
+            self._topology, self.options, self._cost_of_model, meets_every_microbatch=self._meets_every_microbatch
+        )
+        padded = self.padded_loss
+        step = planner.packed([targets.joined(batch) for batch in batches], padded)
+        self._trainer.meter.add_packed(step.microbatches, step.plan, self.flops(step), step.plan.statistics())
+        return step if padded is None else padded.completed(step, batches, planner.packed_beside)
 
     # One step.
 
@@ -279,6 +246,8 @@ class Packer:
 
         Over all ranks and microbatches the fractions add up to one, or are all zero where nothing counts.
         """
+        if self.padded_loss is not None:
+            return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
             parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
@@ -298,7 +267,8 @@ class Packer:
         # An instance attribute over the class's None. training_step divides the loss by
         # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
         before = vars(trainer).get("loss_is_scaled_for_ga")
-        trainer.loss_is_scaled_for_ga = division == "sum"
+        divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
+        trainer.loss_is_scaled_for_ga = division == "sum" or divides_itself
         try:
             yield
         finally:

@@ -101,7 +101,7 @@ class StepSource:
         self._is_empty = False
         if epoch.ended:
             return [], None
-        if self._packer.options is not None:
+        if self._packer.packs_drawn:
             return self._packed_step(epoch, epoch_iterator, device)
         # Every branch below is taken from gathered numbers, so all ranks enter the same collectives.
         batches, problem = self._draw(epoch, epoch_iterator, num_batches)
@@ -130,12 +130,7 @@ class StepSource:
                 epoch.recorded += 1
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
-                padded = self._packer.padded_loss
-                if padded is not None:
-                    batch = padded.ragged(drawn)
-                else:
-                    batch = drawn if self._packer.options is None else self._reader.as_ragged(drawn)
-                batches.append(batch)
+                batches.append(batch := self._as_packed(drawn))
                 # The indices of skipped batches come first; the last ones popped are those of this batch.
                 indices = None
                 for _ in range(epoch.recorded + 1):
@@ -146,9 +141,16 @@ class StepSource:
             return batches, error
         return batches, None
 
+    def _as_packed(self, drawn: Any) -> Any:
+        """A drawn batch in the form that packing takes; as it is without packing, or if its rollouts are packed."""
+        packer = self._packer
+        if packer.options is None or not packer.packs_drawn:
+            return drawn
+        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.ragged(drawn)
+
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
-        options, padded = self._packer.options, self._packer.padded_loss
+        options, padded = (self._packer.options, self._packer.padded_loss) if self._packer.packs_drawn else (None, None)
         per_sample = 1 if padded is None else padded.per_sample
         try:
             self._reader.require_ids(batch)
@@ -215,7 +217,6 @@ class StepSource:
         epochs.keep_place(self._trainer, epoch)
         packed = self._packer.pack(drawn)
         statistics = packed.plan.statistics()
-        self._meter.add_packed(packed.microbatches, packed.plan, self._packer.flops(packed), statistics)
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
         # labels to look for.

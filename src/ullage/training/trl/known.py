@@ -6,9 +6,11 @@ from typing import Any
 
 from ullage.training.trl.padded import PaddedLoss
 from ullage.training.trl.preferences import PairLoss, UnpairedLoss
+from ullage.training.trl.rollouts import RolloutLoss
 
 _KINDS: dict[str, type[PaddedLoss]] = {
     "trl.trainer.dpo_trainer.DPOTrainer": PairLoss,
+    "trl.trainer.grpo_trainer.GRPOTrainer": RolloutLoss,
     "trl.trainer.kto_trainer.KTOTrainer": UnpairedLoss,
     "trl.trainer.reward_trainer.RewardTrainer": PairLoss,
 }

@@ -34,9 +34,13 @@ class PaddedLoss:
 
     Attributes:
         per_sample: sequences of a sample, which stay together: 2 of a preference pair.
+        makes_batches: whether what is trained on is made of a collated batch in the step.
+        divides_itself: whether its loss is divided by ``current_gradient_accumulation_steps`` where it is computed.
     """
 
     per_sample = 1
+    makes_batches = False
+    divides_itself = False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -71,6 +75,10 @@ class PaddedLoss:
             yield
 
     # From a collated batch to sequences, and back.
+
+    def made_of(self, model: nn.Module, drawn: Any) -> RaggedBatch:
+        """What a step trains on, of what was drawn, where :attr:`makes_batches`. Collective."""
+        raise NotImplementedError
 
     def ragged(self, batch: Any) -> RaggedBatch:
         """The sequences of a collated batch: chosen and rejected of each pair one after the other. Host values.
@@ -177,6 +185,11 @@ class PaddedLoss:
             pack: plans and exchanges the sequences of all ranks, whatever their length.
         """
         return step
+
+    def shares(self, step: PackedBatch) -> list[float]:
+        """Fraction of the step over all ranks that each microbatch makes up; of the samples, where not said else."""
+        whole = len(step.plan.order)
+        return [len(microbatch) / whole if whole else 0.0 for microbatch in step.microbatches]
 
     def step(self, model: nn.Module, step: PackedBatch) -> contextlib.AbstractContextManager[None]:
         """Around the microbatches of a step. ``model``: as the training loop calls it."""
