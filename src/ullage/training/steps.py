@@ -130,7 +130,7 @@ class StepSource:
                 epoch.recorded += 1
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
-                batches.append(batch := self._as_packed(drawn))
+                batches.append(self._as_packed(drawn))
                 # The indices of skipped batches come first; the last ones popped are those of this batch.
                 indices = None
                 for _ in range(epoch.recorded + 1):
