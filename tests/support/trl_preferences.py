@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import LlamaForSequenceClassification
 
 from tests.support.packing_script import zero
@@ -87,8 +88,12 @@ def build(name, folder, *, capacity=None, number=24, step=12, lora=False, stage=
         more["ref_model"] = None
     if name == "GRPO":
         # Its reference is read from where the model came from.
-        more["model"].save_pretrained(Path(folder) / "model")
-        more["model"] = type(more["model"]).from_pretrained(Path(folder) / "model")
+        place = Path(folder) / f"model{os.environ.get('RANK', 0)}"
+        # By hand, because save_pretrained leaves it to the first process.
+        more["model"].config.architectures = ["LlamaForCausalLM"]
+        more["model"].config.save_pretrained(place)
+        save_file(more["model"].state_dict(), place / "model.safetensors", {"format": "pt"})
+        more["model"] = type(more["model"]).from_pretrained(place)
         options = {"num_generations": 4, "max_completion_length": 12, "beta": 0.1, "num_iterations": 2, **options}
     world = int(os.environ.get("WORLD_SIZE", 1))
     both = dataclass(type(f"Both{config.__name__}", (config, TrainingArguments), {}))

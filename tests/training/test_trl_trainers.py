@@ -9,7 +9,6 @@ from peft import LoraConfig
 from transformers import LlamaForSequenceClassification
 
 from tests.support.trl_cases import model, outcome, text, tokenizer
-from ullage import InputError
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 pytestmark = pytest.mark.slow  # TRL alone takes seconds to load
@@ -73,16 +72,6 @@ def test_training_and_evaluation_are_the_trainers_own_to_the_digit(name, tmp_pat
     assert len(results[0][0]) == 3
     assert "eval_loss" in results[0][1]
     assert results[1] == results[0]
-
-
-@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO", "GRPO"])
-def test_preference_trainers_are_refused_under_packing(name, tmp_path):
-    kind, config, *rest = case(name)
-    both = dataclass(type("Both", (config, TrainingArguments), {}))
-    rest[-1] = {**rest[-1], "packing_capacity": 64}
-    message = rf"this trainer cannot be packed yet: its batches are not sequences with labels \({name}Trainer\)"
-    with pytest.raises(InputError, match=message):
-        build(mixed(kind), both, *rest, tmp_path)
 
 
 def test_a_trainers_own_columns_are_kept_beside_adapters(tmp_path):

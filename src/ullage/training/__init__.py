@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RaggedCollator as RaggedCollator,
         Seq2SeqCollator as Seq2SeqCollator,
     )
+    from ullage.training.logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
     from ullage.training.stopping import StopOnSignal as StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
@@ -29,6 +30,7 @@ else:
         {
             "arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
             "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
+            "logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
             "stopping": ["StopOnSignal"],
             "trainer": ["Seq2SeqTrainer", "Trainer"],
