@@ -12,13 +12,15 @@ from trl import SFTConfig, SFTTrainer
 from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
+from ullage.attention.heads import loss_shifts
 from ullage.cli.train.record import settings_of
 from ullage.engines.fsdp.trainer import _require_supported
+from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.comparing import describe_arguments
 from ullage.training.lazy_logits import HeadCall
 from ullage.training.weighable import kind_of_loss
-from ullage.training.weighted_losses import weighted_cross_entropy
+from ullage.training.weighted_losses import weighted_cross_entropy, weighted_token_loss
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -342,3 +344,38 @@ def test_weighed_labels_run_in_chunks_with_their_head(weighting, tmp_path, monke
         assert len(in_chunks) == 3  # one per microbatch, and none without
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(("kind", "fewest"), [("causal", 170), ("masked", 40), ("seq2seq", 25)])
+def test_a_loss_that_is_taken_for_plain_is_the_models_own_with_equal_weights(kind, fewest):
+    """Every text type of transformers whose source says so, as the tiny model that audits are made of."""
+    found = {}
+    for name in model_types(kind):
+        try:
+            model = tiny_model(name, kind)
+        except CannotBuild:
+            continue
+        if name in OTHER_INPUTS or kind_of_loss(model) != "token":
+            continue
+        ids = torch.arange(3, 12)[None]
+        labels = ids.clone()
+        labels[0, 3] = -100
+        inputs = {"input_ids": ids}
+        if model.config.is_encoder_decoder:
+            inputs |= {"decoder_input_ids": ids, "use_cache": False}
+        if kind == "causal":
+            model.config.output_router_logits = False
+        with torch.no_grad():
+            own, logits = model(**inputs, labels=labels).loss, model(**inputs)[0]
+        shifts = bool(loss_shifts(model))
+        counted = int((labels[:, shifts:] != -100).sum())
+        loss = weighted_token_loss(logits, labels, torch.full((9,), 1 / counted), shifts=shifts)
+        found[name] = (float(loss), float(own))
+    assert len(found) >= fewest
+    assert {name: pair for name, pair in found.items() if pair[0] != pytest.approx(pair[1], rel=1e-5)} == {}
+
+
+#: Types that take more than tokens, or do not run as they are made.
+OTHER_INPUTS = ("blt", "git", "musicgen", "musicgen_melody", "perceiver", "xlstm")

@@ -16,7 +16,7 @@ from ullage.attention.heads import (
     works_by_token,
 )
 from ullage.errors import InputError
-from ullage.models import causal_lm, classification, encoder_decoder
+from ullage.models import causal_lm, classification
 from ullage.training.losses import OwnLoss
 
 #: What a ``forward`` may name of losses, for its loss to be a cross-entropy of the logits that it returns, and a
@@ -24,6 +24,8 @@ from ullage.training.losses import OwnLoss
 _PLAIN = {"loss_function", "CrossEntropyLoss", "cross_entropy", "mlm_loss_fct", "loss_fn", "lm_loss"}
 _EXPERTS = {"load_balancing_loss_func", "router_aux_loss_coef"}
 _BY_SEQUENCE = {"loss_function", "CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss"}
+#: Language models whose names do not say so.
+_BY_TOKEN = {"BertGenerationDecoder", "MarianMTModel", "RecurrentEncoderDecoder"}
 #: The functions that a model may call as its ``loss_function``.
 _FUNCTIONS = (
     loss_utils.ForCausalLMLoss,
@@ -56,7 +58,7 @@ def kind_of_loss(model: nn.Module) -> Kind | None:
     # The experts of an encoder-decoder have several balances.
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     known = named <= (_PLAIN if is_pair else _PLAIN | _EXPERTS)
-    by_token = works_by_token(model) or isinstance(model, encoder_decoder.RecurrentEncoderDecoder)
+    by_token = works_by_token(model) or any(each.__name__ in _BY_TOKEN for each in type(model).__mro__)
     return "token" if known and by_token and loss_shifts(model) is not None else None
 
 
