@@ -1,5 +1,6 @@
 """Batches of others' collators under packing: the same sequences, losses and gradients as RaggedCollator's."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
 
 from tests.support import packing_script
 from ullage import InputError, RaggedBatch
+from ullage.datasets import pack_dataset
 from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
 from ullage.training.drawn import as_ragged
 
@@ -224,3 +226,52 @@ def test_a_collator_without_lengths_is_named_where_the_trainer_draws(tmp_path):
         trainer.data_collator = collator
         with pytest.raises(InputError, match="packing needs batches that know their sequences: expected a collator"):
             trainer.train()
+
+
+# Rows that were packed ahead.
+
+
+def rows_of(samples):
+    fields = {name: [sample[name] for sample in samples] for name in ("input_ids", "labels")}
+    return pack_dataset(datasets.Dataset.from_dict(fields), 128)
+
+
+def test_packed_rows_train_as_their_sequences(tmp_path):
+    """Under our packing, with our collator and TRL's: seq_lengths is kept for it, and rows are taken apart."""
+    samples = samples_of()
+    rows = rows_of(samples)
+    assert max(map(len, rows["seq_lengths"])) > 1
+    found = []
+    for collator, data, options in (
+        (RaggedCollator(), samples, {"per_device_train_batch_size": len(samples)}),
+        (RaggedCollator(), rows, {"per_device_train_batch_size": len(rows)}),
+        (None, rows.remove_columns("labels"), {"per_device_train_batch_size": len(rows)}),
+        (trls(padding_free=True), rows, {"per_device_train_batch_size": len(rows), "remove_unused_columns": False}),
+    ):
+        trainer = packing_script.make_trainer("llama", str(tmp_path), samples=data, max_steps=1, **options)
+        if collator is None:  # as of a Trainer that is given none
+            trainer = Trainer(trainer.model, trainer.args, train_dataset=data)
+        else:
+            trainer.data_collator = collator
+        trainer.model.double()
+        trainer.train()
+        entry = trainer.state.log_history[0]
+        found.append((entry["loss"], entry["grad_norm"]))
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-10)
+
+
+def test_packed_rows_are_evaluated_as_their_sequences(tmp_path):
+    samples = samples_of()
+    trainer = packing_script.make_trainer("llama", str(tmp_path), samples=samples)
+    trainer.data_collator = RaggedCollator()
+    trainer.model.double()
+    expected = trainer.evaluate(samples)["eval_loss"]
+    assert trainer.evaluate(rows_of(samples))["eval_loss"] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_row_that_does_not_hold_its_sequences_is_named():
+    with pytest.raises(InputError, match=r"\(sample 1, field 'labels'\): expected 3 tokens, .* found 2"):
+        RaggedCollator()([
+            {"input_ids": [1], "labels": [1], "seq_lengths": [1]},
+            {"input_ids": [1, 2, 3], "labels": [1, 2], "seq_lengths": [2, 1]},
+        ])  # fmt: skip

@@ -1,38 +1,56 @@
 """A data set of sequences into a data set of packed rows: what ``trl.pack_dataset`` does, over our packing.
 
 All sequences are packed at once; TRL packs each map batch of 1000 rows by itself. Rows hold the columns end to end and,
-as TRL's do, ``seq_lengths``, by which its collator makes ``position_ids``.
+as TRL's do, ``seq_lengths``, by which its collator makes ``position_ids`` and ours takes the sequences apart again.
+
+Source: trl 1.16 ``data_utils.py``, ``pack_dataset``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ullage.datasets.packing import gathered_rows, kept_lengths, require_packing_sizes
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.layout import Int64, starts_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-D = TypeVar("D", "Dataset", "DatasetDict")
+D = TypeVar("D", "Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
 # Tokens of the rows that are gathered at once.
 _GROUP_TOKENS = 2**22
+#: TRL's strategies, and what each does with a longer sequence.
+_STRATEGIES = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
 
 
-def pack_dataset(dataset: D, seq_length: int, *, oversize: str = "error") -> D:
+def pack_dataset(
+    dataset: D,
+    seq_length: int,
+    strategy: str | None = None,
+    map_kwargs: Mapping[str, Any] | None = None,
+    *,
+    oversize: str = "error",
+) -> D:
     """Pack the sequences of a data set into rows of at most ``seq_length`` tokens.
 
     Args:
-        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a ``DatasetDict`` of such.
+        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a dict of such. A stream is
+            packed as it is read, each map batch by itself.
         seq_length: tokens of a packed row at most.
-        oversize: what becomes of a longer sequence: ``"error"``, ``"truncate"`` (TRL's ``"bfd"``) or ``"drop"``.
+        strategy: as TRL's: ``"bfd"`` truncates longer sequences, ``"bfd_split"`` makes several of them, ``"wrapped"``
+            fills every row and cuts sequences anywhere. ``None`` does with them what ``oversize`` says.
+        map_kwargs: keywords of the data set's ``map``, through which a stream is packed, and with them any data set:
+            then in batches of ``batch_size`` rows, all at once without it.
+        oversize: treatment of a longer sequence: ``"error"``, ``"truncate"`` or ``"drop"``.
 
-    Returns the packed data set, in memory, with the same columns and ``seq_lengths``: for each row the lengths of its
-    sequences. Sequences without tokens are left out. Raises ``InputError`` that names the column and the row.
+    Returns the packed data set, in memory unless it went through ``map``, with the same columns and format, and, unless
+    wrapped, ``seq_lengths``: for each row the lengths of its sequences. Sequences without tokens are left out. Raises
+    ``InputError`` that names the column and the row.
 
     >>> from datasets import Dataset
     >>> packed = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]}), seq_length=4)
@@ -42,43 +60,84 @@ def pack_dataset(dataset: D, seq_length: int, *, oversize: str = "error") -> D:
     import datasets
 
     require_packing_sizes(seq_length, oversize)
-    if isinstance(dataset, datasets.DatasetDict):
-        parts = {name: pack_dataset(part, seq_length, oversize=oversize) for name, part in dataset.items()}
-        return datasets.DatasetDict(parts)
+    longer = oversize
+    if strategy is not None:
+        longer = _STRATEGIES[require_one_of(strategy, tuple(_STRATEGIES), "strategy")]
+        if oversize != "error":
+            raise InputError(
+                "the strategy says what becomes of longer sequences",
+                expected="strategy or oversize",
+                found=f"strategy={strategy!r}, oversize={oversize!r}",
+            )
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        parts: Any = dict(dataset)
+        for name, part in parts.items():
+            parts[name] = pack_dataset(part, seq_length, strategy, map_kwargs, oversize=oversize)
+        return type(dataset)(parts)
+    pack = functools.partial(_pack_table, seq_length=seq_length, longer=longer)
+    if isinstance(dataset, datasets.IterableDataset):
+        formatting = dataset._formatting
+        mapped = dataset.with_format("arrow").map(pack, batched=True, **(map_kwargs or {}))
+        return mapped.with_format(None if formatting is None else formatting.format_type)
     if not isinstance(dataset, datasets.Dataset):
         raise InputError("this is no data set that can be packed", expected="a datasets.Dataset", found=type(dataset))
-    return _packed(dataset, seq_length, oversize)
+    # Through the data set rather than its table, so that a shuffled or filtered one comes in its own order.
+    view = dataset.with_format("arrow")
+    if map_kwargs:
+        packed = view.map(pack, batched=True, **{"batch_size": None, **map_kwargs})
+    else:
+        features = dict(dataset.features)
+        if longer != "wrap":
+            features["seq_lengths"] = datasets.List(datasets.Value("int64"))
+        packed = datasets.Dataset(pack(view[:]).cast(datasets.Features(features).arrow_schema))
+    if not len(packed):
+        raise InputError("no sequence is left to pack", found=f"{len(dataset)} empty or dropped")
+    chosen = dataset.format
+    columns = chosen["columns"] + [name for name in packed.column_names if name not in dataset.column_names]
+    kept = {"output_all_columns": chosen["output_all_columns"], **chosen["format_kwargs"]}
+    return packed.with_format(chosen["type"], columns=columns, **kept)
 
 
-def _packed(dataset: Dataset, seq_length: int, oversize: str) -> Dataset:
-    import datasets
+def _pack_table(table: Any, seq_length: int, longer: str) -> Any:
+    """An Arrow table of sequences as one of packed rows. ``longer``: truncate, drop, split, wrap or error."""
     import pyarrow as pa
 
     from ullage.planning import pack_lengths
 
-    columns, lengths = _columns(dataset)
-    kept = kept_lengths(lengths, seq_length, oversize)
+    columns, lengths = _columns(table)
+    if longer == "wrap":
+        cuts = np.append(np.arange(0, lengths.sum(), seq_length), lengths.sum())
+        bounds = pa.array(cuts, pa.int32())
+        return pa.table({name: pa.ListArray.from_arrays(bounds, values) for name, values in columns.items()})
+    starts = starts_of(lengths)
+    if longer == "split":
+        starts, lengths = _fragments(starts, lengths, seq_length)
+    kept = kept_lengths(lengths, seq_length, "error" if longer == "split" else longer)
     placed = np.flatnonzero(kept)
-    if not len(placed):
-        raise InputError("no sequence is left to pack", found=f"{len(lengths)} empty or dropped")
     # Bin k holds ids[cu_ids[k]:cu_ids[k + 1]], counted among the sequences that are placed.
     ids, cu_ids = pack_lengths(kept[placed], seq_length)
     rows = [placed[ids[start:stop]] for start, stop in zip(cu_ids[:-1].tolist(), cu_ids[1:].tolist())]
-    features = datasets.Features({**dataset.features, "seq_lengths": datasets.List(datasets.Value("int64"))})
+    # Within a row the longest sequence comes first, as in TRL's.
+    rows = [row[np.argsort(-kept[row], kind="stable")] for row in rows] or [np.zeros(0, np.int64)]
     step = max(1, _GROUP_TOKENS // seq_length)  # offsets within a group fit into int32
     groups = (rows[start : start + step] for start in range(0, len(rows), step))
-    table = pa.concat_tables(_tables(groups, columns, starts_of(lengths), kept))
-    packed = datasets.Dataset(table.cast(features.arrow_schema))
-    return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
+    packed = pa.concat_tables(_tables(groups, columns, starts, kept))
+    return packed if len(placed) else packed.slice(0, 0)
 
 
-def _columns(dataset: Dataset) -> tuple[dict[str, Any], Int64]:
+def _fragments(starts: Int64, lengths: Int64, most: int) -> tuple[Int64, Int64]:
+    """Starts and lengths of the sequences after those longer than ``most`` were cut into pieces of that length."""
+    counts = -(-lengths // most)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = (np.arange(len(first)) - first) * most
+    return np.repeat(starts, counts) + offsets, np.minimum(np.repeat(lengths, counts) - offsets, most)
+
+
+def _columns(table: Any) -> tuple[dict[str, Any], Int64]:
     """The values of each column end to end, and the length of each row."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    # Through the data set rather than its table, so that a shuffled or filtered one comes in its own order.
-    table: Any = dataset.with_format("arrow")[:]
     columns: dict[str, Any] = {}
     lengths, first = np.empty(0, np.int64), None
     for name in table.column_names:

@@ -17,6 +17,8 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 
 _TARGETS = ("labels", "decoder_input_ids")
+#: The column of a packed row with the lengths of its sequences; the name is TRL's.
+SEQ_LENGTHS = "seq_lengths"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class RaggedCollator:
 
     A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
     that a tokenizer padded come out without padding. ``label`` and ``label_ids`` become ``labels``.
+
+    A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
 
     Raises ``InputError`` that names sample and field.
 
@@ -42,7 +46,8 @@ class RaggedCollator:
     per_sequence: tuple[str, ...] = ()
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
-        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(samples)]
+        apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
+        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
         if not self.flattened:
             return batch
@@ -106,6 +111,23 @@ class PackedSequenceCollator:
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
+
+
+def _sequences(sample: Mapping[str, Any], i: int) -> list[Mapping[str, Any]]:
+    """The sequences of a packed row by its ``seq_lengths``; any other sample as it is."""
+    if SEQ_LENGTHS not in sample:
+        return [sample]
+    fields = {name: value for name, value in sample.items() if name != SEQ_LENGTHS}
+    ends = np.cumsum(np.asarray(sample[SEQ_LENGTHS], np.int64)).tolist()
+    for name, value in fields.items():
+        if not hasattr(value, "__len__") or not ends or len(value) != ends[-1]:
+            raise InputError(
+                "a field of a packed row does not hold its sequences",
+                where=f"sample {i}, field {name!r}",
+                expected=f"{ends[-1] if ends else 0} tokens, the sum of seq_lengths",
+                found=len(value) if hasattr(value, "__len__") else value,
+            )
+    return [{name: value[a:b] for name, value in fields.items()} for a, b in zip([0, *ends], ends)]
 
 
 def _flattened(batch: RaggedBatch) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class RaggedTrainerMixin(_Base):
         self._packer.require_packable()
         given = kwargs.get("data_collator") is not None or len(args) > 2 or self._packer.padded_loss is not None
         if self._packer.options is not None and not given:
-            self.data_collator = self._reader.default_collator
+            self.data_collator, self._signature_columns = self._reader.default_collator, None
 
     # The run.
 

@@ -23,7 +23,7 @@ from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
 from ullage.training.arguments import weight_field
-from ullage.training.collators import RaggedCollator, Seq2SeqCollator
+from ullage.training.collators import SEQ_LENGTHS, RaggedCollator, Seq2SeqCollator
 from ullage.training.drawn import as_ragged
 from ullage.training.losses import defining_class
 
@@ -128,12 +128,16 @@ class BatchReader:
         return self._form
 
     def columns(self, chosen: list[str]) -> list[str]:
-        """The columns that the trainer chose, with the model's own where transformers read a wrapper's forward.
+        """The columns that the trainer chose, and those that our collator and the model behind a wrapper take.
 
         A field of weights is kept too.
         """
-        field = weight_field(self._trainer.args)
-        chosen = chosen if field is None or field in chosen else [*chosen, field]
+        columns = self._columns_of_model(chosen)
+        ours = isinstance(self._trainer.data_collator, RaggedCollator)
+        more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours else None]
+        return [*columns, *(name for name in more if name is not None and name not in columns)]
+
+    def _columns_of_model(self, chosen: list[str]) -> list[str]:
         inspected = unwrap_peft_model(self._trainer.model)
         if self.model in (self._trainer.model, inspected):
             return chosen
