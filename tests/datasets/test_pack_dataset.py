@@ -120,7 +120,7 @@ def test_formats_and_streams_stay_as_with_trl(strategy):
 
 
 def test_a_strategy_says_itself_what_becomes_of_longer_sequences():
-    with pytest.raises(InputError, match="no such strategy: expected .*'bfd_split'.* found 'best'"):
+    with pytest.raises(InputError, match=r"no such strategy: expected .*'bfd_split'.* found 'best'"):
         pack_dataset(made([3]), 8, "best")
     with pytest.raises(InputError, match="the strategy says what becomes of longer sequences"):
         pack_dataset(made([3]), 8, "bfd", oversize="drop")

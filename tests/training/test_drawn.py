@@ -266,7 +266,8 @@ def test_packed_rows_are_evaluated_as_their_sequences(tmp_path):
     trainer.data_collator = RaggedCollator()
     trainer.model.double()
     expected = trainer.evaluate(samples)["eval_loss"]
-    assert trainer.evaluate(rows_of(samples))["eval_loss"] == pytest.approx(expected, rel=1e-10)
+    # Other rows, and transformers' loss is computed in float32.
+    assert trainer.evaluate(rows_of(samples))["eval_loss"] == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_row_that_does_not_hold_its_sequences_is_named():

@@ -225,20 +225,25 @@ def test_trls_packing_beside_ours_is_refused_before_data_are_prepared(name, tmp_
         ready(tmp_path, data, packing_capacity=16, **{name: True})
 
 
-def test_rows_of_several_sequences_are_refused(tmp_path):
-    data = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [1, 1, 1]}] * 4)
-    with pytest.raises(InputError, match=r"rows that were packed beforehand .*\(train_dataset\)"):
-        ready(tmp_path, data, packing_capacity=16)
-    assert ready(tmp_path, data).train_dataset.num_rows == 4
+def test_rows_of_several_sequences_are_taken_apart(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 4], "labels": [5, 6, 7, 8, 9, 4], "seq_lengths": [2, 1, 3]}] * 4
+    alone = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7], [8, 9, 4])] * 4
+    options = {**UNPREPARED, "max_steps": 1, "packing_capacity": 8, "logging_steps": 1}
+    losses = []
+    for data, size in ((rows, 4), (alone, 12)):
+        trainer = ready(tmp_path, Dataset.from_list(data), per_device_train_batch_size=size, **options)
+        trainer.train()
+        losses.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_images_are_refused_under_packing(tmp_path):
     from types import SimpleNamespace
 
-    from ullage.training.packable import refuse_rows
+    from ullage.training.packable import refuse_images
 
     with pytest.raises(InputError, match="images cannot be packed"):
-        refuse_rows(SimpleNamespace(_is_vision_dataset=True))
+        refuse_images(SimpleNamespace(_is_vision_dataset=True))
 
 
 def test_a_collator_of_trls_is_refused_under_packing(tmp_path):

@@ -58,8 +58,8 @@ def refuse_truncation(model: nn.Module, oversize: str) -> None:
         )
 
 
-def refuse_rows(trainer: Any) -> None:
-    """Raise ``InputError`` for data that are rows of several sequences, or images."""
+def refuse_images(trainer: Any) -> None:
+    """Raise ``InputError`` for a trainer that has found images in its data."""
     if getattr(trainer, "_is_vision_dataset", False):
         raise InputError(
             "data with images cannot be packed",
@@ -68,16 +68,3 @@ def refuse_rows(trainer: Any) -> None:
             found="a column of images",
             hint="leave packing_capacity out",
         )
-    sets = {"train_dataset": trainer.train_dataset}
-    held = trainer.eval_dataset
-    sets |= {f"eval_dataset[{name!r}]": each for name, each in held.items()} if isinstance(held, dict) else {}
-    sets |= {} if isinstance(held, dict) else {"eval_dataset": held}
-    for name, dataset in sets.items():
-        if "seq_lengths" in (getattr(dataset, "column_names", None) or ()):
-            raise InputError(
-                "rows that were packed beforehand cannot be packed again: each would count as one sequence",
-                where=name,
-                expected="one sequence per row",
-                found="a column seq_lengths",
-                hint="give the sequences themselves, or leave packing_capacity out and set padding_free=True",
-            )

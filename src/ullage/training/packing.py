@@ -34,7 +34,7 @@ from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.losses import Division, division_of
-from ullage.training.packable import make_packable, refuse_rows, refuse_truncation, require_equal_calls
+from ullage.training.packable import make_packable, refuse_images, refuse_truncation, require_equal_calls
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
@@ -129,7 +129,7 @@ class Packer:
                 hint="multiply per_device_train_batch_size by it instead",
             )
         refuse_truncation(self._reader.model, options.oversize)
-        refuse_rows(self._trainer)
+        refuse_images(self._trainer)
         make_packable(self._reader.model)
         self.weigher.require_weighable()
         if self.padded_loss is not None:
