@@ -96,9 +96,6 @@ FAMILIES = {
     "bart": (_bart, "target"),
     "gru pairs": (_pairs, "target"),
 }
-#: Classifiers that run sequences of one length in a call of their own, and take the mean of a call for that over all its
-#: sequences: without a class the sequence has to be left out of the data.
-CLASSES_ONLY = ("bert classes",)
 WEIGHTINGS = ("token", "sequence", "weight")
 STRATEGIES = ("balanced", "next_fit", "preassigned")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -219,7 +216,6 @@ def _labelled(rng, family, length, is_silent):
     ids = rng.integers(3, VOCAB, length).tolist()
     head = FAMILIES[family][1]
     if head == "sequence":
-        is_silent = is_silent and family not in CLASSES_ONLY
         return {"input_ids": ids, "labels": -100 if is_silent else int(rng.integers(CLASSES))}
     if head == "target":
         source = int(rng.integers(1, length))

@@ -62,11 +62,14 @@ def _loss_of(outputs: Any) -> Tensor | None:
 
 
 def _counts(labels: Any, groups: Groups, *, by_sequence: bool) -> list[int]:
-    """How much the mean of each call counts: its labels where they are by token, else its sequences."""
+    """How much the mean of each call counts: its labels that are not -100, or its sequences where labels are values."""
     calls = groups.sources if groups.targets is None else groups.targets
     if isinstance(labels, Tensor) and not by_sequence and tuple(labels.shape[:2]) == (1, calls.num_slots):
         is_label = labels[0] != IGNORED_LABEL
         return [int(part.sum()) for part in calls.cut(is_label.reshape(calls.num_slots, -1).any(1).long())]
+    if isinstance(labels, Tensor) and by_sequence and labels.ndim == 1 and not labels.is_floating_point():
+        is_label = (labels != IGNORED_LABEL).cpu()
+        return [int(is_label[torch.as_tensor(part)].sum()) for part in groups.members]
     return [len(part) for part in groups.members]
 
 

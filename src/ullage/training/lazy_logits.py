@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
 from ullage.training.chunked_loss import chunked_cross_entropy
-from ullage.training.logit_views import VIEWS, Step
+from ullage.training.logit_views import VIEWS, ScoreStep
 
 #: Operations on each score by itself, with numbers, single values or one value per word beside it.
 _ELEMENTWISE = frozenset(
@@ -267,7 +267,7 @@ class LazyLogits:
             lambda each: each.reshape(each.shape[-1:]) if isinstance(each, Tensor) else each, (args, kwargs)
         )
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        step = Step(func, args, kwargs)
+        step = ScoreStep(func, args, kwargs)
         return self._derived((func, args, kwargs), self._there(), (*self.steps, step), (*self.operands, *operands))
 
     def _is_per_word(self, operand: Tensor) -> bool:

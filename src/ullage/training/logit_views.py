@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Step:
+class ScoreStep:
     """One operation on scores [n, words], with what stands beside them."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def _indexed(hidden: Tensor, words: int, index: Any) -> View | None:
     rows = hidden[tuple(entries)]
     if chosen.indices(words) == (0, words, 1):
         return rows, None
-    return rows, Step(Tensor.__getitem__, ((Ellipsis, chosen),), {})
+    return rows, ScoreStep(Tensor.__getitem__, ((Ellipsis, chosen),), {})
 
 
 def _dims_of(entry: Any) -> int:
