@@ -220,6 +220,18 @@ def test_what_does_not_tell_its_sequences_is_refused(message):
         as_ragged(REFUSED[message])
 
 
+def test_a_sequence_over_the_capacity_is_named_before_the_first_step(tmp_path):
+    samples = samples_of([3, 129, 4, 5])
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), samples=samples, max_steps=1)
+    trainer.data_collator = DataCollatorWithFlattening()
+    with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[1\]\): .* found 129"):
+        trainer.train()
+    trainer.train_dataset = [dict(sample) for sample in samples]
+    trainer._check._require_capacity = lambda dataset: None  # as if no length were known before the step
+    with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[1\]\): .* found 129"):
+        trainer.train()
+
+
 def test_a_collator_without_lengths_is_named_where_the_trainer_draws(tmp_path):
     trainer = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1)
     for collator in (PackedSequenceCollator("input_ids"), lambda samples: {"input_ids": torch.ones(2, 3).long()}):

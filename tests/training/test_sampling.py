@@ -55,7 +55,7 @@ def max_groups(shape, epochs, capacity, cost):
     return max((fewest_groups(lengths[flat(step)], capacity, padded=cost == "padded") for step in steps), default=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes(), st.sampled_from(["padded", "tokens"]), st.integers(0, 2), st.integers(0, 60))
 def test_the_same_sets_balanced_no_worse_and_within_the_capacity(shape, cost, epoch, room):
     lengths, _, ranks, slots, drop_last = shape
@@ -81,7 +81,7 @@ def test_the_same_sets_balanced_no_worse_and_within_the_capacity(shape, cost, ep
             assert most_expensive(mine, each, measure)[0] <= most_expensive(parent, each, measure)[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(9, 30))
 def test_no_padded_groups_are_fewer(lengths, capacity):
     """Against every division of the rows, sorted or not."""

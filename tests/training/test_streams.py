@@ -29,7 +29,10 @@ def assert_continues(resumed, whole, step):
     assert resumed["norms"] == whole["norms"]
 
 
-@pytest.mark.parametrize(("data", "workers", "steps"), [("mapped stream", 0, (6, 8)), ("shuffled stream", 2, (8,))])
+@pytest.mark.parametrize(
+    ("data", "workers", "steps"),
+    [("mapped stream", 0, (6, 8)), pytest.param("shuffled stream", 2, (8,), marks=pytest.mark.slow)],
+)
 def test_every_sample_once_and_resumed_in_any_epoch(tmp_path, data, workers, steps):
     """At the end of the first epoch and in the next one.
 
@@ -43,6 +46,7 @@ def test_every_sample_once_and_resumed_in_any_epoch(tmp_path, data, workers, ste
         assert_continues(resumed, whole, step)
 
 
+@pytest.mark.slow
 def test_without_packing_a_run_continues_in_any_epoch(tmp_path):
     """Three microbatches a step: the last step of an epoch has two of six, and the next epoch begins with a whole one."""
     options = {"data": "stream", "packing_capacity": None, "max_steps": 5, "gradient_accumulation_steps": 4}

@@ -75,7 +75,7 @@ class RunCheck:
                     collate: Any = trainer.data_collator
                 else:
                     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
-                return int(collate([dataset[index]]).max_seqlen)
+                return self._reader.as_ragged(collate([dataset[index]])).max_seqlen
             except Exception:  # it is said when the sample's turn comes
                 return 0
 
