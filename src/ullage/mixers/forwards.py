@@ -267,7 +267,7 @@ class ModelForward(Forward):
             keywords["use_cache"] = False
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row.targets, keywords)
-        elif self.way.kind == "whole" or getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+        elif self.runs_whole or self._has_pairs:
             return call_whole(self.module, self.own, row, keywords)
         row.is_served = row.is_served or self.way.kind == "native"
         if self.way.both_ways and np.any(row.sources.lengths < row.sources.slots):
@@ -286,6 +286,15 @@ class ModelForward(Forward):
                 hint="train it on padded batches",
             )
         return outputs
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the head runs by lengths as well, and what its calls give is joined."""
+        return self.way.kind == "whole" or (self._has_pairs and self.way.kind != "mixers")
+
+    @property
+    def _has_pairs(self) -> bool:
+        return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
 
     def _shift_targets(self, targets: Segments, keywords: dict[str, Any]) -> None:
         """Make an encoder-decoder's inputs of its labels, as it does, with a start token in front of each target."""

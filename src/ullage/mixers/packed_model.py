@@ -97,6 +97,12 @@ def is_packed(model: nn.Module) -> bool:
     return isinstance(vars(model).get("forward"), ModelForward) or is_attention_put_in(model)
 
 
+def runs_whole(model: nn.Module) -> bool:
+    """Whether a packed model runs by lengths with its head, so that its logits are joined from several calls."""
+    forward = vars(bare(model)).get("forward")
+    return isinstance(forward, ModelForward) and forward.runs_whole
+
+
 def call_equally_often(model: nn.Module) -> bool:
     """Make a packed model call its layers equally often for every row, where its way allows it; whether it does now.
 

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
+from ullage.mixers.packed_model import runs_whole
 from ullage.training import counting
 from ullage.training.chunked_head import head_in_chunks, head_problem
 from ullage.training.losses import OwnLoss
@@ -80,22 +81,41 @@ class LossRule:
 
         ``weights``: one per label element of the inputs; the others are those of :meth:`compute`.
         """
-        head, name = self._reader.model, self._reader.label_name
-        assert name is not None
-        labels = inputs[name]
-        # Given labels, the model would compute a loss of its own; what it says besides is asked for as ever.
-        outputs = model(**{key: value for key, value in inputs.items() if key not in (name, "shift_labels")})
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        if kind_of_loss(head) == "sequence":
-            loss = weighted_sequence_loss(logits, labels, weights, head.config)
-        elif "shift_labels" in inputs:
-            loss = weighted_token_loss(logits, inputs["shift_labels"], weights, shifts=False)
-        else:
-            loss = weighted_token_loss(logits, labels, weights, shifts=bool(self._reader.shifts))
+        found: list[Tensor] = []
+
+        def add_loss(head: nn.Module, _: Any, outputs: Any) -> Any:
+            found.append(self._weighed_loss(head, inputs, outputs, weights))
+            if isinstance(outputs, dict):
+                outputs["loss"] = found[0]
+            return outputs
+
+        # Given labels, the model would compute a loss of its own. Ours is computed within the model's call, too: what
+        # wraps the model (DDP, ZeRO) looks through its outputs for the parameters that were used. A compiled model keeps
+        # the hooks that it was compiled with.
+        is_compiled = has_compiled_regions(model) or is_compiled_module(model)
+        hook = None if is_compiled else self._reader.model.register_forward_hook(add_loss)
+        try:
+            hidden = (self._reader.label_name, "shift_labels")
+            outputs = model(**{key: value for key, value in inputs.items() if key not in hidden})
+        finally:
+            if hook is not None:
+                hook.remove()
+        if hook is None:
+            add_loss(self._reader.model, None, outputs)
         # Reducing gradients divides by the ranks.
-        loss = loss * self._trainer.accelerator.num_processes
+        loss = found[0] * self._trainer.accelerator.num_processes
         loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
         return (loss, outputs) if return_outputs else loss
+
+    def _weighed_loss(self, head: nn.Module, inputs: dict[str, Any], outputs: Any, weights: Tensor) -> Tensor:
+        assert self._reader.label_name is not None
+        labels = inputs[self._reader.label_name]
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if kind_of_loss(head) == "sequence":
+            return weighted_sequence_loss(logits, labels, weights, head.config)
+        if "shift_labels" in inputs:
+            return weighted_token_loss(logits, inputs["shift_labels"], weights, shifts=False)
+        return weighted_token_loss(logits, labels, weights, shifts=bool(self._reader.shifts))
 
     def _head(self, model: nn.Module, return_outputs: bool) -> AbstractContextManager[Any]:
         """The way of the model's head in one call: in chunks with its loss where it can, else as it is."""
@@ -120,6 +140,8 @@ class LossRule:
             return "fp16 scales the loss before its gradients are made"
         if trainer.is_fsdp_enabled or has_compiled_regions(model) or is_compiled_module(model):
             return "FSDP and torch.compile keep the model's forward as it is"
+        if self._packer.weigher.is_on and runs_whole(self._reader.model):
+            return "the logits that are weighed are joined from several calls"
         return head_problem(self._reader.model)
 
     def _mean_by_share(
