@@ -90,8 +90,8 @@ class LossRule:
             return outputs
 
         # Given labels, the model would compute a loss of its own. Ours is computed within the model's call, too: what
-        # wraps the model (DDP, ZeRO) looks through its outputs for the parameters that were used. A compiled model keeps
-        # the hooks that it was compiled with.
+        # wraps the model (DDP, ZeRO) looks through its outputs for the parameters that were used. A compiled model
+        # keeps the hooks that it was compiled with.
         is_compiled = has_compiled_regions(model) or is_compiled_module(model)
         hook = None if is_compiled else self._reader.model.register_forward_hook(add_loss)
         try:
