@@ -142,7 +142,7 @@ SHARDED = {
     "checkpointed, reentrant": {**WRAPPED["checkpointed, reentrant"], "stage": 0},
     "adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 0},
     "zero 2": {"stage": 2},
-    "zero 2, adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 2},
+    "zero 3, adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 3},
 }
 
 
