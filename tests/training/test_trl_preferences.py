@@ -305,12 +305,9 @@ def test_what_a_part_of_the_batch_does_not_have_is_refused(name, options, messag
 def test_two_processes_train_as_they_do_on_padded_rows(tmp_path):
     packed = {
         "dpo": ["DPO", {"capacity": 80, **ARRIVAL}],
-        "dpo balanced": ["DPO", {"capacity": 80}],
-        "dpo adapters": ["DPO", {"capacity": 80, "lora": True}],
         "kto": ["KTO", {"capacity": 80, **ARRIVAL}],
         "reward": ["Reward", {"capacity": 80, **ARRIVAL}],
         "grpo": ["GRPO", {"capacity": 40, "loss_type": "grpo", **ARRIVAL}],
-        "dapo": ["GRPO", {"capacity": 40, "loss_type": "dapo"}],
         "dpo zero": ["DPO", {"capacity": 80, "stage": 2}],  # last: it leaves its settings in the environment
     }
     padded = {

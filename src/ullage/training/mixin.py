@@ -86,7 +86,9 @@ class RaggedTrainerMixin(_Base):
         self._check = RunCheck(self, self._reader, self._packer)
         self._continuation = Continuation(self)
         self._loss_rule = LossRule(self, self._reader, self._packer)
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        # By its type, because trainers differ in where they take it: TRL's DPO has a reference model before it.
+        given = (kwargs.get("args"), *args)
+        arguments = next((each for each in given if isinstance(each, transformers.TrainingArguments)), None)
         if arguments is not None:
             form_process_group(arguments)
             PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
