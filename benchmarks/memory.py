@@ -1,7 +1,8 @@
 """Peak memory and time of a head and its loss, forward and backward: transformers', TRL's fused head, torch's and ours.
 
-Each measurement is a process of its own; its peak is the resident size that the kernel remembers (``ru_maxrss``), also
-beside that of the same process before it computes anything. The model is a head alone, so that nothing else is counted:
+Each measurement is a process of its own; its peak is the resident size that the kernel remembers (``VmHWM``, which is
+``ru_maxrss`` without what a child inherits from its parent), also beside that of the same process before it computes
+anything. The model is a head alone, so that nothing else is counted:
 hidden states [1, T, H] that need a gradient, a tenth of the labels -100, loss divided by the labels. Loss and gradients
 (of the hidden states and of the head) are compared with those in float64, relative to the largest number of each. Time
 is the process's CPU time of the second of two runs, on one thread.
@@ -11,7 +12,7 @@ is the process's CPU time of the second of two runs, on one thread.
 caps. ``ullage``: the model of ``transformers`` within ``head_in_chunks``, as the Trainer calls it.
 
     python benchmarks/memory.py                        # 8,192 tokens x 32,768 words, hidden 512
-    python benchmarks/memory.py --words 131072 --hidden 1024 --skip transformers      # which would take 13 GiB
+    python benchmarks/memory.py --words 131072 --hidden 256 --skip transformers       # which would take 13 GiB
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -89,7 +89,8 @@ def loss_of(way: str, model: HeadAlone, hidden: Tensor, labels: Tensor, count: T
 
 def resident() -> int:
     """Peak resident bytes of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
 
 
 def work(way: str, tokens: int, words: int, hidden: int, folder: Path) -> None:

@@ -14,6 +14,12 @@ import transformers
 from accelerate.utils import DistributedType
 
 from ullage.errors import InputError
+from ullage.training.device_memory import num_bytes
+
+#: The word for a capacity that is found before the first step.
+AUTO = "auto"
+#: Stands for a capacity that is not found yet: before the first step everything fits.
+_OPEN = 1 << 40
 
 #: What ``packing_loss_weighting`` may be, beside the name of a field.
 WEIGHTINGS = ("token", "sequence")
@@ -26,11 +32,19 @@ class TrainingArguments(transformers.TrainingArguments):
     ``use_cpu`` is on where there is no accelerator.
     """
 
-    packing_capacity: int | None = field(
+    packing_capacity: int | str | None = field(
         default=None,
         metadata={
             "help": "Pack each global batch into microbatches of at most this many tokens on a rank, without padding "
-            "and balanced over ranks. Without it nothing is packed."
+            "and balanced over ranks; 'auto' finds the largest number that fits into packing_memory. Without it "
+            "nothing is packed."
+        },
+    )
+    packing_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "With packing_capacity='auto': memory that a rank may hold in all, such as 20GiB. Without it, what "
+            "is free on the device, of which a tenth is left."
         },
     )
     packing_plan_strategy: str = field(
@@ -69,6 +83,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        self.packing_capacity = _read_capacity(self.packing_capacity)
         super().__post_init__()
         join_deepspeed(self)
 
@@ -76,6 +91,15 @@ class TrainingArguments(transformers.TrainingArguments):
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
     """``transformers.Seq2SeqTrainingArguments`` and packing, for :class:`~ullage.training.Seq2SeqTrainer`."""
+
+
+def _read_capacity(given: int | str | None) -> int | str | None:
+    """``packing_capacity`` as a number where it is one, also from a command line. Raises ``InputError`` for others."""
+    if isinstance(given, str) and given.strip().lstrip("-").isdigit():
+        return int(given)
+    if isinstance(given, str) and given != AUTO:
+        raise InputError("packing_capacity is not a capacity", expected="tokens a microbatch, or 'auto'", found=given)
+    return given
 
 
 def join_deepspeed(arguments: Any) -> None:
@@ -147,9 +171,17 @@ class PackingOptions:
     chunked_loss: bool
     peak_flops: float | None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the capacity is still to be found."""
+        return self.capacity == _OPEN
+
     @classmethod
-    def of(cls, arguments: Any) -> PackingOptions | None:
-        """The options, or None where the arguments do not ask for packing. Raises ``InputError`` for bad ones."""
+    def of(cls, arguments: Any, found: int | None = None) -> PackingOptions | None:
+        """The options, or None where the arguments do not ask for packing. Raises ``InputError`` for bad ones.
+
+        ``found``: the capacity for ``"auto"``, when it has been found.
+        """
         capacity = getattr(arguments, "packing_capacity", None)
         weighting = getattr(arguments, "packing_loss_weighting", "token")
         if capacity is None:
@@ -161,6 +193,10 @@ class PackingOptions:
                     hint="set packing_capacity too",
                 )
             return None
+        if capacity == AUTO:
+            if arguments.packing_memory is not None:
+                num_bytes(arguments.packing_memory)
+            capacity = _OPEN if found is None else found
         if capacity <= 0:
             raise InputError(
                 "packing_capacity must be positive",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError, require_one_of
 from ullage.training import counting
@@ -66,18 +67,23 @@ class RunCheck:
 
     def _collated_length(self, dataset: Any, index: int) -> int:
         """Tokens of a sample as the collator gives it; 0 if that is not known."""
-        trainer = self._trainer
-        # Reading a sample may draw random numbers; the run is to draw the same as without this look.
-        with random_states_kept():
-            try:
-                if type(dataset).__module__.startswith("datasets."):
-                    dataset = trainer._remove_unused_columns(dataset)
-                    collate: Any = trainer.data_collator
-                else:
-                    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
-                return self._reader.as_ragged(collate([dataset[index]])).max_seqlen
-            except Exception:  # it is said when the sample's turn comes
-                return 0
+        batch = collated(self._trainer, self._reader, dataset, [index])
+        return 0 if batch is None else batch.max_seqlen
+
+
+def collated(trainer: Any, reader: BatchReader, dataset: Any, indices: list[int]) -> RaggedBatch | None:
+    """Samples of a training data set as the collator gives them; None if that is not known."""
+    # Reading a sample may draw random numbers; the run is to draw the same as without this look.
+    with random_states_kept():
+        try:
+            if type(dataset).__module__.startswith("datasets."):
+                dataset = trainer._remove_unused_columns(dataset)
+                collate: Any = trainer.data_collator
+            else:
+                collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+            return reader.as_ragged(collate([dataset[index] for index in indices]))
+        except Exception:  # it is said when the sample's turn comes
+            return None
 
 
 def empty_step_of(arguments: Any) -> str:

@@ -39,6 +39,7 @@ _SAME = (
     "packing_plan_strategy",
     "packing_oversize",
     "packing_loss_weighting",
+    "packing_chunked_loss",
     "empty_step",
 )
 #: Samples at either end whose lengths are compared.

@@ -9,6 +9,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``steps``)
 ``Evaluator``       evaluates, and puts samples back together (``evaluation``)
 ``RunCheck``        looks at data and arguments before a run (``beginning``)
+``CapacityFinder``  finds a capacity by dry runs before the first step (``capacity``)
 ``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
 ``LossRule``        weighs the model's loss by the labels of the step (``weighing``)
 ``TokenMeter``      counts tokens, padding and FLOPs (``metering``)
@@ -24,13 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
+from transformers.trainer_utils import EvalLoopOutput, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
@@ -40,6 +40,7 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting
 from ullage.training.arguments import PackingOptions, form_process_group, require_sharding
 from ullage.training.beginning import RunCheck
+from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
 from ullage.training.losses import RaggedLabelSmoother
@@ -49,7 +50,7 @@ from ullage.training.packable import make_packable
 from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.saving import require_same_model
-from ullage.training.shares import EvaluationLoader
+from ullage.training.shares import evaluation_loader
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 from ullage.training.weighing import LossRule
@@ -85,6 +86,7 @@ class RaggedTrainerMixin(_Base):
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._check = RunCheck(self, self._reader, self._packer)
         self._continuation = Continuation(self)
+        self._capacity = CapacityFinder(self, self._reader, self._packer)
         self._loss_rule = LossRule(self, self._reader, self._packer)
         # By its type, because trainers differ in where they take it: TRL's DPO has a reference model before it.
         given = (kwargs.get("args"), *args)
@@ -150,6 +152,7 @@ class RaggedTrainerMixin(_Base):
             self.neftune_hook_handle.remove()
             model: Any = self.accelerator.unwrap_model(self.model)
             self.neftune_hook_handle = NoiseHooks(model, bare(model).get_input_embeddings())  # pyright: ignore
+        self._capacity.begin_run()
         options, world = self._packer.options, self.args.world_size
         self.meter.begin_run(
             self.args.device,
@@ -167,6 +170,7 @@ class RaggedTrainerMixin(_Base):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        self._capacity.settle(kwargs["model"])
         with self._steps.epoch(**kwargs) as progress:
             if progress is not None:
                 super()._run_epoch(*args, **progress)
@@ -230,26 +234,7 @@ class RaggedTrainerMixin(_Base):
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
-        size = len(dataset) if has_length(dataset) else None  # pyright: ignore[reportArgumentType]
-        if size == 0:
-            raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
-        collator = self.data_collator
-        if isinstance(dataset, datasets.Dataset):
-            dataset = self._remove_unused_columns(dataset, description=description)
-        else:
-            collator = self._get_collator_with_removed_columns(collator, description=description)
-        loader = EvaluationLoader.over(
-            dataset,  # pyright: ignore[reportArgumentType]
-            batch_size,
-            self.args.process_index,
-            self.args.world_size,
-            self.args.dataloader_num_workers,
-            collate_fn=collator,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=self.args.dataloader_persistent_workers,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-        )
+        loader = evaluation_loader(self, dataset, description, batch_size)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader

@@ -58,6 +58,8 @@ class Packer:
         self.metrics = CallMetrics(trainer)
         self._options: PackingOptions | None = None
         self._are_options_read = False
+        #: For packing_capacity='auto', once it is found.
+        self.found_capacity: int | None = None
         # What is known of the model, until the trainer has another.
         self._cost: Cost | None = None
         self._num_parameters: int | None = None
@@ -70,7 +72,7 @@ class Packer:
     def options(self) -> PackingOptions | None:
         """The arguments of packing, None without it."""
         if not self._are_options_read:
-            self._options, self._are_options_read = PackingOptions.of(self._trainer.args), True
+            self._options, self._are_options_read = PackingOptions.of(self._trainer.args, self.found_capacity), True
         return self._options
 
     @property

@@ -11,7 +11,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers.trainer_utils import has_length
+
+from ullage.errors import InputError
 
 
 class _Share:
@@ -111,3 +116,29 @@ class EvaluationLoader(DataLoader):
             loader = cls(dataset, batch_sampler=share, num_workers=num_workers, **options)
         loader.share = share
         return loader
+
+
+def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: int) -> EvaluationLoader:
+    """This rank's evaluation batches of a trainer's data set, collated and loaded as its arguments say.
+
+    ``description``: "Evaluation" or "Prediction". Raises ``InputError`` for a data set that is known to be empty.
+    """
+    if has_length(dataset) and len(dataset) == 0:
+        raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
+    args, collator = trainer.args, trainer.data_collator
+    if isinstance(dataset, datasets.Dataset):
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator, description=description)
+    return EvaluationLoader.over(
+        dataset,  # pyright: ignore[reportArgumentType]
+        batch_size,
+        args.process_index,
+        args.world_size,
+        args.dataloader_num_workers,
+        collate_fn=collator,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )

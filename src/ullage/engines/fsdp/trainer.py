@@ -31,7 +31,7 @@ from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
 from ullage.ranks import Topology
 from ullage.ranks.wire import device_of
-from ullage.training.arguments import form_process_group, peak_flops_of
+from ullage.training.arguments import AUTO, form_process_group, peak_flops_of
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.metering import TokenMeter
 from ullage.training.saving import save_checkpoint
@@ -341,6 +341,13 @@ class _Collated:
 
 
 def _require_supported(arguments: Any) -> None:
+    if getattr(arguments, "packing_capacity", None) == AUTO:
+        raise InputError(
+            "a capacity is not found by itself over ullage.engines.fsdp, which --dp, --cp and --tp use",
+            where="packing_capacity",
+            expected="a number",
+            found=AUTO,
+        )
     for name, harmless in _UNSUPPORTED.items():
         value = getattr(arguments, name, harmless[0])
         if value not in harmless:

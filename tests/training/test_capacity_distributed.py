@@ -1,0 +1,41 @@
+"""A capacity that ranks find together, and what a process holds that trains with one it has found."""
+
+import json
+
+import pytest
+
+from tests.support import capacity_script
+from tests.support.launch import torchrun
+
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    torchrun(2, capacity_script.__file__, folder, json.dumps(STAGES), timeout=300)
+    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_take_the_smallest_and_train_as_with_the_number(pair, stage):
+    """Under DDP and ZeRO 1, 2 and 3; bit for bit, so nothing of the dry runs is left in an engine either."""
+    (found, given), (other, _) = (rank[str(stage)] for rank in pair)
+    assert found["capacity"] == other["capacity"] == found["kept"]
+    assert 300 <= found["capacity"] < 1216
+    assert found["losses"] == given["losses"]
+    assert found["norms"] == given["norms"]
+    assert found["steps"] == 3
+
+
+@pytest.mark.slow
+def test_training_stays_within_the_memory_given(tmp_path):
+    torchrun(1, capacity_script.__file__, tmp_path, "[]", timeout=200)
+    found = json.loads((tmp_path / "results0.json").read_text())
+    assert found["capacity"] >= 2000
+    assert found["steps"] == len(found["peaks"]) == 3
+    # What is measured of a process comes and goes by a few MiB of its allocator.
+    assert max(found["peaks"]) <= 10 * 2**20, found
+    assert max(found["peaks"]) >= -100 * 2**20, "half of what was free was left unused"
