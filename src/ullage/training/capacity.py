@@ -326,7 +326,7 @@ class _Rows:
         if lengths is not None:
             indices = [int(np.argmax(lengths))]
         elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            indices = list(range(min(_SAMPLES, len(dataset))))
+            indices = list(range(min(_SAMPLES, len(dataset))))  # pyright: ignore[reportArgumentType]
         batch = collated(trainer, reader, dataset, indices) if indices else None
         if not isinstance(batch, RaggedBatch):
             return cls(_made_up(reader), 0, _MOST, True)
