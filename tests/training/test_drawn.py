@@ -269,7 +269,7 @@ def test_packed_rows_train_as_their_sequences(tmp_path):
         trainer.train()
         entry = trainer.state.log_history[0]
         found.append((entry["loss"], entry["grad_norm"]))
-    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-10)
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)  # llama's loss is float32 in any model
 
 
 def test_packed_rows_are_evaluated_as_their_sequences(tmp_path):

@@ -209,7 +209,9 @@ class CapacityFinder:
         doing = "running a row to find a capacity"
         with agreement(several, doing), contextlib.suppress(torch.OutOfMemoryError):
             memory.begin()
-            self._forward_and_backward(model, rows.row(tokens))
+            # Twice, as microbatches follow each other: the second meets what the first has left to the allocator.
+            for _ in range(2):
+                self._forward_and_backward(model, rows.row(tokens))
             used = memory.taken()
         return max(gather(used, several))
 
