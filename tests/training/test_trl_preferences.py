@@ -82,9 +82,7 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     strategy = data.draw(st.sampled_from(["balanced", "next_fit"]), "strategy")
     loss = PairLoss(trainer())
     ragged = loss.ragged(batch)
-    options = PackingOptions(
-        capacity, strategy, "drop", coalesce_gradients=True, chunked_loss=True, peak_flops=None
-    )
+    options = PackingOptions(capacity, strategy, "drop", coalesce_gradients=True, chunked_loss=True, peak_flops=None)
     planner = StepPlanner(Topology.single(), options, TransformerCost(), meets_every_microbatch=False)
     if ranks == 1:
         step = planner.packed([ragged], loss)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ullage.batch import RaggedBatch
@@ -86,23 +87,26 @@ class CapacitySearch:
                 return tokens
         if not self.largest:  # not even the first one fits
             return max(_MULTIPLE, self.bound // 2 // _MULTIPLE * _MULTIPLE)
-        tokens = min(self.fitting(), self.bound, self.largest * _GROWTH)
-        failed = min((tokens for tokens, used in self.runs if used == inf), default=None)
-        if failed is not None:  # nobody knows by how much
-            tokens = min(tokens, (self.largest + failed) // 2)
+        tokens = min(self._fitting(), self.bound, self.largest * _GROWTH)
         tokens = tokens // _MULTIPLE * _MULTIPLE
         return tokens if tokens > self.largest else None
 
-    def fitting(self) -> int:
+    def _fitting(self) -> int:
         """The largest capacity that fits, by the runs so far."""
-        known = sorted((tokens, used) for tokens, used in self.runs if used < inf)[-3:]
+        last, used = max(each for each in self.runs if each[1] <= self.room)
+        failed = min((each for each in self.runs if each[1] > self.room), default=None)
+        if failed is not None and failed[1] == inf:  # nobody knows by how much
+            return (last + failed[0]) // 2
+        if failed is not None:  # between two runs on a line, whatever the noise of both
+            return last + int((failed[0] - last) * (self.room - used) / (failed[1] - used))
+        known = sorted(self.runs)[-3:]
         grid = np.arange(_MULTIPLE, self.bound + 1, _MULTIPLE)
         if len(known) < 2:
             return int(grid[-1])
-        sizes, used = (np.array(each, float) for each in zip(*known, strict=True))
-        fit = np.polyfit(sizes, used, 2) if len(known) == 3 else np.zeros(1)
+        sizes, taken = (np.array(each, float) for each in zip(*known, strict=True))
+        fit = np.polyfit(sizes, taken, 2) if len(known) == 3 else np.zeros(1)
         if fit[0] <= 0:  # rather a line, through the longest two
-            fit = np.polyfit(sizes[-2:], used[-2:], 1)
+            fit = np.polyfit(sizes[-2:], taken[-2:], 1)
         fits = grid[np.polyval(fit, grid) <= self.room]
         return int(fits[-1]) if len(fits) else 0
 
@@ -325,10 +329,10 @@ class _Rows:
         length_column = getattr(trainer.args, "length_column_name", "length")
         lengths = None if dataset is None else stored_lengths(dataset, reader.main_input, length_column)
         indices: list[int] = []
-        if lengths is not None:
+        if lengths is not None and len(lengths):
             indices = [int(np.argmax(lengths))]
-        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            indices = list(range(min(_SAMPLES, len(dataset))))  # pyright: ignore[reportArgumentType]
+        elif dataset is not None and hasattr(dataset, "__getitem__") and has_length(dataset):
+            indices = list(range(min(_SAMPLES, len(dataset))))
         batch = collated(trainer, reader, dataset, indices) if indices else None
         if not isinstance(batch, RaggedBatch):
             return cls(_made_up(reader), 0, _MOST, True)

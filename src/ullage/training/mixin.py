@@ -309,12 +309,10 @@ class RaggedTrainerMixin(_Base):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
             return 0
-        parameters = self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
-        return 6 * self._reader.num_tokens(inputs) * parameters
+        return 6 * self._reader.num_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        kind = self.args.include_num_input_tokens_seen
-        if kind == "no":
+        if (kind := self.args.include_num_input_tokens_seen) == "no":
             return
         if isinstance(inputs, PackedBatch):
             number = inputs.numel()
@@ -326,8 +324,7 @@ class RaggedTrainerMixin(_Base):
             if getattr(self.processing_class, "pad_token_id", None) is None:
                 self._warn_of_unknown_padding(inputs)
             number = self._reader.num_tokens(inputs)
-        tokens = torch.tensor(number, device=self.args.device)
-        gathered = self.accelerator.gather(tokens)
+        gathered = self.accelerator.gather(torch.tensor(number, device=self.args.device))
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())
 
