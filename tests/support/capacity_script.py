@@ -54,8 +54,8 @@ def real_peak(folder):
     packing_script.SIZES.update(hidden_size=128, intermediate_size=384)
     allowed = psutil.Process().memory_info().rss + 200 * 2**20
     peaks = []
-    options = {"per_device_train_batch_size": 16, "callbacks": [Peaks(peaks)]}
-    found = train(folder, lengths=[2000] * 48, packing_memory=str(allowed), **options)
+    options = {"per_device_train_batch_size": 64, "callbacks": [Peaks(peaks)]}
+    found = train(folder, lengths=[500] * 192, packing_memory=str(allowed), **options)
     return {**found, "allowed": allowed, "peaks": [peak - allowed for peak in peaks]}
 
 

@@ -28,6 +28,7 @@ from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.planning import plan
 from ullage.training import targets
 from ullage.training.agreement import agreement, gather
 from ullage.training.beginning import collated
@@ -156,6 +157,8 @@ class CapacityFinder:
                 memory = DeviceMemory(self._trainer.args.device)
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
             self._run(model, rows, min(_FIRST[0], rows.most), memory)
+            # So is what the planner loads.
+            plan([2, 1], ranks=self._trainer.args.world_size, capacity=_MULTIPLE, strategy=options.strategy)
             memory.settle()
             limit = memory.limit(self._trainer.args.packing_memory)
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
