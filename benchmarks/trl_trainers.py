@@ -32,7 +32,7 @@ import trl
 import typer
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
 import ullage
@@ -89,6 +89,26 @@ def token_sequences(sizes: Sizes) -> datasets.Dataset:
     return datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
 
 
+def draw_pairs(sizes: Sizes) -> np.ndarray:
+    """Lengths of chosen and rejected answers with their prompt, int64 [sequences / 2, 2]."""
+    return draw(sizes)[: sizes.sequences // 2 * 2].clip(min=4).reshape(-1, 2)
+
+
+def preferences(sizes: Sizes) -> datasets.Dataset:
+    """Pairs of random answers to random prompts of a third of the shorter one; TRL adds an end to each."""
+    generator = np.random.default_rng(0)
+
+    def words(number: int) -> str:
+        return " ".join(f"w{token}" for token in generator.integers(3, VOCABULARY, number))
+
+    rows = []
+    for chosen, rejected in draw_pairs(sizes).tolist():
+        prompt = max(1, min(chosen, rejected) // 3)
+        answers = {"chosen": words(chosen - prompt - 1), "rejected": words(rejected - prompt - 1)}
+        rows.append({"prompt": words(prompt), **{name: " " + answer for name, answer in answers.items()}})
+    return datasets.Dataset.from_list(rows)
+
+
 def model(sizes: Sizes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": sizes.hidden // 32, "num_key_value_heads": max(1, sizes.hidden // 64)}
@@ -100,9 +120,11 @@ def model(sizes: Sizes) -> LlamaForCausalLM:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Enough of one for TRL, which gets token ids."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    """A word per token."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{token}": token for token in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
 
 
 def rows_of_step(sizes: Sizes) -> int:
@@ -127,10 +149,19 @@ WAYS: Mapping[str, Mapping[str, tuple[Any, Callable[[Sizes], dict[str, Any]]]]] 
             packed,
             lambda sizes: {"per_device_train_batch_size": sizes.batch, "packing_capacity": sizes.capacity},
         ),
-    }
+    },
+    # A batch has as many sequences as one of SFT: half as many pairs.
+    "DPO": {
+        "padded": (trl, lambda sizes: {"per_device_train_batch_size": sizes.batch // 2}),
+        "ullage": (
+            packed,
+            lambda sizes: {"per_device_train_batch_size": sizes.batch // 2, "packing_capacity": sizes.capacity},
+        ),
+    },
 }
-#: The data of each kind.
-DATA: Mapping[str, Callable[[Sizes], datasets.Dataset]] = {"SFT": token_sequences}
+#: The data of each kind, and the lengths of their rows, a batch after the other.
+DATA: Mapping[str, Callable[[Sizes], datasets.Dataset]] = {"SFT": token_sequences, "DPO": preferences}
+LENGTHS: Mapping[str, Callable[[Sizes], np.ndarray]] = {"SFT": draw, "DPO": lambda sizes: draw_pairs(sizes).reshape(-1)}
 
 
 @dataclass(frozen=True)
@@ -154,10 +185,12 @@ def measure(kind: str, way: str, sizes: Sizes) -> Measurement:
         "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "dataloader_pin_memory": False, **options(sizes),
     }  # fmt: skip
+    reference = {"ref_model": model(sizes)} if kind == "DPO" else {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = getattr(package, f"{kind}Trainer")(
             model(sizes),
-            getattr(package, f"{kind}Config")(folder, **arguments),
+            **reference,
+            args=getattr(package, f"{kind}Config")(folder, **arguments),
             train_dataset=DATA[kind](sizes),
             processing_class=tokenizer(),
         )
@@ -170,7 +203,7 @@ def measure(kind: str, way: str, sizes: Sizes) -> Measurement:
 
 def show(console: Console, kind: str, sizes: Sizes, best: Mapping[str, Measurement]) -> None:
     """The table of one kind of trainer."""
-    lengths = draw(sizes)
+    lengths = LENGTHS[kind](sizes)
     batches = [lengths[k : k + sizes.batch] for k in range(0, len(lengths), sizes.batch)]
     allowed = sum(len(each) * int(each.max()) for each in batches) / int(lengths.sum())
     console.print(f"{kind}: {len(lengths)} sequences, {lengths.sum():,} tokens; padded to batches {allowed:.2f} times")

@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForSequenceClassification
 
-from tests.support.trl_cases import model, outcome, text, tokenizer
+from tests.support.trl_cases import model, numbers, outcome, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 pytestmark = pytest.mark.slow  # TRL alone takes seconds to load
@@ -113,3 +113,13 @@ def test_sft_is_packed_as_it_trains_unpacked(tmp_path):
         evaluations.append(evaluated["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+
+
+def test_metrics_of_a_trainer_without_labels_are_computed(tmp_path):
+    kind, config, data, more, options = case("Reward")
+    more = {**more, "compute_metrics": lambda found: {"rows": len(found.predictions), "labels": len(found.label_ids)}}
+    metrics = [
+        build(wrap(kind), config, data, more, options, tmp_path).evaluate() for wrap in (lambda each: each, mixed)
+    ]
+    assert metrics[0]["eval_rows"] > NUMBER
+    assert [numbers(each) for each in metrics[:1]] == [numbers(each) for each in metrics[1:]]

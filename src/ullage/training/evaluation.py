@@ -263,6 +263,8 @@ class Evaluator:
             if isinstance(inputs, RaggedBatch):  # as long as the sources, where predictions are as long as the targets
                 ignore_keys += _OF_ENCODERS
         labels = keywords.get(label_name) if label_name is not None else None
+        if not names and trainer.can_return_loss:
+            labels = ()  # as transformers says that there is a loss without labels, and metrics to compute
         loss = None
         with torch.no_grad(), trainer.compute_loss_context_manager():
             if has_labels or (not names and trainer.can_return_loss):
