@@ -241,7 +241,9 @@ def seen(monkeypatch):
     return count_losses()
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "recurrent"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "recurrent"))]
+)
 def test_packed_training_is_the_same_in_chunks(tmp_path, seen, name):
     runs = []
     for chunked in (False, True):
