@@ -3,10 +3,14 @@
 import json
 
 import pytest
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import packing_script
 from tests.support.launch import torchrun
+from ullage import InputError
+from ullage.training.shares import evaluation_loader
 from ullage.training.streams import divide_exactly
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
@@ -111,3 +115,12 @@ def test_parts_hold_each_sample_once_and_whole_batches_as_accelerate_gives_them(
     )
     divide_exactly(dropping, dataset, packed=True)
     assert len(list(dropping)) == whole
+
+
+def test_a_divided_stream_is_not_evaluated_in_part():
+    from types import SimpleNamespace
+
+    stream = Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4)
+    ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
+    with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*give it undiv"):
+        evaluation_loader(ranks, split_dataset_by_node(stream, rank=0, world_size=2), "Evaluation", 4)

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils import logging as hf_logging
 
 import ullage.training
 from tests.support import story
@@ -318,6 +319,7 @@ PADDED = [{"input_ids": [3, 4, 5, 0, 0], "labels": [3, 4, 5, 5, 5]}, {"input_ids
 
 @pytest.mark.parametrize(("processing_class", "number"), [(Tokenizer(), 7), (None, 10)])
 def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, processing_class, number, caplog):
+    hf_logging.warning_once.cache_clear()  # another test may have been warned of it
     mine = Trainer(
         language_model(),
         arguments(tmp_path, max_steps=1, include_num_input_tokens_seen="non_padding", logging_steps=1),

@@ -121,11 +121,20 @@ class EvaluationLoader(DataLoader):
 def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: int) -> EvaluationLoader:
     """This rank's evaluation batches of a trainer's data set, collated and loaded as its arguments say.
 
-    ``description``: "Evaluation" or "Prediction". Raises ``InputError`` for a data set that is known to be empty.
+    ``description``: "Evaluation" or "Prediction". Raises ``InputError`` for a data set that is known to be empty, and
+    on several ranks for one that ``split_dataset_by_node`` has divided.
     """
     if has_length(dataset) and len(dataset) == 0:
         raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
     args, collator = trainer.args, trainer.data_collator
+    if args.world_size > 1 and getattr(dataset, "_distributed", None) is not None:
+        raise InputError(
+            "an evaluation data set that is divided already would be divided once more, and most of it never read",
+            where=description.lower(),
+            expected="the whole data set on every rank",
+            found="a part that split_dataset_by_node has made",
+            hint="give it undivided: each sample is evaluated once, on one rank",
+        )
     if isinstance(dataset, datasets.Dataset):
         dataset = trainer._remove_unused_columns(dataset, description=description)
     else:
