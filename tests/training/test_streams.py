@@ -122,5 +122,5 @@ def test_a_divided_stream_is_not_evaluated_in_part():
 
     stream = Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4)
     ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
-    with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*give it undiv"):
+    with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
         evaluation_loader(ranks, split_dataset_by_node(stream, rank=0, world_size=2), "Evaluation", 4)
