@@ -7,7 +7,7 @@ import json
 import sys
 
 from tests.support.packing_script import leave, run
-from ullage.training.lazy_logits import HeadCall
+from ullage.training.loss.lazy_logits import HeadCall
 
 
 def count_losses():

@@ -9,7 +9,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from ullage import InputError
-from ullage.training.chunked_loss import chunked_cross_entropy
+from ullage.training.loss.chunked_loss import chunked_cross_entropy
 
 HIDDEN, WORDS = 5, 11
 

@@ -15,7 +15,8 @@ from transformers import (
 import ullage
 from ullage import InputError, RaggedBatch
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, logps, sequence_logps
+from ullage.training import RaggedCollator, Trainer, TrainingArguments, sequence_logps
+from ullage.training.loss import sequence_logps as logps
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LENGTHS = [5, 1, 9, 2, 7]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         RaggedCollator as RaggedCollator,
         Seq2SeqCollator as Seq2SeqCollator,
     )
-    from ullage.training.logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
+    from ullage.training.loss.sequence_logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
     from ullage.training.sampling import BalancedSampler as BalancedSampler, balanced_sampling as balanced_sampling
     from ullage.training.stopping import StopOnSignal as StopOnSignal
@@ -31,7 +31,7 @@ else:
         {
             "arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
             "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
-            "logps": ["SequenceLogps", "sequence_logps"],
+            "loss.sequence_logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
             "sampling": ["BalancedSampler", "balanced_sampling"],
             "stopping": ["StopOnSignal"],

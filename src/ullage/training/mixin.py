@@ -11,7 +11,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``RunCheck``        looks at data and arguments before a run (``beginning``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``capacity``)
 ``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
-``LossRule``        weighs the model's loss by the labels of the step (``weighing``)
+``LossRule``        weighs the model's loss by the labels of the step (``loss.rule``)
 ``TokenMeter``      counts tokens, padding and FLOPs (``metering``)
 ==================  =================================================================================================
 
@@ -43,7 +43,8 @@ from ullage.training.beginning import RunCheck
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
-from ullage.training.losses import RaggedLabelSmoother
+from ullage.training.loss.divisions import RaggedLabelSmoother
+from ullage.training.loss.rule import LossRule
 from ullage.training.metering import TokenMeter
 from ullage.training.noise import NoiseHooks
 from ullage.training.packable import make_packable
@@ -53,7 +54,6 @@ from ullage.training.saving import require_same_model
 from ullage.training.shares import evaluation_loader
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
-from ullage.training.weighing import LossRule
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class RaggedTrainerMixin(_Base):
     trainer under the mixin does by itself is left to it.
 
     ``packing_loss``, on the class of a Trainer that computes a loss of its own, says how that loss is divided: "sum",
-    "token_mean" or "sequence_mean" (:mod:`ullage.training.losses`); without it such a trainer is not packed.
+    "token_mean" or "sequence_mean" (:mod:`ullage.training.loss.divisions`); without it such a trainer is not packed.
     ``meter``: the metrics of the run. ``stop``: the request to stop after a step.
     """
 

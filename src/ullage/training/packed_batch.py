@@ -16,8 +16,8 @@ class PackedBatch:
         microbatches: as many as the plan has, the same number on every rank; some may be empty. Those of an
             encoder-decoder have each target behind its source (:mod:`ullage.training.targets`).
         plan: of the global batch, the same on every rank.
-        weight: sum of the weights of the global batch's sequences (:mod:`ullage.training.sequence_weights`); 0 where
-            none are weighed.
+        weight: sum of the weights of the global batch's sequences (:mod:`ullage.training.loss.sequence_weights`); 0
+            where none are weighed.
         beside: sequences that the step's loss needs and that nothing is trained on, planned by themselves.
     """
 

@@ -33,13 +33,13 @@ from ullage.schema import IGNORED_LABEL
 from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
-from ullage.training.losses import Division, division_of
+from ullage.training.loss.divisions import Division, division_of
+from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.packable import make_packable, refuse_images, refuse_truncation, require_equal_calls
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
 from ullage.training.reducing import gradients_meet_once
-from ullage.training.sequence_weights import SequenceWeigher
 from ullage.training.trl.known import padded_loss_of
 from ullage.training.trl.metrics import CallMetrics
 from ullage.training.trl.padded import PaddedLoss

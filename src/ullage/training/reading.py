@@ -25,7 +25,7 @@ from ullage.training import counting, forms
 from ullage.training.arguments import weight_field
 from ullage.training.collators import SEQ_LENGTHS, RaggedCollator, Seq2SeqCollator
 from ullage.training.drawn import as_ragged
-from ullage.training.losses import defining_class
+from ullage.training.loss.divisions import defining_class
 
 
 class BatchReader:

@@ -17,7 +17,7 @@ from ullage.attention.heads import (
 )
 from ullage.errors import InputError
 from ullage.models import causal_lm, classification
-from ullage.training.losses import OwnLoss
+from ullage.training.loss.divisions import OwnLoss
 
 #: What a ``forward`` may name of losses, for its loss to be a cross-entropy of the logits that it returns, and a
 #: balance of experts by ``router_aux_loss_coef`` beside it.

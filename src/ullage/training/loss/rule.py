@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ullage.mixers.packed_model import runs_whole
 from ullage.training import counting
-from ullage.training.chunked_head import head_in_chunks, head_problem
-from ullage.training.losses import OwnLoss
+from ullage.training.loss.chunked_head import head_in_chunks, head_problem
+from ullage.training.loss.divisions import OwnLoss
+from ullage.training.loss.weighable import kind_of_loss
+from ullage.training.loss.weighted_losses import weighted_sequence_loss, weighted_token_loss
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
-from ullage.training.weighable import kind_of_loss
-from ullage.training.weighted_losses import weighted_sequence_loss, weighted_token_loss
 
 _logger = logging.getLogger(__name__)
 

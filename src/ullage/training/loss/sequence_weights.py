@@ -21,8 +21,8 @@ from ullage.layout import Int64
 from ullage.schema import IGNORED_LABEL
 from ullage.training.arguments import WEIGHTINGS, weight_field
 from ullage.training.counting import SampleError
+from ullage.training.loss.weighable import kind_of_loss, require_weighable
 from ullage.training.reading import BatchReader
-from ullage.training.weighable import kind_of_loss, require_weighable
 
 
 class SequenceWeigher:

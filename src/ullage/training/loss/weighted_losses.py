@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from ullage.schema import IGNORED_LABEL
-from ullage.training.lazy_logits import LazyLogits
+from ullage.training.loss.lazy_logits import LazyLogits
 
 
 def weighted_cross_entropy(logits: Tensor | LazyLogits, labels: Tensor, weights: Tensor) -> Tensor:

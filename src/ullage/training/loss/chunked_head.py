@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.training.lazy_logits import HeadCall, LazyLogits, hooks_of
+from ullage.training.loss.lazy_logits import HeadCall, LazyLogits, hooks_of
 
 
 class _StandIn(nn.Module):

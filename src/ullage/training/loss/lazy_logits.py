@@ -4,8 +4,8 @@ Models slice, scale, cap and cast their logits in ways of their own before they 
 forwards is written again here. For one call a stand-in takes the place of the head. It returns :class:`LazyLogits`: the
 hidden states, and what is done to their scores, recorded operation by operation. Where they reach
 ``torch.nn.functional.cross_entropy``, as they do in every loss of transformers over words, head and loss run in chunks
-(:mod:`ullage.training.chunked_loss`). An operation that cannot be recorded computes the logits, and the call goes on
-with them as it would have without: the loss is the same either way.
+(:mod:`ullage.training.loss.chunked_loss`). An operation that cannot be recorded computes the logits, and the call goes
+on with them as it would have without: the loss is the same either way.
 
 What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
 """
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
-from ullage.training.chunked_loss import chunked_cross_entropy
-from ullage.training.logit_views import VIEWS, ScoreStep
+from ullage.training.loss.chunked_loss import chunked_cross_entropy
+from ullage.training.loss.logit_views import VIEWS, ScoreStep
 
 #: Operations on each score by itself, with numbers, single values or one value per word beside it.
 _ELEMENTWISE = frozenset(
