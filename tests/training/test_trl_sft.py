@@ -246,13 +246,15 @@ def test_images_are_refused_under_packing(tmp_path):
         refuse_images(SimpleNamespace(_is_vision_dataset=True))
 
 
-def test_a_collator_of_trls_is_refused_under_packing(tmp_path):
+def test_a_collator_of_trls_is_taken_under_packing(tmp_path):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    more = {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0), "processing_class": trl_cases.tokenizer()}
-    trainer = make_sft("llama", tmp_path, more=more, **PACKED)
-    with pytest.raises(InputError, match="packing needs batches that know their sequences"):
-        trainer.train()
+    found = []
+    for collator in ({}, {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)}):
+        more = {**collator, "processing_class": trl_cases.tokenizer()}
+        found.append(outcome(make_sft("llama", tmp_path, more=more, **PACKED))[0])
+    assert [entry["loss"] for entry in found[1]] == pytest.approx([entry["loss"] for entry in found[0]], rel=1e-6)
+    assert [entry["num_tokens"] for entry in found[1]] == [entry["num_tokens"] for entry in found[0]]
 
 
 def test_masks_without_labels_are_refused_in_evaluation_too(tmp_path):
