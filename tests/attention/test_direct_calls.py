@@ -192,14 +192,15 @@ def test_positions_of_padding_and_of_images_are_no_restart():
 
 @pytest.mark.slow
 def test_a_compiled_call_looks_at_the_positions_that_reach_its_layers():
-    torch._dynamo.reset()  # after many compilations in one process the attention runs eager, and refuses by itself
+    torch._dynamo.reset()
     model = attention.build("llama")
     keywords = flattened((5, 5))
     compiled = torch.compile(model, backend="eager")
     ids, positions = keywords["input_ids"], keywords["position_ids"]
     whole = compiled(input_ids=ids, position_ids=torch.arange(10)[None], use_cache=False).logits
     assert torch.allclose(whole, model(input_ids=ids, use_cache=False).logits, atol=1e-5)
-    with pytest.raises(RuntimeError, match="position_ids restart within a row"):
+    # Where torch has given up to compile the attention, after many compilations in one process, it refuses by itself.
+    with pytest.raises((RuntimeError, InputError), match="position_ids restart within a row"):
         compiled(input_ids=ids, position_ids=positions, use_cache=False)
     with pytest.raises(InputError, match="carries a state"):
         torch.compile(build("granitemoehybrid", "ullage"), backend="eager")(**calls()["lengths"], use_cache=False)
