@@ -1,4 +1,4 @@
-"""DPO on preference pairs, packed: TRL's trainer behind the mixin, and what padded rows would have cost.
+"""DPO on preference pairs, packed: TRL's trainer by another import, and what padded rows would have cost.
 
     python examples/12_dpo.py
     torchrun --nproc_per_node 2 examples/12_dpo.py --batch 8
@@ -13,24 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
-from dataclasses import dataclass
 
 import datasets
-import trl
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, set_seed
 
 from ullage.datasets.text import docstrings
-from ullage.training import RaggedTrainerMixin, TrainingArguments
-
-
-class DPOTrainer(RaggedTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-@dataclass
-class DPOConfig(trl.DPOConfig, TrainingArguments):
-    pass
+from ullage.training.trl import DPOConfig, DPOTrainer
 
 
 def make_pairs(number: int) -> list[dict[str, str]]:
@@ -79,7 +68,7 @@ with tempfile.TemporaryDirectory() as folder:
         per_device_train_batch_size=chosen.batch,
         max_steps=chosen.steps,
         max_length=512,
-        learning_rate=1e-3,
+        learning_rate=5e-3,
         logging_steps=1,
         gradient_checkpointing=False,
         bf16=False,
@@ -102,7 +91,8 @@ if trainer.is_world_process_zero():
     first, last, padding = rows[0], rows[-1], summary["padding_avoided"]
     tokens = last["num_tokens"]
     print(
-        f"loss {first['loss']:.4f} to {last['loss']:.4f}, {last['rewards/accuracies']:.0%} of the pairs the right way"
+        f"loss {first['loss']:.4f} to {last['loss']:.4f}, reward of the better answer ahead by "
+        f"{last['rewards/margins']:.2f}"
     )
     print(
         f"{tokens:,.0f} tokens; padded rows would have been {tokens / (1 - padding):,.0f}, {padding:.0%} of it padding"
