@@ -110,9 +110,7 @@ class TokenMeter:
         for k, number in enumerate((tokens, computed, padded, capacity, flops)):
             self._counts[k] += number
 
-    def add_packed(
-        self, microbatches: Sequence[RaggedBatch], plan: Plan, flops: float, statistics: Statistics | None = None
-    ) -> None:
+    def add_packed(self, microbatches: Sequence[RaggedBatch], plan: Plan, flops: float) -> None:
         """Count a packed step: this rank's microbatches of it, their model FLOPs, and the plan of all ranks."""
         layouts = [microbatch.layout for microbatch in microbatches if len(microbatch)]
         longest = max((int(layout.lengths.max()) for layout in layouts), default=0)
@@ -124,7 +122,7 @@ class TokenMeter:
             plan.num_microbatches * plan.capacity,
             flops,
         )
-        statistics = statistics or plan.statistics()
+        statistics = plan.statistics()
         self._imbalances.append(statistics.rank_imbalance)
         self.left_out.add(statistics)
 

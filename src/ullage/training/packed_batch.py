@@ -31,6 +31,11 @@ class PackedBatch:
         """Real tokens of the global batch, without what the plan drops or truncates."""
         return int(self.plan.lengths.sum())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan drops and truncates nothing."""
+        return self.num_tokens == int(self.plan.original_lengths.sum())
+
     def numel(self) -> int:
         """Real tokens of this rank's microbatches."""
         return sum(microbatch.numel() for microbatch in self.microbatches)

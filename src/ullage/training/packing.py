@@ -186,7 +186,7 @@ class Packer:
         )
         padded = self.padded_loss
         step = planner.packed([targets.joined(batch) for batch in batches], padded)
-        self._trainer.meter.add_packed(step.microbatches, step.plan, self.flops(step), step.plan.statistics())
+        self._trainer.meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.completed(step, batches, planner.packed_beside)
 
     # One step.

@@ -216,12 +216,11 @@ class StepSource:
             return [], None
         epochs.keep_place(self._trainer, epoch)
         packed = self._packer.pack(drawn)
-        statistics = packed.plan.statistics()
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
         # labels to look for.
         counts = StepCounts.sum(meetings)
-        if counts.complete and (statistics.num_dropped or statistics.num_truncated):
+        if counts.complete and not packed.is_whole:
             counts = self._count_together([batch for batch in packed.microbatches if len(batch)], device)
         return [replace(packed, weight=counts.weight)], self._num_items(counts.labels, counts.complete)
 

@@ -59,8 +59,6 @@ class PaddedLoss:
                 found=repr(oversize),
                 hint="max_length cuts a sample before it is collated",
             )
-        if getattr(trainer, "_is_vision_dataset", False):
-            raise InputError("images cannot be packed", where=type(trainer).__name__, hint="leave packing_capacity out")
         if self._reference is not None:
             make_packable(bare(self._reference))
 
