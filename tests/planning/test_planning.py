@@ -161,6 +161,36 @@ def test_a_giant_gets_the_least_ranks_that_hold_it() -> None:
     assert small.degrees.max() == 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 12, 24, 768])
+def test_a_sequence_may_fill_all_ranks_whatever_their_number(ranks: int) -> None:
+    """One token more than the ranks hold together is too many; what they hold is shared by all of them."""
+    capacity = 4 * ranks
+    plan = ullage.plan([capacity * ranks, 5, 3], ranks=ranks, capacity=capacity, context_parallel="auto")
+    assert plan.problems() == []
+    assert plan.degrees[int(plan.bins[0]) // ranks].tolist() == [ranks] * ranks
+    with pytest.raises(ullage.InputError, match=f"at most the capacity of {capacity * ranks} tokens"):
+        ullage.plan([capacity * ranks + 1], ranks=ranks, capacity=capacity, context_parallel="auto")
+
+
+@pytest.mark.parametrize(("ranks", "least", "degrees"), [
+    (1, 1, [1]), (3, 1, [1, 3]), (6, 1, [1, 2, 6]), (7, 1, [1, 2, 7]), (8, 1, [1, 2, 4, 8]), (12, 4, [4, 12]),
+    (24, 2, [2, 4, 8, 24]), (768, 64, [64, 128, 256, 768]), (6, 6, [6]),
+])  # fmt: skip
+def test_degrees_are_powers_of_two_and_all_ranks(ranks: int, least: int, degrees: list[int]) -> None:
+    """Of sequences that fit at one degree only, each has that one; blocks begin at multiples of their degree."""
+    capacity = 4 * degrees[-1]
+    lengths = [capacity * degree for degree in degrees] + [1] * 5
+    plan = ullage.plan(
+        lengths, ranks=ranks, capacity=capacity, context_parallel="auto", min_context_parallel=least,
+        cost=lambda length: 0 * length + 1,
+    )  # fmt: skip
+    assert plan.problems() == []
+    found = plan.degrees.reshape(-1)[plan.bins]
+    assert found[: len(degrees)].tolist() == degrees
+    assert set(plan.degrees.reshape(-1).tolist()) <= set(degrees)
+    assert np.all(plan.bins % ranks % found == 0)
+
+
 def test_upstream_names_are_aliases() -> None:
     for alias, name in strategies.ALIASES.items():
         assignment = [[0], [1]] if name == "preassigned" else None
@@ -221,6 +251,10 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         ({"context_parallel": 3}, r"context_parallel must divide the ranks: expected a divisor of 2, found 3"),
         ({"context_parallel": "all"}, r"no such context_parallel: expected 'auto' or a degree, found 'all'"),
         ({"context_parallel": "auto", "strategy": "next_fit"}, r"'next_fit' gives every sequence one degree"),
+        ({"context_parallel": "auto", "ranks": 10, "min_context_parallel": 4}, r"min_context_parallel must be a power of "
+         r"two that divides the ranks, or all of them: expected 1 or 2 or 10, found 4"),
+        ({"min_context_parallel": 2}, r"context_parallel is below min_context_parallel: expected at least 2, found 1"),
+        ({"min_context_parallel": 0}, r"min_context_parallel must be an integer: expected >= 1, found 0"),
         ({"cost": lambda length: length * -1.0}, r"a cost must be a finite number \(sequence 0 of length 3\): expected "
          r">= 0, found -3.0"),
         ({"cost": lambda length: length * np.nan}, r"a cost must be a finite number \(sequence 0 of length 3\)"),

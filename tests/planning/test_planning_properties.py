@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import ullage
 from tests.support.drawing import lengths as drawn
 from ullage.planning.bounds import bin_bound
+from ullage.planning.placement import free_degrees, slots_of
 
 pytestmark = pytest.mark.property
 
@@ -58,16 +59,15 @@ def instance(seed: int) -> tuple[np.ndarray, dict]:
         options["cost"] = [ullage.TransformerCost(1, 0), lambda x: np.sqrt(x), lambda x: 0 * x][generator.integers(3)]
     if generator.random() < 0.2 and options["strategy"] == "balanced":
         options["context_parallel"] = "auto"
+        options["ranks"] = ranks = int(generator.integers(1, 49))
+        options["min_context_parallel"] = int(generator.choice([d for d in free_degrees(ranks) if ranks % d == 0]))
         lengths = lengths * int(generator.integers(1, 3))
     if generator.random() < 0.15 and "max_sequences" not in options:
         lengths = np.minimum(lengths, capacity // 3)
         groups = generator.integers(-6, max(1, len(lengths) // 2), len(lengths))
-        fits = (
-            np.bincount(
-                groups + 6, weights=-(-lengths // options["pad_to_multiple_of"]) * options["pad_to_multiple_of"]
-            )
-            <= capacity
-        )
+        least = options.get("min_context_parallel", 1)
+        slots = slots_of(lengths, options["pad_to_multiple_of"], least)
+        fits = np.bincount(groups + 6, weights=slots) <= capacity * least
         options["keep_together"] = np.where(fits[groups + 6], groups, -1)
     return lengths, options
 
@@ -82,7 +82,11 @@ def check_instance(lengths: np.ndarray, options: dict) -> ullage.Plan:
     assert found.rank_imbalance >= found.rank_imbalance_bound * (1 - 1e-9)
     assert found.critical_path >= found.rank_imbalance * (1 - 1e-9)
     assert ullage.Plan.from_json(plan.to_json()) == plan
-    if "context_parallel" not in options:
+    if "context_parallel" in options:
+        allowed = free_degrees(plan.ranks, options["min_context_parallel"])
+        assert set(plan.degrees.reshape(-1).tolist()) <= set(allowed)
+        assert np.all(plan.bins[plan.bins >= 0] % plan.ranks % plan.degrees.reshape(-1)[plan.bins[plan.bins >= 0]] == 0)
+    else:
         longest = options["capacity"] // options["pad_to_multiple_of"] * options["pad_to_multiple_of"]
         if options["oversize"] == "drop":
             assert np.array_equal(plan.bins >= 0, lengths <= longest), "one exactly as long as the capacity is kept"

@@ -51,6 +51,7 @@ def plan(
     strategy: _Strategy = "balanced",
     sync: _Sync = "microbatch",
     context_parallel: _Context = "1",
+    min_context_parallel: Annotated[int, typer.Option(min=1, help="With auto, ranks per microbatch at least.")] = 1,
     pad_to_multiple_of: Annotated[int, typer.Option(min=1, help="Slots are multiples of this.")] = 1,
     microbatch_multiple: Annotated[int, typer.Option(min=1, help="Microbatches come in multiples of this.")] = 1,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Sequences of one microbatch at most.")] = None,
@@ -89,7 +90,8 @@ def plan(
         "sync": sync,
         "pad_to_multiple_of": pad_to_multiple_of,
     }
-    settings |= {"context_parallel": _degree(context_parallel), "cost": _cost(linear, quadratic, model)}
+    settings |= {"context_parallel": _degree(context_parallel), "min_context_parallel": min_context_parallel}
+    settings |= {"cost": _cost(linear, quadratic, model)}
     settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
     planned, reference = _planned(measured, strategy, settings)
     _outputs(planned, reference, name, html, trace, save)
@@ -184,6 +186,7 @@ def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tup
     """The plan, and arrival order beside it, with the least fixed degree that holds what the plan holds."""
     from ullage.planning import plan as make_plan
     from ullage.planning import strategy_names
+    from ullage.planning.placement import free_degrees
 
     if strategy not in strategy_names():
         raise UsageError("no such strategy", expected=" or ".join(strategy_names()), found=strategy)
@@ -193,8 +196,9 @@ def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tup
     if settings["context_parallel"] != "auto":
         return planned, make_plan(measured.lengths, strategy="next_fit", **settings)
     # ``next_fit`` has one degree for all microbatches: with "auto", the smallest at which it can hold every sequence.
-    degrees = [2**k for k in range(planned.ranks.bit_length()) if planned.ranks % 2**k == 0]
-    for degree in degrees:
+    for degree in free_degrees(planned.ranks, settings["min_context_parallel"]):
+        if planned.ranks % degree:
+            continue
         # The lengths of the plan are truncated already, so anything oversize here means a larger degree is needed.
         alone: dict[str, Any] = {**settings, "context_parallel": degree, "oversize": "error"}
         try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.placement import Placement, slots_of
+from ullage.planning.placement import Placement, free_degrees, slots_of
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.context import list_schedule
 from ullage.planning.solver.critical import least_path
@@ -104,12 +104,12 @@ def mixed_path(plan: Placement) -> float:
     if not np.any(plan.degrees != plan.degrees.max(initial=1)) or n * bins > _PATIENCE:
         return float("inf")
     lengths, costs = plan.lengths[plan.order], plan.costs[plan.order]
-    # Slots and cost of each sequence at degree 1, 2, 4, ..., over all ranks that share it: communication is paid by
-    # ``degree`` ranks, ``(degree − 1)/degree`` of it each.
-    degrees = [1 << e for e in range(plan.ranks.bit_length())]
+    # Slots and cost of each sequence at each degree from the plan's least one on, over all ranks that share it:
+    # communication is paid by ``degree`` ranks, ``(degree − 1)/degree`` of it each.
+    degrees = free_degrees(plan.ranks, min(plan.ranks, int(plan.degrees.min())))
     slots = np.array([slots_of(lengths, plan.pad_to_multiple_of, degree) for degree in degrees])
     work = np.array([costs + plan.communication * lengths * (degree - 1) for degree in degrees])
-    items = SharedItems(slots, work, np.ones(n, np.int64))
+    items = SharedItems(slots, work, np.ones(n, np.int64), np.array(degrees))
     path = run(list_schedule, items, plan.capacity, plan.ranks, plan.num_microbatches, work=20 * n * bins)
     fixed = plan.per_microbatch * plan.num_microbatches
     return (path + fixed) / (int(costs.sum()) / plan.ranks + fixed) if path >= 0 and costs.any() else float("inf")

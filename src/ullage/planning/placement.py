@@ -31,6 +31,19 @@ def slot_multiple(pad_to_multiple_of: int, degree: int) -> int:
     return pad_to_multiple_of if degree == 1 else math.lcm(pad_to_multiple_of, 2 * degree)
 
 
+def free_degrees(ranks: int, least: int = 1) -> list[int]:
+    """The degrees, rising, that ``context_parallel="auto"`` chooses from: powers of two, and all ranks together.
+
+    A power of two is one of them if ``ranks`` hold two blocks of it. These are the groups that Megatron-Core makes.
+    ``least``: the least degree, one of those that divide ``ranks``.
+
+    >>> free_degrees(8), free_degrees(6), free_degrees(12, least=4)
+    ([1, 2, 4, 8], [1, 2, 6], [4, 12])
+    """
+    powers = [1 << e for e in range(ranks.bit_length() - 1)]
+    return [degree for degree in [*powers, ranks] if degree >= least]
+
+
 def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -> Int64:
     """Lengths rounded up to :func:`slot_multiple`, int64."""
     if isinstance(degree, np.ndarray):

@@ -32,6 +32,7 @@ def plan(
     strategy: str = "balanced",
     sync: str = "microbatch",
     context_parallel: int | str = 1,
+    min_context_parallel: int = 1,
     microbatch_multiple: int = 1,
     pad_to_multiple_of: int = 1,
     max_sequences: int | None = None,
@@ -51,8 +52,10 @@ def plan(
         strategy: one of :func:`ullage.planning.strategy_names`.
         sync: ``"microbatch"`` where ranks wait for one another in every microbatch (FSDP, ZeRO-3, expert parallel),
             ``"step"`` where they meet once per step (DDP).
-        context_parallel: number of consecutive ranks that share every microbatch; or ``"auto"``: 1, 2, 4, ... as each
-            microbatch needs.
+        context_parallel: number of consecutive ranks that share every microbatch; or ``"auto"``: a power of two, or all
+            ranks, as each microbatch needs.
+        min_context_parallel: with ``"auto"``, the least number of ranks that share a microbatch: a power of two that
+            divides ``ranks``, or all of them.
         microbatch_multiple: the number of microbatches is a multiple of it (virtual pipelines).
         pad_to_multiple_of: each slot is a multiple of it.
         max_sequences: sequences that one microbatch may hold; ``None`` is no limit.
@@ -79,7 +82,7 @@ def plan(
         microbatch_multiple=require_int(microbatch_multiple, "microbatch_multiple", least=1),
         max_sequences=NO_LIMIT if max_sequences is None else require_int(max_sequences, "max_sequences", least=1),
         sync=require_one_of(sync, ("microbatch", "step"), "sync"),
-        degree=request.largest_degree(context_parallel, int(ranks)),
+        degrees=request.degrees(context_parallel, min_context_parallel, int(ranks)),
         auto=context_parallel == "auto",
     )
     require_one_of(oversize, ("error", "truncate", "drop"), "oversize")
@@ -95,11 +98,11 @@ def plan(
         degrees = None
     else:
         order, offsets, microbatches, degrees = _place(place, shape, kept, costs, communication, placed, keep_together)
-    # With a fixed degree the strategy placed items on blocks of ranks; offsets and degrees go back to ranks.
+    # The strategy placed items on blocks of the least degree; offsets and degrees go back to ranks.
     made = Plan(
         order=order,
         offsets=shape.spread(offsets),
-        degrees=np.full((microbatches, shape.ranks), shape.least_degree) if degrees is None else degrees,
+        degrees=shape.spread_degrees(microbatches, degrees),
         lengths=kept,
         original_lengths=given,
         costs=costs,
@@ -122,7 +125,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes of a request. With a fixed degree, ``num_blocks`` blocks of ranks take the place of ranks."""
+    """The sizes of a request. Strategies see ``num_blocks`` blocks of the least degree in the place of ranks."""
 
     ranks: int
     capacity: int
@@ -130,12 +133,12 @@ class _Shape:
     microbatch_multiple: int
     max_sequences: int
     sync: str
-    degree: int
+    degrees: tuple[int, ...]
     auto: bool
 
     @property
     def least_degree(self) -> int:
-        return 1 if self.auto else self.degree
+        return self.degrees[0]
 
     @property
     def num_blocks(self) -> int:
@@ -144,22 +147,23 @@ class _Shape:
     def longest(self) -> int:
         """Tokens of the longest sequence that some number of ranks can hold."""
         most = 0
-        degree = self.least_degree
-        while degree <= self.degree:
+        for degree in self.degrees:
             # The capacity of ``degree`` ranks, rounded down: the slot is the length rounded up to ``multiple``.
             multiple = slot_multiple(self.pad_to_multiple_of, degree)
             most = max(most, self.capacity * degree // multiple * multiple)
-            degree *= 2
         return most
-
-    def degrees(self) -> list[int]:
-        return [1 << e for e in range(self.degree.bit_length())] if self.auto else [self.degree]
 
     def spread(self, offsets: Int64) -> Int64:
         """Offsets of blocks of ranks as offsets of ranks: all members stand at a block's first rank."""
         if self.least_degree == 1:
             return offsets
         return np.concatenate((offsets[:1], np.repeat(offsets[1:], self.least_degree)))
+
+    def spread_degrees(self, microbatches: int, degrees: Int64 | None) -> Int64:
+        """Degrees in blocks of ranks as degrees of ranks; without them every block runs alone."""
+        if degrees is None:
+            return np.full((microbatches, self.ranks), self.least_degree)
+        return np.repeat(degrees * self.least_degree, self.least_degree, axis=1)
 
 
 def _refuse_contradictions(name: str, auto: bool, keep_together: Any, assignment: Any) -> None:
@@ -186,8 +190,8 @@ def _place(
     lengths, costs = kept[placed], costs[placed]
     item = None if keep_together is None else request.groups(keep_together, len(kept), placed)
     count = len(lengths) if item is None else int(item.max(initial=-1)) + 1
-    slots = [_sums(slots_of(lengths, shape.pad_to_multiple_of, degree), item, count) for degree in shape.degrees()]
-    work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees()]
+    slots = [_sums(slots_of(lengths, shape.pad_to_multiple_of, degree), item, count) for degree in shape.degrees]
+    work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees]
     counts = _sums(np.ones(len(lengths), np.int64), item, count)
     task = Task(
         slots=slots[0],
@@ -200,11 +204,12 @@ def _place(
         sync=shape.sync,
         shared_slots=np.array(slots) if shape.auto else None,
         shared_costs=np.array(work) if shape.auto else None,
+        shared_degrees=np.array(shape.degrees) // shape.least_degree if shape.auto else None,
     )
     if item is not None:
         # A group fits if at some degree its slots on each rank do.
-        fits = np.min([s // d for s, d in zip(slots, shape.degrees())], axis=0) if shape.auto else slots[0]
-        request.refuse_large_groups(fits, counts, item, placed, task.capacity, task.max_sequences)
+        shares = [-(-each * shape.least_degree // degree) for each, degree in zip(slots, shape.degrees)]
+        request.refuse_large_groups(np.min(shares, axis=0), counts, item, placed, task.capacity, task.max_sequences)
     answer = _sound(place(task), task)
     # Back from items to sequences: all members of a group follow it.
     bins = answer.bins if item is None else answer.bins[item]

@@ -9,18 +9,35 @@ import numpy as np
 
 from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
+from ullage.planning.placement import free_degrees
 
 
-def largest_degree(context_parallel: Any, ranks: int) -> int:
-    """The most ranks a sequence may be given: ``"auto"`` is the greatest power of two up to ``ranks``."""
-    if context_parallel == "auto":
-        return 1 << (ranks.bit_length() - 1)
-    if isinstance(context_parallel, str):
+def degrees(context_parallel: Any, min_context_parallel: Any, ranks: int) -> tuple[int, ...]:
+    """The numbers of ranks, rising, that a sequence may be given: one, or with ``"auto"`` any of several."""
+    if isinstance(context_parallel, str) and context_parallel != "auto":
         raise InputError("no such context_parallel", expected="'auto' or a degree", found=repr(context_parallel))
+    least = require_int(min_context_parallel, "min_context_parallel", least=1)
+    if context_parallel == "auto":
+        # Blocks of the least degree tile the ranks: only then can every rank be used at that degree.
+        possible = [degree for degree in free_degrees(ranks) if ranks % degree == 0]
+        if least not in possible:
+            raise InputError(
+                "min_context_parallel must be a power of two that divides the ranks, or all of them",
+                expected=" or ".join(map(str, possible)),
+                found=least,
+            )
+        return tuple(free_degrees(ranks, least))
     degree = require_int(context_parallel, "context_parallel", least=1)
     if ranks % degree:
         raise InputError("context_parallel must divide the ranks", expected=f"a divisor of {ranks}", found=degree)
-    return degree
+    if degree < least:
+        raise InputError(
+            "context_parallel is below min_context_parallel",
+            expected=f"at least {least}",
+            found=degree,
+            hint='min_context_parallel is for context_parallel="auto"',
+        )
+    return (degree,)
 
 
 def refuse_oversize(given: Int64, most: int, pad_to_multiple_of: int) -> None:

@@ -52,16 +52,17 @@ def balanced(task: Task) -> Assignment:
     least = task.least_microbatches()
     budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
     rest = _room(task), task.ranks, least, task.microbatch_multiple, budget
-    if task.shared_slots is None or task.shared_costs is None or not least:
+    if task.shared_slots is None or task.shared_costs is None or task.shared_degrees is None or not least:
         place = balance_totals if task.sync == "step" else balance
         items = Items(task.slots, task.costs, task.counts)
         return Assignment(*run(place, items, *rest, work=_EACH * task.num_items))
-    shared = SharedItems(task.shared_slots, task.shared_costs, task.counts)
-    places, exponents, microbatches = run(share_out, shared, *rest, work=_EACH_SHARED * task.num_items)
-    # The solver names the exponent at the first rank of a block; a plan names the degree at all of them.
-    degrees = np.ones(len(exponents), np.int64)
-    for k in np.flatnonzero(exponents > 0).tolist():
-        degrees[k : k + (1 << exponents[k])] = 1 << exponents[k]
+    shared = SharedItems(task.shared_slots, task.shared_costs, task.counts, task.shared_degrees)
+    places, levels, microbatches = run(share_out, shared, *rest, work=_EACH_SHARED * task.num_items)
+    # The solver names the level at the first rank of a block; a plan names the degree at all of them.
+    degrees = np.ones(len(levels), np.int64)
+    for k in np.flatnonzero(levels > 0).tolist():
+        degree = int(task.shared_degrees[levels[k]])
+        degrees[k : k + degree] = degree
     return Assignment(places, microbatches, degrees.reshape(microbatches, task.ranks))
 
 

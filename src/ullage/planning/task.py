@@ -26,8 +26,9 @@ class Task:
         microbatch_multiple: the number of microbatches must be a multiple of it.
         sync: what to minimise: ``"microbatch"`` the sum over microbatches of the most expensive rank, ``"step"`` the
             most expensive rank of the step.
-        shared_slots, shared_costs [exponents, items]: where ranks may share a bin, slots and cost on all its ranks
-            together at degree 1, 2, 4, ...
+        shared_slots, shared_costs [levels, items]: where ranks may share a bin, slots and cost on all its ranks
+            together at each degree.
+        shared_degrees [levels]: those degrees, rising from 1. A bin of degree d begins at a multiple of d.
     """
 
     slots: Int64
@@ -40,6 +41,7 @@ class Task:
     sync: str
     shared_slots: Int64 | None = None
     shared_costs: Int64 | None = None
+    shared_degrees: Int64 | None = None
 
     @property
     def num_items(self) -> int:

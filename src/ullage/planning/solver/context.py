@@ -1,11 +1,12 @@
 """The number of ranks that share a giant sequence, where context parallelism is free to choose.
 
 A bin of degree ``d`` belongs to ``d`` consecutive ranks, the first of them a multiple of ``d``, and holds ``d`` times
-as much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. A
-giant gets the least power of two at which its memory fits and its share does not dominate: it stays at or below the
-mean microbatch, times a tolerance. Giants open their bins, widest first, which keeps every block aligned. The bins, and
-the whole microbatch where a giant dominates all the same, are filled with the most expensive items that still fit under
-the giant's share; what is left is balanced over the ranks that no giant took. The best of several tolerances is kept.
+as much; each of its ranks does one ``d``-th of the work of all its items, plus what it costs to send tokens around. The
+degrees are given, rising: powers of two, and all ranks together. A giant gets the least of them at which its memory
+fits and its share does not dominate: it stays at or below the mean microbatch, times a tolerance. Giants open their
+bins, widest first, which keeps every block aligned. The bins, and the whole microbatch where a giant dominates all the
+same, are filled with the most expensive items that still fit under the giant's share; what is left is balanced over the
+ranks that no giant took. The best of several tolerances is kept.
 
 With one degree per bin an engine runs each microbatch with one process group per rank. :func:`list_schedule` is what
 list scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this
@@ -27,7 +28,7 @@ from ullage.layout import Int64
 from ullage.planning.solver.balancing import balance
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.improving import improve
-from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, Table
+from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems
 from ullage.planning.solver.ordering import falling_order
 from ullage.planning.solver.packing import pack_items
 from ullage.planning.solver.placing import heaviest_first, no_bins
@@ -46,12 +47,12 @@ class _Blocks(NamedTuple):
 
     Attributes:
         first: place of the first rank, ``microbatch·ranks + rank``.
-        exponent: the bin belongs to ``2**exponent`` ranks.
+        level: which of the degrees it has.
         held, num_sequences, load: slots, sequences and cost of its items, at that degree.
     """
 
     first: Int64
-    exponent: Int64
+    level: Int64
     held: Int64
     num_sequences: Int64
     load: Int64
@@ -65,37 +66,37 @@ def _allowed_share(mean: int, tolerance: int) -> int:
 
 @kernel
 def _needed(items: SharedItems, capacity: int, share: int) -> Int64:
-    """The exponent of the least degree at which each item fits and costs each rank at most ``share``. If there is none,
+    """The level of the least degree at which each item fits and costs each rank at most ``share``. If there is none,
     the one at which it fits and costs each rank the least; −1 if it fits at none."""
-    slots, costs = items.slots, items.costs
+    slots, costs, degrees = items.slots, items.costs, items.degrees
     levels, n = slots.shape
     needed = np.full(n, -1, np.int64)
     for i in range(n):
         for e in range(levels):
-            if slots[e, i] > capacity << e:
+            if slots[e, i] > capacity * degrees[e]:
                 continue
             # Remember the degree that costs each rank the least, for items that no degree brings below ``share``.
-            if needed[i] < 0 or costs[e, i] >> e < costs[needed[i], i] >> needed[i]:
+            each = costs[e, i] // degrees[e]
+            if needed[i] < 0 or each < costs[needed[i], i] // degrees[needed[i]]:
                 needed[i] = e
-            if costs[e, i] >> e <= share:
+            if each <= share:
                 needed[i] = e
                 break
     return needed
 
 
 @kernel
-def _open(taken: Int64, begin: int, end: int, ranks: int, exponent: int, blocks: _Blocks, k: int) -> bool:
-    """Gives bin ``k`` the first aligned block of ``2**exponent`` ranks that microbatches ``begin..end`` have left.
+def _open(taken: Int64, begin: int, end: int, ranks: int, level: int, degree: int, blocks: _Blocks, k: int) -> bool:
+    """Gives bin ``k`` the first aligned block of ``degree`` ranks that microbatches ``begin..end`` have left.
 
     taken [microbatches]: ranks of each microbatch that have a bin, from rank 0 on; kept up to date.
     """
-    degree = 1 << exponent
     for microbatch in range(begin, end):
         # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as a sound plan must.
         rank = -(-taken[microbatch] // degree) * degree
         if rank + degree <= ranks:
             blocks.first[k] = microbatch * ranks + rank
-            blocks.exponent[k] = exponent
+            blocks.level[k] = level
             taken[microbatch] = rank + degree
             return True
     return False
@@ -104,17 +105,18 @@ def _open(taken: Int64, begin: int, end: int, ranks: int, exponent: int, blocks:
 @kernel
 def _fits(items: SharedItems, blocks: _Blocks, room: Room, i: int, k: int, most: int) -> bool:
     """Whether bin ``k`` has room for item ``i`` and then costs each of its ranks at most ``most``."""
-    e = blocks.exponent[k]
+    e = blocks.level[k]
+    degree = items.degrees[e]
     return (
-        blocks.held[k] + items.slots[e, i] <= room.capacity << e
+        blocks.held[k] + items.slots[e, i] <= room.capacity * degree
         and blocks.num_sequences[k] + items.counts[i] <= room.max_sequences
-        and (blocks.load[k] + items.costs[e, i]) >> e <= most
+        and (blocks.load[k] + items.costs[e, i]) // degree <= most
     )
 
 
 @kernel
 def _put(items: SharedItems, blocks: _Blocks, home: Int64, i: int, k: int) -> None:
-    e = blocks.exponent[k]
+    e = blocks.level[k]
     home[i] = blocks.first[k]
     blocks.held[k] += items.slots[e, i]
     blocks.num_sequences[k] += items.counts[i]
@@ -130,33 +132,33 @@ def _place_giants(
     Args:
         items: sorted by falling cost at degree 1.
         room: what one rank can hold.
-        needed [items]: the exponent of the degree that each item needs.
+        needed [items]: the level of the degree that each item needs.
         share: the cost of a mean microbatch of one rank.
 
-    Returns the first rank's place of each item that was placed, ``NOWHERE`` for the others; the exponent of each bin
-    by that place, −1 where no giant is; and the number of giants that found no block.
+    Returns the first rank's place of each item that was placed, ``NOWHERE`` for the others; the level of each bin by
+    that place, −1 where no giant is; and the number of giants that found no block.
     """
-    levels, n = items.slots.shape
+    n, degrees = items.slots.shape[1], items.degrees
     home = np.full(n, NOWHERE)
-    exponents = np.full(microbatches * ranks, -1, np.int64)
+    levels = np.full(microbatches * ranks, -1, np.int64)
     taken = np.zeros(microbatches, np.int64)
     work = np.zeros((5, n), np.int64)
     blocks = _Blocks(work[0], work[1], work[2], work[3], work[4])
     used, lost = 0, 0
     # Widest first: each block then begins at a multiple of its width without leaving ranks between blocks.
-    for e in range(levels - 1, 0, -1):
+    for e in range(len(degrees) - 1, 0, -1):
         for i in range(n):
             if needed[i] != e:
                 continue
             # The fullest open bin that takes the giant within the mean, so that few ranks are given to giants.
             at = -1
             for k in range(used):
-                wide = blocks.exponent[k] >= e
+                wide = blocks.level[k] >= e
                 if wide and _fits(items, blocks, room, i, k, share):
-                    height = blocks.load[k] >> blocks.exponent[k]
-                    if at < 0 or height > blocks.load[at] >> blocks.exponent[at]:
+                    height = blocks.load[k] // degrees[blocks.level[k]]
+                    if at < 0 or height > blocks.load[at] // degrees[blocks.level[at]]:
                         at = k
-            if at < 0 and _open(taken, 0, microbatches, ranks, e, blocks, used):
+            if at < 0 and _open(taken, 0, microbatches, ranks, e, degrees[e], blocks, used):
                 at = used
                 used += 1
             if at < 0:
@@ -166,36 +168,37 @@ def _place_giants(
     # A microbatch lasts as long as its most expensive giant, so its bins may cost that, and no less than the mean.
     goal = np.full(microbatches, share)
     for k in range(used):
-        exponents[blocks.first[k]] = blocks.exponent[k]
+        levels[blocks.first[k]] = blocks.level[k]
         microbatch = blocks.first[k] // ranks
-        goal[microbatch] = max(goal[microbatch], blocks.load[k] >> blocks.exponent[k])
+        goal[microbatch] = max(goal[microbatch], blocks.load[k] // degrees[blocks.level[k]])
     # Where a giant lifts its microbatch by over 1 % above the mean, the other ranks would wait: they become bins of
     # degree 1 that are filled up to the giant's height. Elsewhere they are left to the balance of the rest.
     bins = used
     for microbatch in range(microbatches):
         if goal[microbatch] * 100 > share * 101 and bins + ranks <= n:
-            while _open(taken, microbatch, microbatch + 1, ranks, 0, blocks, bins):
-                exponents[blocks.first[bins]] = 0
+            while _open(taken, microbatch, microbatch + 1, ranks, 0, 1, blocks, bins):
+                levels[blocks.first[bins]] = 0
                 bins += 1
     # Most expensive first, so that the small items, which fit anywhere, are left for the balance of the rest.
     for k in range(bins):
         most = goal[blocks.first[k] // ranks]
         for i in range(n):
-            if blocks.load[k] >> blocks.exponent[k] >= most or blocks.num_sequences[k] >= room.max_sequences:
+            each = blocks.load[k] // degrees[blocks.level[k]]
+            if each >= most or blocks.num_sequences[k] >= room.max_sequences:
                 break
-            if home[i] == NOWHERE and needed[i] <= blocks.exponent[k] and _fits(items, blocks, room, i, k, most):
+            if home[i] == NOWHERE and needed[i] <= blocks.level[k] and _fits(items, blocks, room, i, k, most):
                 _put(items, blocks, home, i, k)
-    return home, exponents, lost
+    return home, levels, lost
 
 
 @kernel
-def _shares(home: Int64, exponents: Int64, costs: Table) -> Int64:
+def _shares(home: Int64, levels: Int64, items: SharedItems) -> Int64:
     """The cost of each bin to each of its ranks, by its place."""
-    load = np.zeros(len(exponents), np.int64)
+    load = np.zeros(len(levels), np.int64)
     for i in range(len(home)):
-        load[home[i]] += costs[max(0, exponents[home[i]]), i]
+        load[home[i]] += items.costs[max(0, levels[home[i]]), i]
     for k in range(len(load)):
-        load[k] >>= max(0, exponents[k])
+        load[k] //= items.degrees[max(0, levels[k])]
     return load
 
 
@@ -208,14 +211,14 @@ def _path(load: Int64, ranks: int) -> int:
 
 
 @kernel
-def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, exponents: Int64, budget: int) -> bool:
+def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels: Int64, budget: int) -> bool:
     """Balances the items that are nowhere over the places that no bin covers; false if they do not fit."""
-    costs = shared.costs
+    costs, degrees = shared.costs, shared.degrees
     rest = np.flatnonzero(home == NOWHERE)
-    covered = np.zeros(len(exponents), np.int64)
-    for k in range(len(exponents)):
-        if exponents[k] >= 0:
-            covered[k : k + (1 << exponents[k])] = 1
+    covered = np.zeros(len(levels), np.int64)
+    for k in range(len(levels)):
+        if levels[k] >= 0:
+            covered[k : k + degrees[levels[k]]] = 1
     places = np.flatnonzero(covered == 0)
     if len(rest) == 0:
         return True
@@ -235,10 +238,11 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, expone
     bound = max(total / len(places), float(items.costs[0]))
     improve(items, bins, room, len(places), bound, 40, budget)
     # The most expensive bins go to the microbatches whose giants are most expensive.
-    load = np.zeros(len(exponents), np.int64)
+    load = np.zeros(len(levels), np.int64)
     for i in range(len(home)):
         if home[i] != NOWHERE:
-            load[home[i]] += costs[exponents[home[i]], i] >> exponents[home[i]]
+            level = levels[home[i]]
+            load[home[i]] += costs[level, i] // degrees[level]
     height = np.zeros(len(places), np.int64)
     for j in range(len(places)):
         begin = places[j] // ranks * ranks
@@ -255,7 +259,7 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, expone
 
 @kernel
 def _without_empty(
-    homes: Int64, exponents: Int64, ranks: int, microbatches: int, microbatch_multiple: int
+    homes: Int64, levels: Int64, ranks: int, microbatches: int, microbatch_multiple: int
 ) -> tuple[Int64, Int64, int]:
     """The same plan without microbatches that hold nothing, as far as their number stays a multiple."""
     held = np.zeros(microbatches, np.int64)
@@ -269,7 +273,7 @@ def _without_empty(
     for k in range(microbatches):
         moved[order[k]] = k
         if k < left:
-            kept[k * ranks : (k + 1) * ranks] = exponents[order[k] * ranks : (order[k] + 1) * ranks]
+            kept[k * ranks : (k + 1) * ranks] = levels[order[k] * ranks : (order[k] + 1) * ranks]
     return moved[homes // ranks] * ranks + homes % ranks, kept, left
 
 
@@ -280,26 +284,26 @@ def share_out(
     """Place items, given in any order, where several ranks may share a bin.
 
     Args:
-        items: in any order, at degree 1, 2, 4, ...
+        items: in any order, at each degree.
         room: what one rank can hold.
         ranks, microbatches, microbatch_multiple, budget: as those of :func:`~ullage.planning.solver.balancing.balance`.
 
-    Returns the place ``microbatch·ranks + rank`` of each item (the first of its ranks), the exponent of the bin at each
+    Returns the place ``microbatch·ranks + rank`` of each item (the first of its ranks), the level of the bin at each
     place (−1 behind the first rank of a block and 0 for one rank), and the number of microbatches.
     """
     n = items.slots.shape[1]
     # Most expensive at degree 1 first; the copies are contiguous, as compiled kernels require.
     order = falling_order(items.costs[0])
-    items = SharedItems(items.slots[:, order].copy(), items.costs[:, order].copy(), items.counts[order])
+    items = SharedItems(items.slots[:, order].copy(), items.costs[:, order].copy(), items.counts[order], items.degrees)
     slots, costs = items.slots, items.costs
     best, best_microbatches = np.int64(-1), microbatches
-    best_home, best_exponents = np.empty(0, np.int64), np.empty(0, np.int64)
+    best_home, best_levels = np.empty(0, np.int64), np.empty(0, np.int64)
     # Every item on one rank, where that is possible: the plan that sharing has to beat.
     if slots[0].max() <= room.capacity:
         alone = Items(slots[0], costs[0], items.counts)
         best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
-        best_exponents = np.zeros(best_microbatches * ranks, np.int64)
-        best = _path(_shares(best_home, best_exponents, costs), ranks)
+        best_levels = np.zeros(best_microbatches * ranks, np.int64)
+        best = _path(_shares(best_home, best_levels, items), ranks)
     extra = 0
     ideal = costs[0].sum() / ranks
     # Every tolerance; then the same with more microbatches, as long as there is no plan or a level one is far.
@@ -312,27 +316,27 @@ def share_out(
             if np.array_equal(needed, last) or needed.max() == 0:
                 continue
             last = needed
-            home, exponents, lost = _place_giants(items, room, ranks, microbatches, needed, mean)
-            if lost or not _place_rest(items, room, ranks, home, exponents, budget):
+            home, levels, lost = _place_giants(items, room, ranks, microbatches, needed, mean)
+            if lost or not _place_rest(items, room, ranks, home, levels, budget):
                 continue
             # A plan of more microbatches than the best so far must be 2 % shorter to be taken.
-            path = _path(_shares(home, exponents, costs), ranks)
+            path = _path(_shares(home, levels, items), ranks)
             worth = 1.0 if microbatches == best_microbatches else _WORTH
             if best < 0 or path < best * worth:
-                best, best_home, best_exponents, best_microbatches = path, home, exponents, microbatches
+                best, best_home, best_levels, best_microbatches = path, home, levels, microbatches
         microbatches += microbatch_multiple
         extra += 1
     # Back to the order in which the caller gave the items.
     homes = np.empty(n, np.int64)
     homes[order] = best_home
-    return _without_empty(homes, best_exponents, ranks, best_microbatches, microbatch_multiple)
+    return _without_empty(homes, best_levels, ranks, best_microbatches, microbatch_multiple)
 
 
 @kernel
 def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: int) -> int:
     """The critical path, in cost, if each item has its own degree: the most expensive first, each on the block of
     ranks, over all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
-    slots, costs = items.slots, items.costs
+    slots, costs, degrees = items.slots, items.costs, items.degrees
     n = slots.shape[1]
     order = falling_order(costs[0])
     mean = costs[0].sum() // (microbatches * ranks) + 1
@@ -346,7 +350,7 @@ def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: i
         load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
         fits = True
         for e in range(slots.shape[0] - 1, -1, -1):
-            width = 1 << e
+            width = degrees[e]
             for i in order:
                 if needed[i] != e or not fits:
                     continue
@@ -362,7 +366,7 @@ def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: i
                 if fits:
                     for k in range(at, at + width):
                         # All ranks of the block wait for the slowest, so all end at the same height.
-                        load[k] = least + (costs[e, i] >> e)
+                        load[k] = least + costs[e, i] // width
                         held[k] += each
         if fits and (best < 0 or _path(load, ranks) < best):
             best = _path(load, ranks)

@@ -31,17 +31,18 @@ class Items(NamedTuple):
 
 
 class SharedItems(NamedTuple):
-    """Items that 1, 2, 4, ... ranks may share.
+    """Items that several ranks may share.
 
     Attributes:
-        slots, costs [exponents, items]: slots and cost of each item at degree ``2**exponent``, summed over all ranks
-            that share it.
+        slots, costs [levels, items]: slots and cost of each item at each degree, summed over all ranks that share it.
         counts [items]: sequences in each item.
+        degrees [levels]: number of ranks that share an item, rising from 1.
     """
 
     slots: Table
     costs: Table
     counts: Int64
+    degrees: Int64
 
 
 class Bins(NamedTuple):
