@@ -177,17 +177,17 @@ def test_a_sequence_may_fill_all_ranks_whatever_their_number(ranks: int) -> None
     (24, 2, [2, 4, 8, 24]), (768, 64, [64, 128, 256, 768]), (6, 6, [6]),
 ])  # fmt: skip
 def test_degrees_are_powers_of_two_and_all_ranks(ranks: int, least: int, degrees: list[int]) -> None:
-    """Of sequences that fit at one degree only, each has that one; blocks begin at multiples of their degree."""
+    """Sequences that fill all ranks at one degree have that degree; blocks begin at multiples of it."""
     capacity = 4 * degrees[-1]
-    lengths = [capacity * degree for degree in degrees] + [1] * 5
+    wanted = [each for degree in degrees for each in [degree] * (ranks // degree) + [1] * (ranks % degree)]
     plan = ullage.plan(
-        lengths, ranks=ranks, capacity=capacity, context_parallel="auto", min_context_parallel=least,
-        cost=lambda length: 0 * length + 1,
+        [capacity * degree for degree in wanted], ranks=ranks, capacity=capacity, cost=lambda length: length,
+        context_parallel="auto", min_context_parallel=least,
     )  # fmt: skip
     assert plan.problems() == []
     found = plan.degrees.reshape(-1)[plan.bins]
-    assert found[: len(degrees)].tolist() == degrees
-    assert set(plan.degrees.reshape(-1).tolist()) <= set(degrees)
+    assert found.tolist() == wanted
+    assert plan.num_microbatches == len(degrees)
     assert np.all(plan.bins % ranks % found == 0)
 
 

@@ -104,6 +104,33 @@ def test_any_request_that_can_be_met_is_met(seed: int) -> None:
     check_instance(*instance(seed))
 
 
+def check_degrees(seed: int) -> None:
+    """Any number of ranks shares as its groups allow, and few sequences keep all of them busy."""
+    generator = np.random.default_rng(seed)
+    ranks, capacity = int(generator.integers(1, 49)), int(generator.integers(256, 5000))
+    # Lengths of which all ranks together hold at least as many as there are, their padding to twice the ranks included.
+    n = int(generator.integers(1, 2 * ranks + 1))
+    longest = ranks * capacity // n - 2 * ranks
+    lengths = generator.integers(1, max(2, longest * generator.choice([0.01, 0.3, 1.0])), n)
+    options = {"ranks": ranks, "capacity": capacity, "context_parallel": "auto", "min_context_parallel": 1}
+    found = check_instance(lengths, options | {"pad_to_multiple_of": 1, "oversize": "error"}).statistics()
+    if slots_of(lengths, 1, ranks).sum() <= capacity * ranks:
+        # A rank waits for at most a twentieth of a microbatch, whatever the number of ranks.
+        assert found.critical_path <= 1 / 0.95 + 1e-3, (seed, found.critical_path)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_few_sequences_keep_any_number_of_ranks_busy(seed: int) -> None:
+    check_degrees(seed)
+
+
+@pytest.mark.slow
+def test_five_hundred_few_sequences_keep_any_number_of_ranks_busy() -> None:
+    for seed in range(500):
+        check_degrees(2_000_000 + seed)
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests() -> None:
     for seed in range(10_000):

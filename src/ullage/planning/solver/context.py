@@ -6,7 +6,8 @@ degrees are given, rising: powers of two, and all ranks together. A giant gets t
 fits and its share does not dominate: it stays at or below the mean microbatch, times a tolerance. Giants open their
 bins, widest first, which keeps every block aligned. The bins, and the whole microbatch where a giant dominates all the
 same, are filled with the most expensive items that still fit under the giant's share; what is left is balanced over the
-ranks that no giant took. The best of several tolerances is kept.
+ranks that no giant took. The best of several tolerances is kept. Its microbatches of few items, which no division over
+blocks may balance, go to all ranks together where that is shorter.
 
 With one degree per bin an engine runs each microbatch with one process group per rank. :func:`list_schedule` is what
 list scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this
@@ -38,6 +39,8 @@ _ANY = 1 << 30
 _TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
 #: Times that one microbatch more is tried, and what the critical path must come down to for it.
 _EXTRA, _WORTH = 3, 0.98
+#: A microbatch of at most so many items per rank is given to all ranks if it then takes so much of its time.
+_FEW, _SHORTER = 2, 0.95
 #: A critical path this close to the mean rank is good enough.
 _LEVEL = 1.002
 
@@ -258,6 +261,35 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels
 
 
 @kernel
+def _share_few(items: SharedItems, room: Room, ranks: int, home: Int64, levels: Int64) -> None:
+    """Gives a microbatch to all ranks together where it has too few items to be balanced, and fits. Changes ``home``
+    and ``levels``."""
+    last, microbatches = len(items.degrees) - 1, len(levels) // ranks
+    number, counts = np.zeros(microbatches, np.int64), np.zeros(microbatches, np.int64)
+    held, costs = np.zeros(microbatches, np.int64), np.zeros(microbatches, np.int64)
+    for i in range(len(home)):
+        microbatch = home[i] // ranks
+        number[microbatch] += 1
+        counts[microbatch] += items.counts[i]
+        held[microbatch] += items.slots[last, i]
+        costs[microbatch] += items.costs[last, i]
+    load = _shares(home, levels, items)
+    shared = np.zeros(microbatches, np.int64)
+    for microbatch in range(microbatches):
+        begin, end = microbatch * ranks, (microbatch + 1) * ranks
+        fits = held[microbatch] <= room.capacity * items.degrees[last] and counts[microbatch] <= room.max_sequences
+        shorter = costs[microbatch] // ranks < _SHORTER * load[begin:end].max()
+        if number[microbatch] <= _FEW * ranks and fits and shorter:
+            shared[microbatch] = 1
+            levels[begin:end] = -1
+            levels[begin] = last
+    for i in range(len(home)):
+        microbatch = home[i] // ranks
+        if shared[microbatch]:
+            home[i] = microbatch * ranks
+
+
+@kernel
 def _without_empty(
     homes: Int64, levels: Int64, ranks: int, microbatches: int, microbatch_multiple: int
 ) -> tuple[Int64, Int64, int]:
@@ -324,6 +356,9 @@ def share_out(
             worth = 1.0 if microbatches == best_microbatches else _WORTH
             if best < 0 or path < best * worth:
                 best, best_home, best_levels, best_microbatches = path, home, levels, microbatches
+        if best >= 0 and best > ideal * _LEVEL:
+            _share_few(items, room, ranks, best_home, best_levels)
+            best = _path(_shares(best_home, best_levels, items), ranks)
         microbatches += microbatch_multiple
         extra += 1
     # Back to the order in which the caller gave the items.
