@@ -85,7 +85,7 @@ class Options:
         if self.stage_fields is not None:
             return self.stage_fields(stage, topology.pp.size)
         # Stages between the ends work on hidden states: without other instructions they get lengths only.
-        inner = topology.owners == "ends" and 0 < stage < topology.pp.size - 1
+        inner = topology.owners in ("ends", "stages") and 0 < stage < topology.pp.size - 1
         return () if inner else None
 
 
@@ -120,8 +120,7 @@ class StepMaker:
             taken, failure = tried(self._take_and_gather)
             if taken is not None:
                 columns, gathered = taken
-        for axis in self._ways():
-            gathered, failure = _relay_lengths(gathered, failure, axis)
+        gathered, failure = self.relay(gathered, failure)
         _agree_on(failure, "" if gathered is None else gathered.digest, topology)
         assert gathered is not None
         # The end of the stream, known to all. Nobody leaves before everybody has heard, see :func:`settle`.
@@ -135,12 +134,20 @@ class StepMaker:
         self.given = self.given + gathered.counts[: self.stream.streams]
         return step
 
+    def relay(self, gathered: Lengths | None, failure: Exception | None) -> tuple[Lengths | None, Exception | None]:
+        """What the ranks that exchange have gathered, or their failure, to all other ranks. Collective."""
+        for axis in self._ways():
+            gathered, failure = _relay_lengths(gathered, failure, axis)
+        return gathered, failure
+
     def _place(self, columns: Columns | None, gathered: Lengths) -> tuple[PackedStep | None, Exception | None]:
         """The samples to where the plan wants them. Joins every collective, also after a failure of its own."""
         topology = self.topology
         plan, failure = tried(lambda: self.options.make_plan(gathered.lengths))
         microbatches = None
-        if topology.exchanges:
+        # Where each stage exchanges for itself, one that gets no fields exchanges none, all of its ranks alike.
+        idle = topology.owners == "stages" and self.options.fields_of(topology, topology.pp.rank) == ()
+        if topology.exchanges and not idle:
             microbatches, failure = tried(lambda: exchange_columns(plan, columns, failure, topology, gathered))
         for axis in self._ways():
             fields = self._fields_along(axis)
@@ -200,12 +207,15 @@ class StepMaker:
         """The axes along which this rank hears from those that exchange, or tells others, from coordinate 0 on."""
         # In the end every rank has heard once. An axis is used by a whole group of it or not at all. "ends": the
         # first stage tells the other stages along pp (tp rank 0 only), then tp rank 0 of every stage tells its peers.
+        # "stages": every stage knows already, and its tp rank 0 tells its peers.
         # "first": coordinate 0 tells cp, those ranks tell tp, and the whole first stage tells pp.
         cp, tp, pp = self.topology.cp, self.topology.tp, self.topology.pp
         if self.topology.owners == "every":
             ways = []
         elif self.topology.owners == "ends":
             ways = [pp, tp] if tp.rank == 0 else [tp]
+        elif self.topology.owners == "stages":
+            ways = [tp]
         else:
             ways = [pp]
             if pp.rank == 0:
@@ -216,7 +226,9 @@ class StepMaker:
         """The fields that travel along an axis of :meth:`_ways`: all that anyone behind it wants, ``None`` for all."""
         topology = self.topology
         stages = range(topology.pp.size)
-        if topology.owners == "ends":
+        if topology.owners == "stages":
+            stages = [topology.pp.rank]
+        elif topology.owners == "ends":
             # Both ends have their own; only the stages between may want some of the first one's.
             stages = stages[1:-1] if axis is topology.pp else [topology.pp.rank]
         return _union([self.options.fields_of(topology, stage) for stage in stages])

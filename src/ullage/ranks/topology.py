@@ -10,6 +10,7 @@ has samples of its own to bring. Three regimes are in use:
 
 - ``"every"``: each rank has the samples of its data-parallel coordinate (NeMo-RL, verl, FSDP);
 - ``"ends"``: tensor-parallel rank 0 of the first and of the last pipeline stage, in lock-step (Megatron-LM);
+- ``"stages"``: tensor-parallel rank 0 of every pipeline stage, in lock-step (Megatron-LM's dev branch);
 - ``"first"``: rank 0 of all axes alone has the whole stream.
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp", "cp", "tp", "pp")
-OWNERS = ("every", "ends", "first")
+OWNERS = ("every", "ends", "stages", "first")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def require_axis(axis: object) -> Axis:
 class Topology:
     """Sizes, coordinates and groups of the axes ``dp``, ``cp``, ``tp``, ``pp``, and which ranks own data.
 
-    ``owners``: ``"every"``, ``"ends"`` or ``"first"``, as the module says. Raises ``InputError`` for another word.
+    ``owners``: ``"every"``, ``"ends"``, ``"stages"`` or ``"first"``, as the module says. Raises ``InputError`` for
+    another word.
 
     >>> topology = Topology.grid(rank=5, dp=4, tp=2)
     >>> topology.dp.rank, topology.tp.rank, topology.world_size, topology.owns_data
@@ -285,6 +287,8 @@ class Topology:
             return True
         if self.owners == "ends":
             return self.tp.rank == 0 and (self.is_first_stage or self.is_last_stage)
+        if self.owners == "stages":
+            return self.tp.rank == 0
         return self.cp.rank == self.tp.rank == self.pp.rank == 0
 
     @property

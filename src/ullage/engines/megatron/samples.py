@@ -31,15 +31,13 @@ _LENGTHS = ("original_seq_len", "padded_seq_len", "cu_seqlens", "cu_seqlens_padd
 
 
 def pull(data_iterator: Any, count: int) -> list[Any]:
-    """Take the next ``count`` items. Raises ``InputError`` if there are fewer."""
+    """The next ``count`` items, or as many as there are left."""
     items = []
     for _ in range(count):
         try:
             items.append(next(data_iterator))
         except StopIteration:
-            raise InputError(
-                "the data iterator ended within a step", expected=f"{count} microbatches", found=len(items)
-            ) from None
+            break
     return items
 
 
@@ -48,15 +46,34 @@ def read_items(items: Iterable[Any]) -> list[dict[str, Tensor]]:
 
     Raises ``InputError`` with sample and key for a key that is missing, contradicts another or is not numeric.
     """
+    return [sequence for row in read_rows(items) for sequence in row]
+
+
+def read_rows(items: Iterable[Any]) -> list[list[dict[str, Tensor]]]:
+    """Sequences of the items of an iterator, row by row, where samples are packed already.
+
+    A pre-packed sample is a row, and so are the samples of one sequence each that come as one item. Raises as
+    :func:`read_items` does.
+    """
     samples: list[Any] = []
+    # For each sample, whether it begins a row.
+    begins: list[bool] = []
     for item in items:
         if isinstance(item, Mapping):
-            samples.append(item)
+            given = [item]
         elif isinstance(item, Sequence) and not isinstance(item, str):
-            samples.extend(item)
+            given = list(item)
         else:
             raise InputError("a data iterator yields samples or lists of samples", found=type(item).__name__)
-    return [sequence for i, sample in enumerate(samples) for sequence in _sequences(samples, i, sample)]
+        packed = [isinstance(sample, Mapping) and "cu_seqlens" in sample for sample in given]
+        begins += [k == 0 or packed[k] or packed[k - 1] for k in range(len(given))]
+        samples += given
+    rows: list[list[dict[str, Tensor]]] = []
+    for i, sample in enumerate(samples):
+        if begins[i]:
+            rows.append([])
+        rows[-1] += _sequences(samples, i, sample)
+    return rows
 
 
 def _sequences(samples: Sequence[Any], i: int, sample: Any) -> list[dict[str, Tensor]]:

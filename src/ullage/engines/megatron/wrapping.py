@@ -2,8 +2,9 @@
 
 Collective over all ranks; a failure on one of them is raised on all. Tensor-parallel rank 0 of the first and of the
 last pipeline stage pass the same samples, as in Megatron-LM; the stages between get the lengths, and the fields too if
-they hold multi-token-prediction layers. With ``owners="every"`` each rank passes the samples of its data-parallel
-coordinate, and nothing is broadcast along tp and pp.
+they hold multi-token-prediction layers. With ``owners="stages"`` tensor-parallel rank 0 of every stage reads its own
+samples, as in Megatron-LM's dev branch, and nothing is sent along pp. With ``owners="every"`` each rank passes the
+samples of its data-parallel coordinate, and nothing is broadcast along tp and pp.
 
 Source of signature and returned tuple: ``megatron/core/datasets/data_schedule.py`` of Megatron-LM (pull request 2924
 and its successors).
@@ -11,6 +12,8 @@ and its successors).
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +24,14 @@ from torch import Tensor
 
 from ullage.batch import RaggedBatch
 from ullage.engines.megatron.dynamic import degree_groups
-from ullage.engines.megatron.samples import FIELDS, pull, read_items
-from ullage.engines.megatron.settings import Settings, is_dynamic
-from ullage.errors import InputError, require_one_of
+from ullage.engines.megatron.params import core_takes_groups
+from ullage.engines.megatron.samples import FIELDS
+from ullage.engines.megatron.settings import Settings, is_dynamic, tail_of
+from ullage.engines.megatron.tail import Tail
+from ullage.engines.megatron.taking import source_of, step_maker
+from ullage.errors import require_one_of
 from ullage.exchange.agreement import compare_ranks
-from ullage.exchange.source import ITERABLE, Stream
-from ullage.exchange.steps import Options, PackedStep, StepMaker
+from ullage.exchange.steps import PackedStep
 from ullage.layout import Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Topology, tried
@@ -41,6 +46,8 @@ class Microbatch(dict[str, Any]):
         everywhere: whether each tensor-parallel rank has the microbatch, so that nothing need be broadcast.
         rolled: whether a multi-token-prediction layer anywhere in the model makes the last stage roll its labels.
         clean: whether padding holds zeros.
+        order: how context-parallel ranks cut the row.
+        tail: how the row is filled up, by the rank that takes it; ``None`` if it is not.
     """
 
     def __init__(
@@ -51,9 +58,12 @@ class Microbatch(dict[str, Any]):
         everywhere: bool = False,
         rolled: bool = False,
         clean: bool = True,
+        order: str = "zigzag",
+        tail: Tail | None = None,
     ) -> None:
         super().__init__(values)
         self.layout, self.everywhere, self.rolled, self.clean = layout, everywhere, rolled, clean
+        self.order, self.tail = order, tail
 
 
 @dataclass(frozen=True)
@@ -79,13 +89,14 @@ class WrappedStep:
 
 def wrap_data_iterator(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None, *, owners: str = "ends"
-) -> tuple[Any, int, int, int]:
+) -> tuple[Any, int, float, float]:
     """(data iterator, number of microbatches, Σlength, Σlength²) of one step.
 
-    Megatron-LM's signature; arguments, collectives and errors are those of :func:`packed_step`.
+    Megatron-LM's signature; arguments, collectives and errors are those of :func:`packed_step`. The sums are floats, as
+    Megatron-LM's are, so beyond 2⁵³ they are rounded; :func:`packed_step` has them as integers.
     """
     step = packed_step(data_iterator, config, num_microbatches, pg_collection, owners=owners)
-    return step.data_iterator, step.num_microbatches, step.num_tokens, step.sum_squared_lengths
+    return step.data_iterator, step.num_microbatches, float(step.num_tokens), float(step.sum_squared_lengths)
 
 
 def packed_step(
@@ -95,35 +106,48 @@ def packed_step(
 
     Args:
         data_iterator: on a rank that passes samples, an iterator of samples or of lists of samples, or with virtual
-            stages a list with one iterator and ``None`` otherwise; ``None`` on other ranks.
+            stages a list with one iterator and ``None`` otherwise; ``None`` on other ranks. With ``"ends"``, what
+            tensor-parallel rank 0 of a stage between them has is left unread.
         config: has ``max_seqlen_per_dp_cp_rank``, ``sequence_packing_scheduler``,
             ``virtual_pipeline_model_parallel_size``, and with virtual stages ``microbatch_group_size_per_vp_stage``.
         num_microbatches: number of items to take from each iterator.
         pg_collection: process groups; Megatron's parallel state if ``None``.
-        owners: ``"ends"``, or ``"every"`` where every rank passes samples.
+        owners: ``"ends"``; ``"stages"`` where tensor-parallel rank 0 of every stage passes samples; or ``"every"``
+            where every rank does.
 
-    Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
+    Collective over all ranks. Iterators that end within the step make it a shorter one. Raises ``StopIteration`` on
+    every rank if no rank has a sample left, and otherwise ``InputError`` on a rank at fault and ``DistributedError`` on
+    the others.
     """
     # A failure is kept until maker.make, in which all ranks meet and raise together. Until then each rank goes the
     # same way: the topology depends on one field, which is read whether or not the others are valid.
     settings, failure = tried(lambda: Settings.of(config))
-    require_one_of(owners, ("ends", "every"), "owners")
+    require_one_of(owners, ("ends", "stages", "every"), "owners")
     dynamic = is_dynamic(config)
     topology = Topology.from_megatron(pg_collection, owners=owners, flatten_cp=dynamic)
     _compare_once(topology)
     source = None
     if settings is not None:
-        source, failure = tried(lambda: _source(data_iterator, settings, topology))
-    maker = _maker(topology, settings, source, num_microbatches, failure, pg_collection)
+        source, failure = tried(lambda: source_of(data_iterator, settings, topology))
+    # With dp flattened over cp each of these ranks counts as one that owns data, but the ranks of one context-parallel
+    # group all bring the same samples, which count once.
+    first_copy = not dynamic or Topology.from_megatron(pg_collection, owners=owners).cp.rank == 0
+    maker = step_maker(topology, settings, source, num_microbatches, failure, first_copy)
     made = maker.make(failure)
     if made is None:
-        raise InputError("no rank has any sample for this step", expected=f"{num_microbatches} per rank")
+        raise StopIteration("no rank has any sample left for this step")
     assert settings is not None
-    # Groups are made here, where all ranks are: that is collective over the world, and taking a microbatch is not.
+    # Groups are made here, where all ranks are.
     if settings.dynamic:
-        degree_groups(topology.dp)
-    iterators = _iterators(made, settings, topology)
+        degree_groups(topology.dp, needed_groups(made.plan))
+    tail = tail_of(config, topology.tp.size)
+    iterators = _iterators(made, settings, topology, tail)
     return WrappedStep(iterators, made.num_microbatches, made.num_tokens, made.sum_squared_lengths, made.plan)
+
+
+def needed_groups(plan: Plan) -> list[int]:
+    """The degrees of a plan for which groups are needed: above one, and one where the model asks for its group."""
+    return [degree for degree in np.unique(plan.degrees).tolist() if degree > 1 or core_takes_groups()]
 
 
 _compared: dict[tuple[Any, ...], object] = {}
@@ -138,105 +162,41 @@ def _compare_once(topology: Topology) -> None:
         _compared[key] = world
 
 
-def _source(data_iterator: Any, settings: Settings, topology: Topology) -> Any:
-    """This rank's iterator, ``None`` on a rank that passes no samples. Raises ``InputError`` if that is not so."""
-    # With virtual stages a list, of which one entry is the iterator.
-    given, count = data_iterator, 1
-    if isinstance(given, (list, tuple)):
-        count = len(given)
-        given = next((one for one in given if one is not None), None)
-    if count != settings.virtual and data_iterator is not None:
-        raise InputError(
-            "data_iterator must have one entry per virtual stage",
-            expected=f"a list of {settings.virtual}" if settings.virtual > 1 else "one iterator",
-            found=f"{type(data_iterator).__name__} of {count}" if count > 1 else type(data_iterator).__name__,
-        )
-    where = ", ".join(f"{axis.name} rank {axis.rank} of {axis.size}" for axis in topology.axes)
-    if given is None and topology.owns_data:
-        raise InputError("this rank must have a data iterator", where=where, found="None")
-    if given is not None and not topology.owns_data:
-        if topology.tp.rank == 0 and topology.pp.rank in settings.mtp_stages:
-            return None  # a stage in the middle gets its fields from the first one
-        raise InputError(
-            "this rank should have no data iterator",
-            where=where,
-            expected="None, except on tensor-parallel rank 0 of the first and of the last pipeline stage",
-            hint='pass owners="every" if every rank brings samples of its own',
-        )
-    if given is not None and not hasattr(given, "__next__"):
-        raise InputError("data_iterator must be an iterator", found=type(given).__name__, hint="pass iter(...) of it")
-    return given
-
-
-class _Taken(StepMaker):
-    """Step of samples that are given, or of the failure to get them."""
-
-    taken: tuple[list[Any], Exception | None] = ([], None)
-
-    def take(self) -> tuple[list[Any], Exception | None]:
-        return self.taken
-
-
-def _maker(
-    topology: Topology,
-    settings: Settings | None,
-    source: Any,
-    num_microbatches: int,
-    failure: Exception | None,
-    pg_collection: Any,
-) -> _Taken:
-    # ``source`` is None on a rank that passes no samples, ``settings`` where the config could not be read. After a
-    # ``failure`` nothing is taken, and the maker reports it to all ranks.
-    def stage_fields(stage: int, stages: int) -> tuple[str, ...] | None:
-        # None asks for all fields, () for the lengths alone, from which a stage derives the plan.
-        mtp = settings.mtp_stages if settings is not None else frozenset()
-        ends = stage in (0, stages - 1) or topology.owners == "every"
-        return None if ends or stage in mtp else ()
-
-    def make_plan(lengths: np.ndarray) -> Plan:
-        assert settings is not None  # or it would have raised before
-        return settings.planner(topology)(lengths)
-
-    options = Options(global_batch_size=0, make_plan=make_plan, stage_fields=stage_fields, cp_order=None)
-    maker = _Taken(topology, Stream(ITERABLE, topology.dp.size, shared=False), None, options)
-    if topology.owns_data and failure is None:
-        samples, failure = tried(lambda: read_items(pull(source, num_microbatches)))
-        # With dp flattened over cp each of these ranks counts as one that owns data, but a cp group brings its samples
-        # once.
-        if settings is not None and settings.dynamic and not _is_first_copy(topology, pg_collection):
-            samples = []
-        maker.taken = (samples or [], failure)
-    elif topology.owns_data:
-        maker.taken = ([], failure)
-    return maker
-
-
-def _is_first_copy(topology: Topology, pg_collection: Any) -> bool:
-    """Whether this rank's samples count: the ranks of one context-parallel group all bring the same ones."""
-    return Topology.from_megatron(pg_collection, owners=topology.owners).cp.rank == 0
-
-
-def _iterators(step: PackedStep, settings: Settings, topology: Topology) -> Any:
+def _iterators(step: PackedStep, settings: Settings, topology: Topology, tail: Tail | None) -> Any:
     everywhere = topology.owners == "every"
     if topology.tp.rank and not everywhere:
         return [None] * settings.virtual if settings.virtual > 1 else None
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    device, rank = home_device(topology), topology.dp.rank
-    microbatches = []
-    for k, batch in enumerate(step.microbatches):
-        degree = step.plan.degree(k, rank) if settings.dynamic else None
-        multiple = settings.row_multiple(topology, degree)
-        full = _fill_up(batch, multiple)
-        microbatches.append((_values(full, device, degree), full.layout))
-    traits = {"everywhere": everywhere, "rolled": bool(settings.mtp_stages)}
+    rows = microbatches_of(step.microbatches, step.plan, settings, topology, tail)
     # Megatron's rerun state machine asserts this class, by which it replays a step. Each virtual stage reads all
     # microbatches of the step, so each gets an iterator of its own over the same tensors.
-    iterators = [
-        RerunDataIterator(iter([Microbatch(values, layout, **traits) for values, layout in microbatches]))
-        for _ in range(settings.virtual)
-    ]
+    iterators = [RerunDataIterator(iter([copy.copy(row) for row in rows])) for _ in range(settings.virtual)]
     return iterators if settings.virtual > 1 else iterators[0]
+
+
+def microbatches_of(
+    batches: Sequence[RaggedBatch], plan: Plan, settings: Settings, topology: Topology, tail: Tail | None
+) -> list[Microbatch]:
+    """A rank's batches of a plan under Megatron's keys. Pure, but for the device that the values are put on."""
+    device = home_device(topology)
+    rows = []
+    for k, batch in enumerate(batches):
+        degree = plan.degree(k, topology.dp.rank) if settings.dynamic else None
+        # A tail makes the row a multiple of everything, so that without it only an empty row is filled.
+        multiple = 1 if tail is not None and batch.layout.size else settings.row_multiple(topology, degree)
+        full = _fill_up(batch, multiple)
+        rows.append(
+            Microbatch(
+                _values(full, device, degree),
+                full.layout,
+                everywhere=topology.owners == "every",
+                rolled=bool(settings.mtp_stages),
+                order=settings.order,
+                tail=tail,
+            )
+        )
+    return rows
 
 
 def _fill_up(batch: RaggedBatch, multiple: int) -> RaggedBatch:
