@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as state
 from megatron.core.pipeline_parallel import schedules
 
+from tests.support import megatron_today as today
 from ullage.datasets import MockSamples
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -358,4 +359,8 @@ def everything(rank, world, shapes):
         freed_while_sent,
     )
     found = {case.__name__: case(rank, world) for case in behaviours}
+    found["every stage"] = today.every_stage(config, sample, raised)
+    found["evaluation"] = today.evaluation(config, sample, owns, raised)
+    found["packed already"] = today.packed_already(config, sample, pack, owns, raised)
+    found["degrees"] = today.degrees(config, raised)
     return found, [layouts(rank, world, *shape) for shape in shapes]
