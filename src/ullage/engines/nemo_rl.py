@@ -2,13 +2,14 @@
 
 NeMo-RL packs on the driver, which holds every row: a packer makes bins, and bin *k* goes to data-parallel shard
 ``k % shards``. The bins of a plan, listed in the order of microbatches and then ranks, therefore arrive at the ranks
-that the plan chose, without a change to NeMo-RL. One line installs it::
+that the plan chose, without a change to NeMo-RL. One line puts it in place::
 
     nemo_rl.distributed.batched_data_dict.get_packer = ullage.engines.nemo_rl.get_packer
 
-Signatures, option names and metrics were copied by hand from ``nemo_rl/data/packing`` and
-``nemo_rl/distributed/batched_data_dict.py`` of NeMo-RL's main branch as of August 2026. NeMo-RL is neither imported nor
-installed where this project is tested, so a later change of its interface is not noticed by the tests.
+or ``ullage.engines.nemo_rl.install()``, wherever it was imported.
+
+Shown with NeMo-RL's tests/unit/data/packing/test_algorithms.py and tests/unit/distributed/test_batched_data_dict.py of
+22 August 2026 over this factory. NeMo-RL is not installed where this project is tested.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.engines.dealing import bins_of, fill_empty
+from ullage.engines.lists import Replacement, replace
+from ullage.engines.lists.packers import Packer, stand_for
 from ullage.errors import InputError
 from ullage.layout import Int64, Integers, as_lengths
-from ullage.planning.cost import Cost, TransformerCost, integer_costs
-from ullage.planning.planner import plan
+from ullage.planning.cost import Cost
 
+MODULE = "nemo_rl.data.packing"
 #: NeMo-RL's names of algorithms, and ``BALANCED``. The first keeps arrival order; all others are the plan.
 ARRIVAL = "CONCATENATIVE"
 ALGORITHMS = (ARRIVAL, "FIRST_FIT_DECREASING", "FIRST_FIT_SHUFFLE", "MODIFIED_FIRST_FIT_DECREASING", "BALANCED")
 
 
-class SequencePacker:
+class SequencePacker(Packer):
     """Packer of sequences into as few bins as possible, with balanced work.
 
     Args:
@@ -46,7 +48,7 @@ class SequencePacker:
         bin_count_multiple: the number of bins is a multiple of this; each group of that many bins
             runs at the same time, one per rank.
         cost: cost model, as for ``ullage.plan``.
-        strategy: ``"balanced"``, or ``"next_fit"`` for arrival order.
+        order: ``"balanced"``, or ``"next_fit"`` for arrival order.
 
     Raises ``InputError``, a ``ValueError``, for numbers out of range.
 
@@ -62,18 +64,10 @@ class SequencePacker:
         bin_count_multiple: int | None = None,
         *,
         cost: Cost | None = None,
-        strategy: str = "balanced",
+        order: str = "balanced",
     ) -> None:
-        if min_bin_count is not None and min_bin_count < 0:
-            raise InputError("min_bin_count must be nonnegative", found=min_bin_count)
-        if bin_count_multiple is not None and bin_count_multiple < 1:
-            raise InputError("bin_count_multiple must be positive", found=bin_count_multiple)
-        self.bin_capacity = bin_capacity
+        super().__init__(bin_capacity, min_bin_count, bin_count_multiple, cost=cost, order=order)
         self.collect_metrics = collect_metrics
-        self.min_bin_count = min_bin_count
-        self.bin_count_multiple = bin_count_multiple
-        self.cost = TransformerCost() if cost is None else cost
-        self.strategy = strategy
         self._packed: list[dict[str, float]] = []
 
     def pack(self, sequence_lengths: Integers) -> list[list[int]]:
@@ -81,20 +75,9 @@ class SequencePacker:
 
         Raises ``InputError``, a ``ValueError``, for a sequence above the capacity, and for fewer sequences than bins.
         """
-        lengths = as_lengths(sequence_lengths, "sequence_lengths")
-        # A plan's bins are a multiple of its ranks; ``least`` microbatches make at least ``min_bin_count`` bins.
-        ranks = self.bin_count_multiple or 1
-        least = -(-(self.min_bin_count or 0) // ranks)
-        made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, strategy=self.strategy)
-        if 0 < made.num_microbatches < least and self.strategy == "balanced":
-            made = plan(lengths, ranks=ranks, capacity=self.bin_capacity, cost=self.cost, microbatch_multiple=least)
-        # NeMo-RL runs every bin, so none may be empty.
-        bins = bins_of(made)
-        bins += [[] for _ in range(least * ranks - len(bins))]
-        costs, _, _ = integer_costs(self.cost, lengths)
-        bins = fill_empty(bins, costs.tolist())
+        bins = super().pack(sequence_lengths)
         if self.collect_metrics:
-            self._packed.append(self.compute_metrics(lengths, bins))
+            self._packed.append(self.compute_metrics(sequence_lengths, bins))
         return bins
 
     def compute_metrics(self, sequence_lengths: Integers, bins: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -170,8 +153,9 @@ def get_packer(
     name = algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)
     if name.upper() not in ALGORITHMS:
         raise InputError("Unknown packing algorithm", expected=" or ".join(ALGORITHMS), found=name)
-    strategy = "next_fit" if name.upper() == ARRIVAL else "balanced"
-    return SequencePacker(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, strategy=strategy)
+    stand_for(SequencePacker, f"{MODULE}.algorithms", "SequencePacker")
+    order = "next_fit" if name.upper() == ARRIVAL else "balanced"
+    return SequencePacker(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, order=order)
 
 
 @runtime_checkable
@@ -334,3 +318,8 @@ def reorder_data(values: Any, reordered_indices: Sequence[int]) -> Any:
     if len(values) != len(reordered_indices):
         raise InputError("rows and indices disagree", expected=f"{len(reordered_indices)} rows", found=len(values))
     return _select(values, np.argsort(np.asarray(reordered_indices, np.int64)).tolist())
+
+
+def install() -> Replacement:
+    """Replace the factory, wherever it was imported."""
+    return replace({f"{MODULE}.algorithms.get_packer": get_packer})

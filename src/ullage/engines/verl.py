@@ -1,24 +1,23 @@
 """verl adapter: its balancing functions and its dynamic context-parallel scheduler, over ullage's plan.
 
 In verl every data-parallel rank holds its own rows, and balancing divides them into partitions and microbatches. The
-functions here have the names, arguments and results of verl's, so one line per function installs them::
+functions here have the names, arguments and results of verl's, so one line per function puts them in place::
 
     verl.utils.seqlen_balancing.rearrange_micro_batches = ullage.engines.verl.rearrange_micro_batches
 
-Partitions are never less even than by verl's Karmarkar-Karp, and take less time. A microbatch never exceeds its tokens;
-verl fixes the number of microbatches first, balances, and does not check again. A failure on one rank raises on all.
+or ``ullage.engines.verl.install()`` all of them, in every module that has imported them by name.
 
-Signatures were copied by hand from ``verl/utils/seqlen_balancing.py`` and, for the scheduler, from the calls in
-``verl/utils/dynamic_cp_scheduler.py``, of verl's main branch as of August 2026. verl is neither imported nor installed
-where this project is tested, so a later change of its interface is not noticed by the tests.
+Partitions are never less even than by verl's Karmarkar-Karp, and take less time. A microbatch never exceeds its tokens,
+unless one group of rows does. A failure on one rank raises on all.
+
+Shown with verl's tests/utils/test_seqlen_balancing.py, test_prepare_micro_batches_with_group_size.py and
+test_dynamic_cp_scheduler.py of 22 August 2026 over these functions. verl is not installed where this project is tested.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,20 +26,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ullage.engines.dealing import bins_of, fill_empty
+from ullage.engines.lists import Replacement, partitions, replace
+from ullage.engines.lists.dynamic_cp import DynamicCPScheduler as DynamicCPScheduler
+from ullage.engines.lists.filling import Filling
 from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.cost import LINEAR_7B
-from ullage.planning.placement import slots_of
-from ullage.planning.planner import plan
-from ullage.planning.plans import Plan
+from ullage.planning.request import refuse_oversize
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 
-#: Differencing is left out where the largest partition is within this factor of the bound on every division,
-_LEVEL = 1.0002
-#: unless there are at most this many items, for which it takes next to no time.
-_FEW = 1024
+MODULE = "verl.utils.seqlen_balancing"
 
 
 def calculate_workload(seqlen_list: Tensor) -> Tensor:
@@ -52,68 +48,19 @@ def calculate_workload(seqlen_list: Tensor) -> Tensor:
     return length * (LINEAR_7B + length)
 
 
-def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
     """Indices of ``k_partitions`` parts whose sums are as equal as can be found; each part ascending, none empty.
 
-    ``seqlen_list``: integers >= 0, lengths or work. ``equal_size``: whether all parts have as many items. The
-    largest sum is at most that of Karmarkar-Karp's differencing, or within 0.02 % of what no division can beat. Raises
-    ``InputError``, a ``ValueError``, for fewer items than parts, and for numbers that ``equal_size`` cannot divide.
+    ``seqlen_list``: numbers >= 0, lengths or work, integers of any size or floats. ``equal_size``: whether all parts
+    have as many items. See :func:`ullage.engines.lists.partitions`.
 
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
     [[2, 3, 4], [0, 1]]
     """
-    values, k = as_lengths(seqlen_list, "seqlen_list"), require_int(k_partitions, "k_partitions", least=1)
-    if len(values) < k:
-        raise InputError("there are fewer items than partitions", expected=f"at least {k}", found=len(values))
-    if equal_size and len(values) % k:
-        raise InputError("equal_size must divide the items", expected=f"a multiple of {k}", found=len(values))
-    # The plan: every item takes one slot, so that a capacity of n/k slots gives parts of equal size.
-    made = plan(
-        np.ones(len(values), np.int64),
-        ranks=k,
-        capacity=len(values) // k if equal_size else len(values),
-        cost=lambda _: values,
-    )
-    parts = fill_empty(bins_of(made), values.tolist(), "partitions")
-    # Differencing, where the plan is not at the bound; the more even division is taken.
-    largest, least = _largest(values, parts), max(-(-int(values.sum()) // k), int(values.max()))
-    if largest > least and (len(values) <= _FEW or largest > least * _LEVEL):
-        others = fill_empty(_differencing(values.tolist(), k, equal_size), values.tolist(), "partitions")
-        parts = min(parts, others, key=lambda each: _largest(values, each))
-    return [sorted(part) for part in parts]
-
-
-def _largest(values: Int64, parts: Sequence[Sequence[int]]) -> int:
-    return max(int(values[list(part)].sum()) for part in parts)
-
-
-def _differencing(values: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """Karmarkar and Karp's differencing for ``k`` parts.
-
-    Of the two partial divisions with the widest spread, the large parts of one are joined with the small parts of the
-    other, until one division is left. A part is (sum, number of items, items as (index, value)); ties are broken by
-    these, so that the result is deterministic.
-    """
-    # With equal_size the first divisions have one item in each part, and joining them keeps the counts equal.
-    order = sorted((value, i) for i, value in enumerate(values))
-    size = k if equal_size else 1
-    empty = (0, 0, [])
-    heap: list[Any] = []
-
-    def push(parts: list[tuple[int, int, list[tuple[int, int]]]]) -> None:
-        parts.sort(reverse=True)
-        total, count, items = parts[0]
-        tie = [(-i, -value) for i, value in items]
-        # Smallest less largest sum: the heap gives the widest spread first.
-        heapq.heappush(heap, (parts[-1][0] - total, -total, -count, tie, parts))
-
-    for begin in range(0, len(order), size):
-        parts = [(value, 1, [(i, value)]) for value, i in order[begin : begin + size]]
-        push(parts + [empty] * (k - len(parts)))
-    while len(heap) > 1:
-        wide, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
-        push([(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in zip(wide, reversed(other))])
-    return [[i for i, _ in items] for _, _, items in heap[0][-1]]
+    k_partitions = require_int(k_partitions, "k_partitions", least=1)
+    return partitions(seqlen_list, k_partitions, equal_size=equal_size, name="seqlen_list")
 
 
 def rearrange_micro_batches(
@@ -125,6 +72,8 @@ def rearrange_micro_batches(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
+    *,
+    oversize: str = "alone",
 ) -> tuple[list[Any], list[list[int]]]:
     """Microbatches of equal work with at most ``max_token_len`` tokens, and the row indices of each.
 
@@ -138,19 +87,20 @@ def rearrange_micro_batches(
         min_num_micro_batch: least number of microbatches. As few as hold the rows otherwise.
         use_dynamic_bsz_balance: whether the light microbatches run first and last, where a pipeline fills and drains.
         force_group_size: this many consecutive rows stay together.
+        oversize: for a group of several rows above ``max_token_len``: ``"alone"``, it has a microbatch of its own, with
+            a warning, or ``"error"``, the rule of verl since 25 August 2026.
 
-    Collective over ``dp_group``. Waits for the device once. Raises ``InputError`` for a row or group above
-    ``max_token_len``, and if there are fewer rows than microbatches: on every rank, if there is a group.
+    Collective over ``dp_group``. Waits for the device once. Raises ``InputError`` for a row above ``max_token_len``,
+    and if there are fewer rows than microbatches: on every rank, if there is a process group.
     """
     size = max(1, int(force_group_size))
     axis = Axis.from_group(dp_group, "dp") if dp_group is not None and same_micro_num_in_dp else None
     # How many microbatches this rank needs; if that fails, the other ranks learn it below.
-    read, failure = tried(lambda: _read_items(batch, max_token_len, size))
+    read, failure = tried(lambda: _read_items(batch, max_token_len, size, oversize))
     if failure is not None and axis is None:
         raise failure
-    tokens, work, needed = read if read is not None else (np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
     # The number of microbatches: the largest that any rank needs, rounded up to the multiple.
-    count, available = max(needed, min_num_micro_batch or 0), len(tokens)
+    count, available = (max(read[0].needed, min_num_micro_batch or 0), read[2]) if read is not None else (0, 0)
     if axis is not None:
         # -1 tells the other ranks of a failure, in the collective that is needed anyway.
         rows = gather_int64(np.array([-1 if failure else count, available]), axis)
@@ -167,37 +117,27 @@ def rearrange_micro_batches(
             found=available * size,
             hint="raise max_token_len, or lower min_num_micro_batch",
         )
-    # Divide, order, and turn groups back into rows.
-    items = _even_bins(tokens, work, max_token_len, count)
+    assert read is not None
+    filling, work, _ = read
+    parts = filling.into(count)
     if use_dynamic_bsz_balance:
-        items.sort(key=lambda ids: (int(work[ids].sum()), ids[0]), reverse=True)
+        parts.sort(key=lambda ids: (int(work[ids].sum()), ids[0]), reverse=True)
         # From heaviest first to light, heavy, light: the even places backwards, then the odd ones.
-        items = items[::2][::-1] + items[1::2]
-    parts = [[i * size + k for i in ids for k in range(size)] for ids in items]
+        parts = parts[::2][::-1] + parts[1::2]
     return [select_rows(batch, part) for part in parts], parts
 
 
-def _read_items(batch: Any, max_token_len: int, size: int) -> tuple[Int64, Int64, int]:
-    """Tokens and work of each group of ``size`` rows, and the number of microbatches that they need."""
+def _read_items(batch: Any, max_token_len: int, size: int, oversize: str) -> tuple[Filling, Int64, int]:
+    """The rows as a question for bins, the work of each, and the number of groups of ``size`` rows."""
     ids = batch["input_ids"]
     given = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     lengths = as_lengths(given.tolist(), "lengths of the rows")
     if len(lengths) % size:
         raise InputError("force_group_size must divide the batch", expected=f"a divisor of {len(lengths)}", found=size)
-    work = (lengths * (LINEAR_7B + lengths)).reshape(-1, size).sum(1)
-    tokens = lengths.reshape(-1, size).sum(1)
-    return tokens, work, plan(tokens, ranks=1, capacity=max_token_len, cost=lambda _: work).num_microbatches
-
-
-def _even_bins(tokens: Int64, work: Int64, capacity: int, count: int) -> list[list[int]]:
-    """``count`` bins of even work, none empty, none above ``capacity``, each ascending."""
-    if not count:
-        return []
-    made = plan(tokens, ranks=count, capacity=capacity, cost=lambda _: work)
-    if made.num_microbatches > 1:  # no even division was found; the one that gave the count is valid
-        made = plan(tokens, ranks=1, capacity=capacity, cost=lambda _: work)
-    bins = bins_of(made)
-    return [sorted(ids) for ids in fill_empty(bins + [[] for _ in range(count - len(bins))], work.tolist())]
+    refuse_oversize(lengths, max_token_len, 1)  # a row alone is refused by verl too, whatever is asked for groups
+    work = lengths * (LINEAR_7B + lengths)
+    groups = np.arange(len(lengths)) // size if size > 1 else None
+    return Filling.read(lengths, max_token_len, work=work, groups=groups, oversize=oversize), work, len(lengths) // size
 
 
 def select_rows(batch: Any, rows: Sequence[int]) -> Any:
@@ -244,151 +184,10 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]])
     return _select(data, np.argsort(order).tolist())
 
 
-@dataclass
-class _SharedBin:
-    """Sequences that ``degree`` consecutive ranks run together."""
-
-    degree: int
-    ids: list[int]
-
-
-class DynamicCPScheduler:
-    """Scheduler of microbatches in which each sequence runs on 1, 2, 4, ... ranks, as verl calls Megatron-Core's.
-
-    Args:
-        max_seqlen_per_dp_cp_rank: tokens that a rank holds in one microbatch.
-        cp_size, dp_size: the scheduler divides work over ``dp_size · cp_size`` ranks.
-        microbatch_group_size_per_vp_stage: the number of microbatches is a multiple of this.
-        min_cp_size: least number of ranks per sequence.
-
-    Raises ``InputError``, a ``ValueError``, for numbers that are not positive or do not divide.
-    """
-
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None = None,
-        min_cp_size: int = 1,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = require_int(max_seqlen_per_dp_cp_rank, "max_seqlen_per_dp_cp_rank", least=1)
-        self.ranks = require_int(cp_size, "cp_size", least=1) * require_int(dp_size, "dp_size", least=1)
-        self.multiple = require_int(
-            microbatch_group_size_per_vp_stage or 1, "microbatch_group_size_per_vp_stage", least=1
-        )
-        self.min_cp_size = require_int(min_cp_size, "min_cp_size", least=1)
-        if self.ranks % self.min_cp_size:
-            raise InputError("min_cp_size must divide the ranks", expected=f"a part of {self.ranks}", found=min_cp_size)
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Iterable[tuple[Any, int]]) -> list[list[list[Any]]]:
-        """Ids of the samples that each rank runs, by microbatch and rank.
-
-        ``sample_id_seqlens``: pairs of an id and a length in tokens. Ranks that share samples are consecutive and begin
-        at a multiple of their number; they list the same ids. No rank is without samples: where the plan leaves one
-        idle, a bin is divided or shared by more ranks. Raises ``InputError`` for an id that occurs twice, a sequence
-        that all ranks together cannot hold, and too few sequences to keep every rank busy.
-        """
-        pairs = list(sample_id_seqlens)
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            raise InputError("an id occurs twice", found=next(name for name in names if names.count(name) > 1))
-        lengths = as_lengths([length for _, length in pairs], "lengths")
-        # Blocks of ``min_cp_size`` ranks are the ranks of the plan, which then gives each bin 1, 2, 4, ... of them.
-        num_blocks, capacity = self.ranks // self.min_cp_size, self.max_seqlen_per_dp_cp_rank * self.min_cp_size
-        made = plan(
-            lengths,
-            ranks=num_blocks,
-            capacity=capacity,
-            context_parallel="auto",
-            microbatch_multiple=self.multiple,
-            pad_to_multiple_of=1 if self.min_cp_size == 1 else 2 * self.min_cp_size,
-        )
-        # Every microbatch must occupy every rank, and their number be a multiple.
-        steps = [step for microbatch in range(made.num_microbatches) if (step := _occupied(made, microbatch))]
-        steps += [[] for _ in range(-len(steps) % self.multiple)]
-        _occupy_all(steps, made)
-        # Largest degree first, so that each bin begins at a multiple of its degree.
-        return [
-            [
-                [names[i] for i in part.ids]
-                for part in sorted(step, key=lambda part: -part.degree)
-                for _ in range(part.degree * self.min_cp_size)
-            ]
-            for step in steps
-        ]
-
-
-def _occupied(made: Plan, microbatch: int) -> list[_SharedBin]:
-    found, rank = [], 0
-    while rank < made.ranks:
-        degree = made.degree(microbatch, rank)
-        ids = made.members(microbatch, rank).tolist()
-        if ids:
-            found.append(_SharedBin(degree, ids))
-        rank += degree
-    return found
-
-
-def _occupy_all(steps: list[list[_SharedBin]], made: Plan) -> None:
-    """Occupy the idle ranks of every microbatch, most expensive bin first.
-
-    A bin of several sequences is halved, and one half goes to the idle ranks; a bin of one sequence gets twice as many
-    ranks; where no bin fits the idle ranks, they get a sequence of another bin, of any microbatch. Changes ``steps``.
-    """
-    costs = made.costs.tolist()
-
-    def cost_per_rank(part: _SharedBin) -> float:
-        return sum(costs[i] for i in part.ids) / part.degree
-
-    for step in steps:
-        while idle := made.ranks - sum(part.degree for part in step):
-            fitting = [
-                part
-                for part in step
-                if part.degree <= idle and (len(part.ids) > 1 or _fits(made, part.ids[0], 2 * part.degree))
-            ]
-            if not fitting:
-                step.append(_taken(steps, idle, made, cost_per_rank))
-                continue
-            expensive = max(fitting, key=cost_per_rank)
-            if len(expensive.ids) > 1:
-                step.append(_SharedBin(expensive.degree, _halve(expensive.ids, costs)))
-            else:
-                expensive.degree *= 2
-
-
-def _fits(made: Plan, i: int, degree: int) -> bool:
-    return int(slots_of(made.lengths[i : i + 1], made.pad_to_multiple_of, degree)[0]) <= made.capacity * degree
-
-
-def _halve(ids: list[int], costs: list[int]) -> list[int]:
-    """Move sequences with about half of the work, at least one and not all, out of ``ids``; return them."""
-    # Largest first, each to the lighter side; ``balance`` is the work kept less the work taken.
-    kept, taken, balance = [], [], 0
-    for i in sorted(ids, key=lambda i: -costs[i]):
-        lighter = kept if balance < 0 or not kept else taken
-        lighter.append(i)
-        balance += costs[i] if lighter is kept else -costs[i]
-    ids[:] = kept
-    return taken
-
-
-def _taken(
-    steps: list[list[_SharedBin]], idle: int, made: Plan, cost_per_rank: Callable[[_SharedBin], float]
-) -> _SharedBin:
-    """Bin of one sequence that fits on at most ``idle`` ranks, from the most expensive bin that has several."""
-    rich = [part for step in steps for part in step if len(part.ids) > 1]
-    for part in sorted(rich, key=cost_per_rank, reverse=True):
-        for i in sorted(part.ids, key=lambda i: -int(made.costs[i])):
-            degree = 1
-            while degree <= idle and not _fits(made, i, degree):
-                degree *= 2
-            if degree <= idle:
-                part.ids.remove(i)
-                return _SharedBin(degree, [i])
-    raise InputError(
-        "there are too few sequences to keep every rank busy",
-        expected="for each rank of each microbatch a sequence, or a power-of-two share of one",
-        found=f"{made.num_sequences} sequences",
-    )
+def install() -> Replacement:
+    """Replace verl's functions, wherever they were imported, and the scheduler that its dynamic context parallelism
+    asks Megatron-Core for."""
+    ours = (calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches, restore_dynamic_batch)
+    table: dict[str, Any] = {f"{MODULE}.{function.__name__}": function for function in ours}
+    table["verl.utils.dynamic_cp_scheduler.get_megatron_dynamic_cp_scheduler_cls"] = lambda: DynamicCPScheduler
+    return replace(table)
