@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.utils import DistributedType
 
 from ullage.errors import InputError
 from ullage.training.device_memory import num_bytes
@@ -132,23 +131,6 @@ def form_process_group(arguments: Any) -> None:
         vars(arguments).pop("_setup_devices", None)
         arguments._setup_devices  # noqa: B018  a cached property that sets the devices up, now with a group
     join_deepspeed(arguments)  # transformers' own arguments have not
-
-
-def require_sharding(arguments: Any) -> None:
-    """Raise ``InputError`` on every rank where FSDP was asked for and every rank would hold the whole model.
-
-    accelerate shards on accelerators alone; on CPUs it takes DistributedDataParallel without a word.
-    """
-    asked = bool(getattr(arguments, "fsdp", None)) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    state = arguments.distributed_state
-    if asked and state is not None and state.distributed_type == DistributedType.MULTI_CPU:
-        raise InputError(
-            "fsdp was asked for, but on CPUs accelerate does not shard: every rank would hold the whole model",
-            where="TrainingArguments.fsdp",
-            expected="an accelerator",
-            found=f"{arguments.world_size} processes on CPUs",
-            hint="leave fsdp out for data parallel training; `ullage train --dp` and ullage.engines.fsdp shard on CPUs",
-        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis, agree
-from ullage.training import counting, forms
+from ullage.training import counting, forms, fsdp
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.records import Record, as_tensors, combined, missing_labels
@@ -152,6 +152,7 @@ class Evaluator:
         # Nothing was prepared yet: evaluation without training. That is what transformers times too.
         first = len(trainer.accelerator._models) == 0
         start = time.time()
+        fsdp.shard_for_evaluation(trainer)
         prepare(_Nothing(), description, True)
         model = trainer.model_wrapped if first else trainer._wrap_model(trainer.model, training=False)
         trainer.model_preparation_time = round(time.time() - start, 4) if first else 0.0

@@ -37,8 +37,8 @@ from transformers.utils.generic import find_labels
 from ullage.errors import InputError, TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.training import counting
-from ullage.training.arguments import PackingOptions, form_process_group, require_sharding
+from ullage.training import counting, fsdp
+from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.beginning import RunCheck
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
@@ -93,10 +93,11 @@ class RaggedTrainerMixin(_Base):
         arguments = next((each for each in given if isinstance(each, transformers.TrainingArguments)), None)
         if arguments is not None:
             form_process_group(arguments)
+            fsdp.require_possible(arguments)
             PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
         end_groups_at_exit()
         super().__init__(*args, **kwargs)
-        require_sharding(self.args)
+        fsdp.require_sharding(self)
         found = find_labels(type(unwrap_peft_model(self.model)))
         if self.args.label_names is None and self.label_names == found:  # not chosen by the trainer
             # A compiled model's own forward has no names; shifted labels are extra.
@@ -115,6 +116,11 @@ class RaggedTrainerMixin(_Base):
         given = kwargs.get("data_collator") is not None or len(args) > 2 or self._packer.padded_loss is not None
         if self._packer.options is not None and not given:
             self.data_collator, self._signature_columns = self._reader.default_collator, None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""
+        with fsdp.sharding_on_cpus(self.args):
+            super().create_accelerator_and_postprocess()
 
     # The run.
 
@@ -178,6 +184,10 @@ class RaggedTrainerMixin(_Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._continuation.settle_loss()
         return super()._finalize_training(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with fsdp.sharded_once(self):
+            return super()._prepare_for_training(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._continuation.loads_weights(model):

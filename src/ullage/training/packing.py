@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
 from ullage.batch import RaggedBatch
@@ -316,8 +317,9 @@ class Packer:
         return RaggedBatch(values, Layout([2]), microbatch.per_sequence)
 
     def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
-        """No reduction of gradients before the last microbatch, where DDP would make one."""
-        if more_to_come and isinstance(model, nn.parallel.DistributedDataParallel):
+        """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
+        is_sharded = self.options is not None and self.options.coalesce_gradients and isinstance(model, FSDPModule)
+        if more_to_come and (is_sharded or isinstance(model, nn.parallel.DistributedDataParallel)):
             return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
 

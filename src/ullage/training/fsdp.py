@@ -1,0 +1,235 @@
+"""Sharding by accelerate's FSDP2 (``--fsdp``, ``ACCELERATE_USE_FSDP``), on accelerators and on CPUs.
+
+accelerate's preparation of a model for FSDP2 runs on CPUs as it is: ``fully_shard``, checkpoints, clipping. What keeps
+it from running there is a list: ``AcceleratorState`` looks for a plugin of FSDP only where the process group is of one
+of eight kinds, and that of CPUs is not among them. So while it looks, the group is said to be of another kind.
+
+Source: accelerate 1.15 ``state.py`` and ``utils/fsdp_utils.py``; transformers 5.23 ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from ullage.errors import InputError
+
+_LOG = logging.getLogger(__name__)
+
+_ASKED = "ACCELERATE_USE_FSDP"
+#: Sizes of a ``ParallelismConfig`` over which ranks would have to share their samples.
+_SHARED_SAMPLES = ("tp_size", "cp_size", "sp_size")
+
+
+def is_asked_for(arguments: Any) -> bool:
+    """Whether arguments, or the environment that ``accelerate launch`` sets, ask for FSDP."""
+    return bool(getattr(arguments, "fsdp", None)) or _is_true(_ASKED)
+
+
+def require_possible(arguments: Any) -> None:
+    """Raise ``InputError`` on every rank for what was asked for and would not be done.
+
+    Warns where the environment asks for it and there is one process, which holds the whole model then.
+    """
+    _require_data_parallel(arguments)
+    state = getattr(arguments, "distributed_state", None)
+    if not is_asked_for(arguments) or state is None or (arguments.fsdp and arguments.fsdp_config.get("xla")):
+        return
+    if state.distributed_type == DistributedType.NO:
+        if not arguments.fsdp:
+            _LOG.warning("%s is set, and one process holds the whole model: start the script with torchrun", _ASKED)
+            return
+        raise InputError(
+            "fsdp was asked for, and there is one process, which would hold the whole model",
+            where="TrainingArguments.fsdp",
+            expected="several processes",
+            found=1,
+            hint="start the script with torchrun --nproc_per_node, or leave fsdp out",
+        )
+    on_cpus = state.distributed_type == DistributedType.MULTI_CPU or arguments.device.type == "cpu"
+    if on_cpus and (version := _version(arguments)) != 2:
+        raise InputError(
+            "version 1 of FSDP does not shard on CPUs",
+            where="TrainingArguments.fsdp_config" if arguments.fsdp else "FSDP_VERSION",
+            expected=2,
+            found=version,
+            hint="set fsdp_config={'version': 2}, or FSDP_VERSION=2 where the environment asks for FSDP",
+        )
+
+
+def _version(arguments: Any) -> int:
+    plugin = getattr(arguments, "fsdp_plugin_args", None)
+    # accelerate's own default is 1, transformers' is 2.
+    return int(plugin["fsdp_version"]) if plugin else int(os.environ.get("FSDP_VERSION", "1"))
+
+
+def _require_data_parallel(arguments: Any) -> None:
+    """Raise ``InputError`` for sizes of accelerate's ``ParallelismConfig`` that are not honoured here."""
+    sizes = getattr(arguments, "parallelism_config", None)
+    if sizes is None and _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        sizes = ParallelismConfig()
+    if sizes is None:
+        return
+    for name in _SHARED_SAMPLES:
+        if getattr(sizes, name) > 1:
+            raise InputError(
+                f"{name} is not honoured: every rank trains on samples of its own here",
+                where="ParallelismConfig",
+                expected=f"{name}=1, with dp_replicate_size and dp_shard_size",
+                found=f"{name}={getattr(sizes, name)}",
+                hint="ullage.engines.fsdp has context and tensor parallelism: `ullage train --dp --cp --tp`",
+            )
+    if sizes.dp_shard_size > 1 and not is_asked_for(arguments):
+        raise InputError(
+            "dp_shard_size says over how many ranks FSDP shards, and no FSDP was asked for",
+            where="ParallelismConfig",
+            expected="fsdp=True with it",
+            found=f"dp_shard_size={sizes.dp_shard_size} alone",
+            hint="set TrainingArguments(fsdp=True, ...), or leave dp_shard_size out",
+        )
+
+
+@contextlib.contextmanager
+def sharding_on_cpus(arguments: Any) -> Iterator[None]:
+    """An accelerator that is made within it shards on CPUs, where ``arguments`` ask for FSDP; else nothing happens.
+
+    Raises ``InputError`` where an accelerator was made before: its kind of training is settled.
+    """
+    state = getattr(arguments, "distributed_state", None)
+    if not is_asked_for(arguments) or state is None or state.distributed_type != DistributedType.MULTI_CPU:
+        yield
+        return
+    if AcceleratorState._shared_state:
+        raise InputError(
+            "fsdp was asked for, and an Accelerator that does not shard was made before the Trainer",
+            where="TrainingArguments.accelerator_config",
+            expected="use_configured_state=False",
+            found=True,
+            hint="let the Trainer make it: TrainingArguments(fsdp=True, fsdp_config={...})",
+        )
+    before = os.environ.get(_ASKED)
+    # All PartialStates share their attributes. AcceleratorState copies the kind, finds it in its list, and replaces it
+    # in both by FSDP.
+    state.distributed_type = DistributedType.MULTI_GPU
+    try:
+        yield
+    finally:
+        if state.distributed_type != DistributedType.FSDP:
+            state.distributed_type = DistributedType.MULTI_CPU
+        # The constructor leaves its wish in the environment, where the next Trainer of this process would read it.
+        if before is None:
+            os.environ.pop(_ASKED, None)
+
+
+def require_sharding(trainer: Any) -> None:
+    """Raise ``InputError`` on every rank where FSDP was asked for and the trainer's accelerator does not shard."""
+    if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:
+        if trainer.is_fsdp_xla_enabled:
+            return
+        raise InputError(
+            "fsdp was asked for, but accelerate does not shard here: every rank would hold the whole model",
+            where="TrainingArguments.fsdp",
+            expected="FSDP",
+            found=str(trainer.accelerator.distributed_type),
+            hint="leave fsdp out for data parallel training",
+        )
+
+
+@contextlib.contextmanager
+def sharded_once(trainer: Any) -> Iterator[None]:
+    """Within it the trainer's accelerator shards the trainer's model, or leaves one that is sharded already as it is.
+
+    Does nothing without FSDP2. Raises ``InputError`` on every rank for a plan of layers that cannot be sharded.
+    """
+    accelerator = trainer.accelerator
+    if not (trainer.is_fsdp_enabled and accelerator.is_fsdp2):
+        yield
+        return
+    if isinstance(trainer.model, FSDPModule):
+        # A second run. accelerate would checkpoint each layer once more, and find the optimizer's parameters by their
+        # addresses, which ranks with empty parts do not have. They are the model's already.
+        def prepared(*objects: Any) -> tuple[Any, ...]:
+            return tuple(
+                each if isinstance(each, nn.Module) else accelerator._prepare_one(each, first_pass=True)
+                for each in objects
+            )
+
+        accelerator._prepare_fsdp2 = prepared
+        try:
+            yield
+        finally:
+            del accelerator._prepare_fsdp2
+        return
+    _settle_plugin(accelerator.state.fsdp_plugin, trainer.model, accelerator.device)
+    yield
+    # What transformers asks before it generates: ranks whose sequences end early go on calling the model.
+    if isinstance(trainer.model, FSDPModule):
+        trainer.model._is_fsdp_managed_module = True
+
+
+def shard_for_evaluation(trainer: Any) -> None:
+    """Shard a model that no run has sharded yet; accelerate does so with an optimizer only."""
+    if not (trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2) or isinstance(trainer.model, FSDPModule):
+        return
+    accelerator = trainer.accelerator
+    with sharded_once(trainer):
+        unused = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+        trainer.model, optimizer = accelerator.prepare(trainer.model, unused)
+        trainer.model_wrapped = trainer.model
+    accelerator._optimizers.remove(optimizer)
+
+
+def _settle_plugin(plugin: Any, model: nn.Module, device: torch.device) -> None:
+    """Complete what accelerate would do with the plugin and fails at. Raises ``InputError`` for what torch refuses."""
+    if device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        # Parameters live on the host as they are. Pinning them would need an accelerator.
+        plugin.cpu_offload = OffloadPolicy()
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy and plugin.min_num_params:
+        lists = (
+            (name, each) for name, each in model.named_modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict))
+        )
+        large = [name for name, each in lists if sum(p.numel() for p in each.parameters()) > plugin.min_num_params]
+        if large:
+            raise InputError(
+                "layers cannot be found by size: torch shards no list of modules, and this one is large enough",
+                where=f"fsdp_config['auto_wrap_policy'], {large[0]}",
+                expected="TRANSFORMER_BASED_WRAP",
+                found=f"SIZE_BASED_WRAP, min_num_params={plugin.min_num_params:,}",
+                hint="leave auto_wrap_policy out, or name layers: transformer_layer_cls_to_wrap",
+            )
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return
+    # accelerate shards the embeddings by themselves, after the layers. A layer that holds them (BertEmbeddings) would
+    # have sharded them before, which torch refuses. Composite models name layers that they do not have.
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    shared = [getattr(model, getter)() for getter in getters if hasattr(model, getter)]
+    asked, found = plugin.transformer_cls_names_to_wrap, []
+    for name in getattr(model, "_no_split_modules", None) or [] if asked is None else asked:
+        layers = [module for module in model.modules() if type(module).__name__ == name]
+        holds = any(part is each for layer in layers for part in layer.modules() for each in shared if each is not None)
+        if asked is not None and (holds or not layers):
+            raise InputError(
+                "this class cannot be sharded as a layer",
+                where="fsdp_config['transformer_layer_cls_to_wrap']",
+                expected="a class of layers of the model, without its embeddings",
+                found=f"{name}, which {'holds the embeddings' if holds else 'is not in the model'}",
+                hint=f"leave it out: {type(model).__name__} names its layers itself",
+            )
+        if layers and not holds:
+            found.append(name)
+    plugin.transformer_cls_names_to_wrap = found
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")
