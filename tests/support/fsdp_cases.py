@@ -320,25 +320,26 @@ def clip(rank, world):
     return {"norm": first, "true": square**0.5, "after": float(fsdp.clip_grad_norm(model.parameters()))}
 
 
-def world_cases(rank, world, cases):
+def world_cases(rank, world, functions, cases):
     outcomes = []
     for name, arguments in cases:
         try:
-            outcomes.append(globals()[name](rank, world, **arguments))
+            outcomes.append(functions[name](rank, world, **arguments))
         except Exception as error:
             outcomes.append({"error": f"{type(error).__name__}: {error}"})
     return outcomes
 
 
-def main():
+def run_jobs(functions, jobs):
+    """Print what each rank of each job returned; ``functions``: by the names in the jobs."""
     results = []
-    for world, cases in json.loads(sys.argv[1]):
+    for world, cases in jobs:
         if world == 1:
-            results.append([world_cases(0, 1, cases)])
+            results.append([world_cases(0, 1, functions, cases)])
         else:
-            results.append(processes.values(processes.run(world_cases, world, cases, method="fork")))
+            results.append(processes.values(processes.run(world_cases, world, functions, cases, method="fork")))
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(globals(), json.loads(sys.argv[1]))

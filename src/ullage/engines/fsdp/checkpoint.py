@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.model import parallel_of, tied_names
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
+from ullage.engines.fsdp.trainer_checkpoint import TrainerCheckpoint, is_trainer_checkpoint
 from ullage.errors import CheckpointError, InputError
 from ullage.ranks import Axis, together
 from ullage.training.agreement import require_same_folder
@@ -80,6 +81,9 @@ def load(
 ) -> None:
     """Fill model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
 
+    A folder ``checkpoint-N`` of a plain Trainer, without DeepSpeed, is taken too, with ``optimizer.pt`` and
+    ``scheduler.pt``: of such a folder ``states`` may name the ``scheduler``.
+
     Args:
         folder: the checkpoint, the same on every rank.
         model: from ``parallelize``; filled in place.
@@ -98,6 +102,9 @@ def load(
         if _first_of_machine():
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
+    if is_trainer_checkpoint(folder):
+        _load_trainer_checkpoint(folder, model, optimizer, hyperparameters, states)
+        return
     with together(Axis.world(), "reading a checkpoint"):
         # All checks, on every rank together, before the model is touched. A new optimizer gets empty state here, since
         # torch fills only tensors that exist.
@@ -121,6 +128,16 @@ def load(
         loader.load(settings)
     for name, state in states.items():
         state.load_state_dict(told[name])
+
+
+def _load_trainer_checkpoint(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer | None, hyperparameters: bool, states: dict[str, Any]
+) -> None:
+    with together(Axis.world(), "reading a Trainer's checkpoint"):
+        require_same_model(model.config, folder)
+        reader = TrainerCheckpoint(folder, model, _weights(model), optimizer, states)
+        reader.check(hyperparameters)
+    reader.load()
 
 
 def is_checkpoint(folder: str | Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ullage.errors import CheckpointError
@@ -81,6 +82,25 @@ def copy_back(values: dict[str, Any], loaded: dict[str, Any]) -> None:
                 held._local_tensor.copy_(value.redistribute(placements=held.placements)._local_tensor)
             else:
                 values[name] = value
+
+
+def fill(value: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Copy this rank's part of a whole tensor into ``value``, of any layout.
+
+    ``read``: gives the elements of the whole at one slice per dim. Collective where tp cuts a fused weight, which has
+    to be laid out anew; elsewhere each rank reads what it holds, and nothing is sent.
+    """
+    with torch.no_grad():
+        if not isinstance(value, DTensor):
+            value.copy_(read(tuple(slice(0, size) for size in value.shape)))
+            return
+        plain = writable(value)
+        sizes, offsets = compute_local_shape_and_global_offset(plain.shape, plain.device_mesh, plain.placements)
+        # A rank may hold nothing of a small tensor.
+        if plain._local_tensor.numel():
+            plain._local_tensor.copy_(read(tuple(slice(at, at + size) for at, size in zip(offsets, sizes))))
+        if plain is not value:
+            value._local_tensor.copy_(plain.redistribute(placements=value.placements)._local_tensor)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ullage.errors import CheckpointError
 
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."
 #: Settings of a group that say how an optimizer computes on this machine, not what.
-_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class OptimizerLoader:
                 found=f"{len(self._groups)} of {[len(set(names) & self._trained) for names in self._groups]}",
                 hint="group them alike, or load with hyperparameters=False to keep the optimizer's own settings",
             )
-        return [{k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in listed]
+        return [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in listed]
 
     def load(self, settings: list[dict[str, Any]]) -> None:
         """Fill the optimizer's tensors, and its settings if there are any. Collective."""

@@ -27,6 +27,7 @@ from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
 from ullage.engines.fsdp.mesh import make_topology
 from ullage.engines.fsdp.model import parallelize
 from ullage.engines.fsdp.step import StepResult, evaluate_step, train_step
+from ullage.engines.fsdp.trainer_checkpoint import decaying_first
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
 from ullage.ranks import Topology
@@ -220,8 +221,10 @@ class Trainer:
 
     def _train_epoch(self, epoch: int) -> None:
         """Train on the rest of an epoch. Each epoch has an order of its own, the same on every layout."""
-        # Seed and epoch alone decide the order, not the layout. A continued run leaves out the steps that were made.
-        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(self.args.seed + epoch))
+        # Seed and epoch alone decide the order, not the layout: that of accelerate's sampler, so of a plain Trainer.
+        # A continued run leaves out the steps that were made.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed + epoch))
         done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
         left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())
         with self._steps(left, self.global_batch_size) as steps:
@@ -313,18 +316,31 @@ class Trainer:
 
     def _load(self, folder: Path, allow_changed: bool) -> None:
         saved = TrainerState.load_from_json(str(folder / _STATE))
-        if saved.train_batch_size != self.global_batch_size:
+        is_ours = (folder / WEIGHTS).is_dir()
+        self._require_same_steps(folder, saved, is_ours)
+        place = folder / WEIGHTS if is_ours else folder
+        load(place, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
+        self.state.global_step, self.state.log_history = saved.global_step, saved.log_history
+        self.state.epoch = saved.global_step / self.steps_per_epoch
+
+    def _require_same_steps(self, folder: Path, saved: TrainerState, is_ours: bool) -> None:
+        """Raise ``CheckpointError`` for a run whose steps had another number of sequences."""
+        expected = f"{saved.train_batch_size} sequences"
+        same = saved.train_batch_size == self.global_batch_size
+        if not is_ours:
+            # A plain Trainer's state has the batch of one rank. The epoch tells the steps that it took.
+            steps = saved.global_step / saved.epoch if saved.epoch else self.steps_per_epoch
+            same = abs(steps - self.steps_per_epoch) < 0.5
+            expected = f"{steps:.0f} steps in an epoch; here {self.steps_per_epoch}"
+        if not same:
             raise CheckpointError(
                 "the run would go on with steps of another size",
                 where=str(folder),
-                expected=f"{saved.train_batch_size} sequences",
-                found=f"{self.global_batch_size}: {self.topology.dp.size} ranks of dp with "
+                expected=expected,
+                found=f"{self.global_batch_size} sequences: {self.topology.dp.size} ranks of dp with "
                 f"{self.args.per_device_train_batch_size} each",
-                hint="choose per_device_train_batch_size and dp whose product is that number",
+                hint="choose per_device_train_batch_size and dp whose product is that of the run",
             )
-        load(folder / WEIGHTS, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
-        self.state.global_step, self.state.log_history = saved.global_step, saved.log_history
-        self.state.epoch = saved.global_step / self.steps_per_epoch
 
 
 class _Collated:
@@ -362,16 +378,15 @@ def _require_supported(arguments: Any) -> None:
 
 def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:
     """Trainer's optimizer of these arguments, with Trainer's two groups."""
-    # The method reads nothing of its object, so it needs no Trainer.
-    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = dict(model.named_parameters())
     groups = [
-        {"params": [p for name, p in trained if (name in decayed) is chosen], "weight_decay": decay}
-        for chosen, decay in ((True, arguments.weight_decay), (False, 0.0))
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(decaying_first(model), (arguments.weight_decay, 0.0), strict=True)
     ]
     kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     # Factories, and optimizers that want more than groups of parameters (GaLore, LOMO, layer-wise ones), are made by
     # code of Trainer that is not taken over here.
     if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & set(options):
         raise InputError("this optim is not supported over ullage.engines.fsdp", found=str(arguments.optim))
-    return kind([group for group in groups if group["params"]], **options)
+    # Both, even where one has no parameters: then a checkpoint has the groups of Trainer's.
+    return kind(groups, **options)
