@@ -94,7 +94,7 @@ def test_a_second_conversion_to_the_same_target_is_refused(written, tmp_path):
 
 def test_options_that_make_no_sense_are_refused(written, tmp_path):
     for options, match in [
-        ({"format": "gguf"}, "unknown format: expected universal or safetensors or dcp, found gguf"),
+        ({"format": "gguf"}, "unknown format: expected universal or safetensors or dcp or trainer, found gguf"),
         ({"dtype": "bfloat16"}, "a universal checkpoint keeps its dtypes"),
         ({"format": "safetensors", "dtype": "int8"}, "cannot cast weights to this dtype"),
         ({"rank": 2, "world_size": 2}, "rank outside the world"),

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.support.launch import environment
+from ullage import checkpoint
 from ullage.cli.train.layout import require_layout_of
 from ullage.cli.train.verb import _run
 from ullage.errors import CheckpointError, InputError
@@ -140,15 +141,14 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_taken(folder, alo
 
 
 def test_what_cannot_be_is_said(folder, alone):
-    plain = folder / "trainer" / "checkpoint-3"
-    plain.mkdir(parents=True)
-    for name in ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (plain / name).write_text("{}")
-    hint = f"Continue it without them, or begin another run from its weights: --model {plain} --output_dir"
-    with pytest.raises(CheckpointError, match=hint):
-        require_layout_of(plain, asked=True)
+    zero = folder / "zero" / "checkpoint-3"
+    zero.mkdir(parents=True)
+    for name in ("trainer_state.json", "model.safetensors", "latest"):
+        (zero / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="a checkpoint of DeepSpeed's is not continued with --dp"):
+        require_layout_of(zero, asked=True)
     given = ("--resume_from_checkpoint", str(alone / "checkpoint-3"))
-    with pytest.raises(CheckpointError, match="written with --dp, --cp or --tp"):
+    with pytest.raises(CheckpointError, match=r"written with --dp, --cp or --tp .*checkpoint-3 --to trainer"):
         here(*arguments(folder, "plain", *given))
     with pytest.raises(CheckpointError, match="steps of another size"):
         here(*arguments(folder, "larger", "--dp", "1", *given, batch=16))
@@ -158,6 +158,19 @@ def test_what_cannot_be_is_said(folder, alone):
         here(*arguments(folder, "more", "--dp", "1", "--gradient_accumulation_steps", "2"))
     with pytest.raises(InputError, match="empty_step is not supported over"):
         here(*arguments(folder, "strict", "--dp", "1", "--empty_step", "error"))
+
+
+def test_a_run_of_the_trainer_goes_on_here_and_back(folder, alone):
+    here(*arguments(folder, "plain"))
+    assert losses(folder / "plain") == pytest.approx(losses(alone), rel=1e-6)
+    after = str(folder / "plain" / "checkpoint-3")
+    here(*arguments(folder, "from-plain", "--dp", "1", "--resume_from_checkpoint", after))
+    assert losses(folder / "from-plain") == pytest.approx(losses(alone), rel=1e-6)
+    made = folder / "back" / "checkpoint-3"
+    checkpoint.convert(alone / "checkpoint-3", made, format="trainer")
+    assert checkpoint.verify(alone / "checkpoint-3", made) == []
+    here(*arguments(folder, "back", "--resume_from_checkpoint", str(made)))
+    assert losses(folder / "back") == pytest.approx(losses(alone), rel=1e-6)
 
 
 @pytest.mark.slow

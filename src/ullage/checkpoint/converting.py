@@ -81,7 +81,8 @@ def convert(
     Args:
         source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
         target: a folder that does not exist; its parents are made.
-        format: ``universal``, ``safetensors`` or ``dcp``.
+        format: ``universal``, ``safetensors`` or ``dcp``; of a checkpoint of ``ullage.engines.fsdp.Trainer`` also
+            ``trainer``, a folder that a plain Trainer resumes from.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
         dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors and dcp).
         optimizer: whether to carry the optimizer's state; by default not to safetensors, always to universal.

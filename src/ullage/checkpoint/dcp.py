@@ -13,25 +13,19 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ullage.checkpoint import metadata
 from ullage.checkpoint.archive import Constant, FunctionCall, Instance, Payload, Target, TensorCopy, archive, pickled
 from ullage.checkpoint.details import Details, kept_by_group
-from ullage.checkpoint.folder import record_table
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
-from ullage.checkpoint.modules import whole_tensor
+from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.safetensors import cast_of
-from ullage.checkpoint.torchfile import RefusedFile, TorchFile, read_bytes, read_pickle, read_torch_file
+from ullage.checkpoint.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
 from ullage.checkpoint.universal import number
 from ullage.checkpoint.unpickling import Inert, Named, Size, TensorRef
 from ullage.errors import CheckpointError
-from ullage.layout import Int64
 
 #: A file is closed once it has this many bytes; a larger tensor still lies in one file.
 MAX_FILE_BYTES = 4 << 30
@@ -191,66 +185,6 @@ def _setting(value: Any, name: str, source: TorchFile | None) -> Any:
     return Constant(value.dtype, tuple(value.shape), read_bytes(source, value))
 
 
-def read_dcp(folder: Path) -> Inventory:
-    """The inventory of a DCP folder whose tensors are whole or cut along dim 0. Raises ``CheckpointError``."""
-    _, entries, places = read_metadata(folder)
-    files: dict[str, int] = {}
-    tensors: list[Tensor] = []
-    problems: list[Problem] = []
-    records: dict[int, list[Int64]] = {}
-    for flat, entry in entries.items():
-        name_key = _parameter(flat)
-        if entry.name != "TensorStorageMetadata" or name_key is None:
-            continue
-        shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", str(folder / ".metadata"))
-        # Each chunk is an archive of its own, and becomes a fragment of the whole at the element where its rows begin.
-        rows, dtypes, merged = [], [], None
-        for place in places.get(flat, []):
-            try:
-                source = place.open(folder)
-                file = files.setdefault(place.file, len(files))
-                ref, first = _chunk(source, place, shape)
-                whole = whole_tensor(*name_key, ref, file, source, "parameter")
-            except RefusedFile:
-                raise
-            except CheckpointError as error:
-                problems.append(Problem.of_error(error, place.file, parameter=flat))
-                continue
-            records.setdefault(file, []).append(record_table(source))
-            dtypes.append(ref.dtype)
-            # What is not contiguous cannot be a fragment: such a chunk is read only where it is the only one.
-            if whole.merge.kind == "strided":
-                merged = whole
-            elif ref.numel:
-                rows.append((file, source.place(ref), first, ref.numel))
-        if merged is not None and len(dtypes) == 1:
-            tensors.append(merged)
-            continue
-        if merged is not None or len(set(dtypes)) > 1:
-            problems.append(Problem("chunks that do not fit together", parameter=flat))
-            continue
-        fragments = Fragments.of(rows)
-        part = Slice(0, shape, fragments)
-        tensors.append(Tensor(*name_key, shape, dtypes[0] if dtypes else "float32", "parameter", (part,)))
-    listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in files)
-    tables = {file: _by_offset(parts) for file, parts in records.items()}
-    return Inventory(folder, "dcp", WrittenBy(), listed, tuple(tensors), read_problems=tuple(problems), records=tables)
-
-
-def _by_offset(parts: list[Int64]) -> Int64:
-    table = np.unique(np.concatenate(parts), axis=0)  # tied names share an archive
-    return table[np.argsort(table[:, 0], kind="stable")]
-
-
-def _chunk(source: TorchFile, place: Place, shape: tuple[int, ...]) -> tuple[TensorRef, int]:
-    """The tensor of a chunk, and the element of the whole at which it begins. Raises ``CheckpointError``."""
-    ref, offsets = source.root, place.offsets
-    if not isinstance(ref, TensorRef) or any(offsets[1:]) or ref.shape[1:] != shape[1:] or len(ref.shape) != len(shape):
-        found = list(ref.shape) if isinstance(ref, TensorRef) else None
-        raise CheckpointError("a chunk that is not whole rows", where=place.file, found=found)
-    return ref, (offsets[0] if offsets else 0) * math.prod(shape[1:])
-
-
 @dataclass(frozen=True)
 class Place:
     """The place of one item, or of one chunk of it: an archive of ``length`` bytes at ``offset`` of ``file``."""
@@ -295,13 +229,3 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
 
 def _is(value: Any, module: str, name: str) -> bool:
     return isinstance(value, Inert) and (value.module, value.name) == (module, name)
-
-
-def _parameter(flat: str) -> tuple[str, str] | None:
-    """(parameter, key) of an item's flat name; None for a step or a setting. The key follows the last dot."""
-    if flat.startswith("optim.state."):
-        name, _, key = flat.removeprefix("optim.state.").rpartition(".")
-        return None if key == "step" else (name, key)
-    if flat.startswith("optim."):
-        return None
-    return flat.removeprefix("model."), "fp32"

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ullage.checkpoint.archive import Target
-from ullage.checkpoint.dcp import dcp_targets, read_dcp
+from ullage.checkpoint.dcp import dcp_targets
+from ullage.checkpoint.dcp_reading import read_dcp
 from ullage.checkpoint.inventory import Inventory, Problem
 from ullage.checkpoint.locate import locate
 from ullage.checkpoint.safetensors import read_safetensors, safetensors_targets
+from ullage.checkpoint.trainer_folder import trainer_targets
 from ullage.checkpoint.universal import read_universal, universal_targets
 from ullage.checkpoint.zero import read_zero
 from ullage.errors import CheckpointError, InputError
@@ -23,14 +25,15 @@ _READERS = {
     "dcp": read_dcp,
 }
 #: The formats that a checkpoint can be converted to.
-FORMATS = ("universal", "safetensors", "dcp")
+FORMATS = ("universal", "safetensors", "dcp", "trainer")
 
 
 def read(folder: str | Path) -> Inventory:
     """The inventory of a checkpoint: logical tensors and their fragments, parallel sizes, paddings.
 
     ``folder`` is the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder. No tensor data is read, and no
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder; or ``checkpoint-N`` of
+    ``ullage.engines.fsdp.Trainer``, which has such a folder in it. No tensor data is read, and no
     code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for expert files, and for a file that asks to run
@@ -56,11 +59,12 @@ def targets(
         return safetensors_targets(inventory, dtype=dtype, optimizer=bool(optimizer))
     if format == "dcp":
         return dcp_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
+    article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
-        raise InputError("a universal checkpoint always has the optimizer's state", hint="leave optimizer out")
+        raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
     if dtype is not None:
-        raise InputError("a universal checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
-    return universal_targets(inventory)
+        raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
+    return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
 
 
 def require_format(format: str) -> None:

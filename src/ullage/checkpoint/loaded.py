@@ -4,6 +4,7 @@
 universal     every state file's description, the steps, ``optimizer_state.pt``, the model states
 safetensors   the indexes, what the headers say beside tensors, ``config.json`` and its like
 dcp           ``.metadata`` and every item that it names
+trainer       as safetensors, and ``optimizer.pt`` and ``scheduler.pt``
 ============  ======================================================================================================
 
 A target that a conversion of ours made (``ullage.json`` says so) must hold all that we write. Of another's, such as
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint import dcp, metadata, safetensors, universal
+from ullage.checkpoint import dcp, metadata, safetensors, trainer_folder, universal
 from ullage.checkpoint.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.comparing import Pair
 from ullage.checkpoint.contents import Walk
@@ -36,6 +37,8 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
             found.universal()
         elif theirs.format == "safetensors":
             found.safetensors()
+            if found.options.get("format") == "trainer":
+                found.trainer()
         elif theirs.format == "dcp":
             found.dcp()
     except CheckpointError as error:  # the source cannot be converted to this
@@ -55,7 +58,9 @@ def options_of(folder: Path) -> dict[str, Any]:
 def has_optimizer(theirs: Inventory) -> bool:
     """Whether a target holds optimizer state, or was converted with it."""
     held = any(t.kind == "parameter" and t.key != "fp32" for t in theirs.tensors)
-    return held or bool(options_of(theirs.folder).get("optimizer"))
+    options = options_of(theirs.folder)
+    # A Trainer's folder has the state by number, in a file that is compared by itself.
+    return held or bool(options.get("optimizer") and options.get("format") != "trainer")
 
 
 def _text(value: object) -> str | None:
@@ -199,6 +204,18 @@ class FileComparison:
             wanted = {"total_size": total, **{k: v for k, v in said.items() if k != "format"}}
             if held != wanted:
                 self._add("the index says something else", name, metadata.brief(held), metadata.brief(wanted))
+
+    # A Trainer's folder
+
+    def trainer(self) -> None:
+        """The archives beside the weights, object by object, with the optimizer's tensors."""
+        for planned in trainer_folder.trainer_targets(self.ours):
+            if planned.root is None:
+                continue
+            if not (self.folder / planned.name).is_file():
+                self._add("a file is missing in the target", planned.name)
+                continue
+            self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
 
     # Distributed checkpoints
 

@@ -9,6 +9,8 @@ from ullage.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
 _LONGEST_TAG = 4096
+#: In a checkpoint of ``ullage.engines.fsdp.Trainer``, the folder of torch's format with model and optimizer.
+MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 
 
@@ -24,6 +26,9 @@ def locate(folder: str | Path) -> tuple[Path, str]:
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
     if found and not (found == "safetensors" and any((folder / pointer).is_file() for pointer in _POINTERS)):
         return folder, found
+    inner = folder / MODEL_AND_OPTIMIZER
+    if not found and inner.is_dir() and _format(inner) == "dcp":
+        return inner, "dcp"
     for pointer in _POINTERS:
         path = folder / pointer
         if not path.is_file():

@@ -63,6 +63,11 @@ def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optim
     return targets + companions(inventory)
 
 
+def weights_targets(inventory: Inventory, stem: str, tensors: dict[str, Tensor]) -> list[Target]:
+    """The files ``stem*.safetensors`` of these tensors, by the names that they are to have, and the index."""
+    return _files(stem, [(name, t, t.dtype) for name, t in tensors.items()], weights_header(inventory))
+
+
 def weights_header(inventory: Inventory) -> dict[str, str]:
     """Metadata in the header of a file of weights: the tied names."""
     return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}

@@ -33,6 +33,7 @@ class Format(StrEnum):
     universal = "universal"
     safetensors = "safetensors"
     dcp = "dcp"
+    trainer = "trainer"
 
 
 class Dtype(StrEnum):
@@ -64,9 +65,9 @@ def convert_checkpoint(
     from ullage.checkpoint import convert, read
     from ullage.errors import UsageError
 
-    if to is Format.universal and (dtype or weights_only):
+    if to in (Format.universal, Format.trainer) and (dtype or weights_only):
         raise UsageError(
-            "a universal checkpoint keeps its dtypes and its optimizer state",
+            f"a {to.value} checkpoint keeps its dtypes and its optimizer state",
             found=f"--dtype {dtype.value}" if dtype else "--weights-only",
             hint="use --to safetensors or --to dcp",
         )

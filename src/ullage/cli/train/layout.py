@@ -21,12 +21,26 @@ def parallel_trainer(command: TrainCommand, **others: Any) -> fsdp.Trainer:
 
 
 def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
-    """Raise ``CheckpointError`` for a checkpoint of the other kind of run. ``asked``: this one has an axis flag."""
-    # Only the engine saves a folder of this name; the Trainer saves weights and optimizer in files of their own.
-    if checkpoint is None or (checkpoint / WEIGHTS).is_dir() == asked:
+    """Raise ``CheckpointError`` for a checkpoint that this kind of run, with an axis flag or without, cannot continue.
+
+    The engine takes a plain Trainer's as well as its own; the Trainer takes the engine's only converted. ``asked``: the
+    run has such a flag.
+    """
+    if checkpoint is None:
         return
-    written, hint = "with", "give them again, in any layout: --dp 1 for one process"
-    if asked:
-        written = "without"
-        hint = f"continue it without them, or begin another run from its weights: --model {checkpoint} --output_dir ..."
-    raise CheckpointError(f"this checkpoint was written {written} --dp, --cp or --tp", where=str(checkpoint), hint=hint)
+    # Only the engine saves a folder of this name; the Trainer saves weights and optimizer in files of their own.
+    is_engines = (checkpoint / WEIGHTS).is_dir()
+    if asked and not is_engines and (checkpoint / "latest").is_file():
+        raise CheckpointError(
+            "a checkpoint of DeepSpeed's is not continued with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="continue it without them on one process, whose checkpoints they take, or convert it for fsdp.load "
+            "with ullage convert --to dcp",
+        )
+    if is_engines and not asked:
+        raise CheckpointError(
+            "this checkpoint was written with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="give them again, in any layout (--dp 1 for one process), or make one that goes on without them: "
+            f"ullage convert {checkpoint} OTHER/{checkpoint.name} --to trainer",
+        )

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from ullage.checkpoint.dcp_reading import LAYOUT
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.model import parallel_of, tied_names
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
@@ -60,11 +61,15 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
 
+    topology = parallel_of(model).topology
+    sizes = {axis.name: axis.size for axis in (topology.dp, topology.cp, topology.tp)}
+
     def write(place: Path) -> None:
         chunks.write(state, place)
         # Every rank writes its own chunks; what is the same everywhere is written by one.
         if _rank() == 0:
             model.config.save_pretrained(place)
+            (place / LAYOUT).write_text(json.dumps(sizes), encoding="utf-8")
             (place / STATES).write_text(text, encoding="utf-8")
 
     write_whole(folder, write, several=_several(), first_of_machine=_first_of_machine(), check=_require_written)

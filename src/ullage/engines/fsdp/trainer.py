@@ -20,9 +20,10 @@ import torch.distributed as dist
 import transformers
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl, TrainerState
 
 from ullage.batch import RaggedBatch
+from ullage.checkpoint.locate import MODEL_AND_OPTIMIZER
 from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
 from ullage.engines.fsdp.mesh import make_topology
 from ullage.engines.fsdp.model import parallelize
@@ -39,7 +40,7 @@ from ullage.training.saving import save_checkpoint
 from ullage.training.stopping import StopFlag
 
 #: The folder of a checkpoint that holds what ``ullage.engines.fsdp.save`` wrote.
-WEIGHTS = "model_and_optimizer"
+WEIGHTS = MODEL_AND_OPTIMIZER
 _STATE = "trainer_state.json"
 #: Slots a rank holds in a microbatch unless packing_capacity is given: this engine always packs.
 _CAPACITY = 8192
@@ -306,6 +307,10 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        # A plain Trainer that goes on from here looks for its own entry.
+        kept = [each for each in (*self._handler.callbacks, self.control) if isinstance(each, ExportableState)]
+        self.state.stateful_callbacks = {type(each).__name__: each.state() for each in kept}
+
         def write(place: Path) -> None:
             save(place / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
             if self.args.should_save:

@@ -89,7 +89,9 @@ class TrainerCheckpoint:
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
             raise CheckpointError("this file holds no optimizer", where=str(self._folder / OPTIMIZER))
         groups = self._groups(saved["param_groups"])
-        numbers = {n: name for group, names in zip(saved["param_groups"], groups) for n, name in zip(group["params"], names)}
+        numbers = {
+            n: name for group, names in zip(saved["param_groups"], groups) for n, name in zip(group["params"], names)
+        }
         self._saved = {numbers[number]: state for number, state in saved["state"].items() if number in numbers}
         ours = names_of(self._model, optimizer)
         if hyperparameters:
@@ -196,4 +198,6 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError("this file cannot be read", where=str(path), found=str(error).partition("\n")[0]) from error
+        raise CheckpointError(
+            "this file cannot be read", where=str(path), found=str(error).partition("\n")[0]
+        ) from error

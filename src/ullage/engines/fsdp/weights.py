@@ -105,7 +105,10 @@ def names_in(model: Any, held: WeightFolder, targets: dict[str, Tensor], tied: l
     # A tied name may be in the folder beside the one that is read.
     known = {*found.values(), *aliases}
     strange = [name for name in held.shapes if name not in known]
-    for what, names in (("the folder lacks what the model needs", missing), ("the model lacks what the folder holds", strange)):
+    for what, names in (
+        ("the folder lacks what the model needs", missing),
+        ("the model lacks what the folder holds", strange),
+    ):
         if names:
             raise CheckpointError(
                 what,
