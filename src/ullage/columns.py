@@ -60,6 +60,11 @@ class Columns:
         schema = Schema(tuple(_field(name, values[name], name in declared, where) for name in names))
         return cls(schema, _cast(values, schema), _lengths(schema, values, where))
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the values; the host where there are none."""
+        return next((column[0].device for column in self.values.values() if column), torch.device("cpu"))
+
     @classmethod
     def join(cls, parts: Sequence[Columns]) -> Columns:
         """The samples of all parts in order. Raises ``InputError`` for parts of other fields or shapes."""

@@ -113,6 +113,34 @@ class Layout:
         layout._fill(lengths, slots)
         return layout
 
+    @classmethod
+    def divide(cls, lengths: Int64, slots: Int64, counts: Int64) -> list[Layout]:
+        """Layouts of ``counts[k]`` items each from the lengths and slots of all items, one after another.
+
+        int64 arrays with ``0 <= lengths <= slots``, which is not checked. Hundreds of layouts cost little more than one:
+        nothing is computed for each of them.
+        """
+        ends = np.cumsum(counts)
+        filled, used = (np.concatenate([[0], np.cumsum(array)]) for array in (slots, lengths))
+        begins = ends - counts
+        starts = filled[:-1] - np.repeat(filled[begins], counts)
+        sizes, tokens = (array[ends] - array[begins] for array in (filled, used))
+        for array in (lengths := lengths.copy(), slots := slots.copy(), starts):
+            array.flags.writeable = False
+        layouts = []
+        for begin, end, size, num_tokens in zip(begins.tolist(), ends.tolist(), sizes.tolist(), tokens.tolist()):
+            layout = object.__new__(cls)
+            # Past the frozen class, and with the two sums that every batch asks for in place.
+            layout.__dict__.update(
+                lengths=lengths[begin:end],
+                slots=slots[begin:end],
+                starts=starts[begin:end],
+                size=size,
+                num_tokens=num_tokens,
+            )
+            layouts.append(layout)
+        return layouts
+
     def _fill(self, lengths: Int64, slots: Int64) -> None:
         starts = starts_of(slots)
         for name, array in (("lengths", lengths), ("slots", slots), ("starts", starts)):

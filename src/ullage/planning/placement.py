@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64, Layout, ranges
 
 #: ``max_sequences`` without a limit: a number that no microbatch reaches.
 NO_LIMIT = (1 << 31) - 1
@@ -129,6 +129,26 @@ class Placement:
     def layout(self, microbatch: int, rank: int) -> Layout:
         """Layout of the members in this microbatch's flat buffer."""
         return Layout(self.lengths[self.members(microbatch, rank)], self.slot_multiple(microbatch, rank))
+
+    def all_members(self, rank: int) -> Int64:
+        """Ids of all sequences that a rank runs, int64, microbatch by microbatch, each in packing order."""
+        begins, counts = self._bins_of(rank)
+        return self.order[ranges(begins, counts)]
+
+    def layouts(self, rank: int) -> list[Layout]:
+        """:meth:`layout` of every microbatch of a rank."""
+        begins, counts = self._bins_of(rank)
+        lengths = self.lengths[self.order[ranges(begins, counts)]]
+        degrees = np.repeat(self.degrees[:, rank], counts) if len(counts) else counts
+        return Layout.divide(lengths, slots_of(lengths, self.pad_to_multiple_of, degrees), counts)
+
+    def _bins_of(self, rank: int) -> tuple[Int64, Int64]:
+        """Where the members of each microbatch of a rank begin in ``order``, and how many there are."""
+        if not self.num_microbatches:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._bin(0, rank)  # raises for a rank that is not there
+        first = np.arange(self.num_microbatches) * self.ranks + rank - rank % self.degrees[:, rank]
+        return self.offsets[first], self.offsets[first + 1] - self.offsets[first]
 
     def _bin(self, microbatch: int, rank: int) -> int:
         if not 0 <= microbatch < self.num_microbatches:

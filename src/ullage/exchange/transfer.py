@@ -1,0 +1,151 @@
+"""Bytes of samples from where their rows lie to where they are wanted, by a route that every rank knows.
+
+A rank's block for another holds, field by field, the values of the sequences that go there, in the order in which they
+will be packed; every field starts on a 16-byte boundary. Both ends know the plan, the counts and the schema, so they
+know the size of every block: nothing is parsed, and a block may be empty. Blocks for ranks of the same machine are
+written into memory that these ranks read (:mod:`ullage.ranks.memory`); all others go by ONE all-to-all of bytes, which
+is left out where no rank needs it. What stays on its rank is not written anywhere.
+
+:func:`write` and :func:`unpack` are each one copy of every value: rows to blocks, and blocks to microbatches with their
+padding. Between them the ranks agree, and the neighbours' memory is mapped (:meth:`ullage.ranks.memory.Neighbours.meet`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ullage.columns import Columns
+from ullage.exchange.routing import Route, tokens_between
+from ullage.layout import Int64
+from ullage.ranks import Axis
+from ullage.ranks.memory import Neighbours, Notice
+from ullage.ranks.wire import all_to_all_bytes, block_order, device_of, scratch
+from ullage.schema import Schema, aligned
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """The data that a rank has ready when it meets the others.
+
+    Attributes:
+        path: which sequences go where.
+        lengths [all sequences]: tokens of each sequence that travel.
+        payload: the blocks that take the network, in the order of :func:`ullage.ranks.wire.block_order`.
+        sizes: bytes of each of them, by coordinate; 0 for neighbours and for this rank itself.
+        own: the values that stay, by field, in packing order.
+    """
+
+    path: Route
+    lengths: Int64
+    payload: Tensor
+    sizes: list[int]
+    own: dict[str, list[Tensor]]
+
+
+def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis, near: Neighbours) -> Parcel:
+    """The blocks of one rank. ``first``: id of its first sequence; ``lengths`` [all]: tokens of each that travel."""
+    cuts = path.send_cuts.tolist()
+    tokens = tokens_between(lengths, path.sends, path.send_cuts)
+    # Ranks may hold their fields in different orders; the order of the names is one.
+    schema = (columns.schema or Schema()).by_name()
+    sizes = [schema.num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
+    sizes[axis.rank] = 0
+    far = [0 if close else size for size, close in zip(sizes, near.near)]
+    payload = scratch("payload", sum(far), columns.device)
+    room, start, far_start = None, _table_bytes(axis), 0
+    if any(near.near):
+        room = near.room(start + sum(sizes) - sum(far))
+        table = room[: 8 * axis.size].view(torch.int64).numpy()
+    for destination in block_order(axis):
+        size = sizes[destination]
+        if room is not None and near.near[destination]:
+            # The reader finds its block by the table at the beginning of the room.
+            table[destination] = start
+            target, start, begin = room, start + size, start
+        else:
+            target, far_start, begin = payload, far_start + size, far_start
+        if not size:
+            continue
+        ids = path.sent_to(destination)
+        pieces = columns.rows((ids - first).tolist(), lengths[ids])
+        for name, view in schema.blocks(target, begin, len(ids), tokens[destination]).items():
+            join = torch.stack if name in schema.per_sequence else torch.cat
+            if view.device == columns.device:
+                join(pieces[name], out=view)
+            else:  # rows on a device for a neighbour's memory
+                view.copy_(join(pieces[name]))
+    own = path.received_from(axis.rank)
+    return Parcel(path, lengths, payload, far, columns.rows((own - first).tolist(), lengths[own]))
+
+
+def _table_bytes(axis: Axis) -> int:
+    return aligned(8 * axis.size)
+
+
+def unpack(
+    parcel: Parcel,
+    wanted: Int64,
+    schemas: Sequence[Schema],
+    schema: Schema,
+    axis: Axis,
+    near: Neighbours,
+    notices: Sequence[Notice],
+) -> tuple[dict[str, list[Tensor]], torch.device]:
+    """The values of the sequences ``wanted``, by field, in that order: views of where they arrived; and their device.
+
+    ``schemas``: of each rank; ``schema``: of the result. The views last until the next transfer.
+    """
+    path = parcel.path
+    dtypes = {field.name: field.dtype for field in schema.fields}
+    values: dict[str, list[Tensor]] = {name: [] for name in schema.names}
+    arrived, device = [np.zeros(0, np.int64)], parcel.payload.device
+    if axis.size > 1:
+        device = device_of(axis.require_group())
+    for source, views in _blocks(parcel, schemas, axis, near, notices):
+        ids = path.received_from(source)
+        arrived.append(ids)
+        lengths = parcel.lengths[ids].tolist()
+        for name, view in views.items():
+            # Each source's blocks are in its own dtypes; conversion copies only where they differ.
+            view = view if view.dtype == dtypes[name] else view.to(dtypes[name])
+            values[name].extend(view.unbind() if name in schema.per_sequence else view.split(lengths))
+    own = path.received_from(axis.rank)
+    if len(own):
+        arrived.append(own)
+        for name, column in parcel.own.items():
+            values[name].extend(value.to(device, dtypes[name]) for value in column)
+    # From the order of arrival to the order of packing.
+    place = np.full(len(parcel.lengths), -1, np.int64)
+    ids = np.concatenate(arrived)
+    place[ids] = np.arange(len(ids))
+    rows = place[wanted].tolist()
+    return {name: [column[row] for row in rows] for name, column in values.items()}, device
+
+
+def _blocks(
+    parcel: Parcel, schemas: Sequence[Schema], axis: Axis, near: Neighbours, notices: Sequence[Notice]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The typed views of each block that came from another rank, with its source; none for empty blocks."""
+    counts = np.diff(parcel.path.receive_cuts).tolist()
+    tokens = tokens_between(parcel.lengths, parcel.path.receives, parcel.path.receive_cuts)
+    sizes = [schemas[i].num_bytes(counts[i], tokens[i]) for i in range(axis.size)]
+    sizes[axis.rank] = 0
+    far = [0 if close else size for size, close in zip(sizes, near.near)]
+    received = parcel.payload
+    if not near.everybody:
+        received = all_to_all_bytes(parcel.payload, parcel.sizes, far, axis)
+    start = 0
+    for source in block_order(axis):
+        if not sizes[source]:
+            continue
+        if near.near[source]:
+            buffer = near.read(source, notices[source])
+            begin = int(buffer[8 * axis.rank : 8 * axis.rank + 8].view(torch.int64).item())
+        else:
+            buffer, begin, start = received, start, start + sizes[source]
+        yield source, schemas[source].by_name().blocks(buffer, begin, counts[source], tokens[source])
