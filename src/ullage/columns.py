@@ -56,7 +56,7 @@ class Columns:
             return cls(None, {}, np.zeros(0, np.int64))
         names = _names(samples, fields, where)
         declared = set(per_sequence)
-        values = {name: [sample_value(samples, i, name, where) for i in range(len(samples))] for name in names}
+        values = {name: _column(samples, name, where) for name in names}
         schema = Schema(tuple(_field(name, values[name], name in declared, where) for name in names))
         return cls(schema, _cast(values, schema), _lengths(schema, values, where))
 
@@ -147,12 +147,21 @@ def sample_value(
     return torch.from_numpy(np.array(array)) if array.ndim == 0 else torch.from_numpy(np.ascontiguousarray(array))
 
 
+def _column(samples: Sequence[Mapping[str, Any]], name: str, where: Callable[[int], str]) -> list[Tensor]:
+    """The values of a field as tensors."""
+    column = [sample[name] for sample in samples]
+    # The common case first: thousands of tensors, of which nothing has to be made.
+    if set(map(type, column)) != {Tensor}:
+        column = [sample_value(samples, i, name, where) for i in range(len(samples))]
+    return column
+
+
 def _names(
     samples: Sequence[Mapping[str, Any]], fields: Sequence[str] | None, where: Callable[[int], str]
 ) -> list[str]:
     """The fields to read, which every sample has, and no others unless they are named."""
     for i, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
+        if not isinstance(sample, dict) and not isinstance(sample, Mapping):
             raise InputError(
                 "a sample is not a mapping of names to values", where=where(i), found=type(sample).__name__
             )
@@ -160,6 +169,8 @@ def _names(
     names = list(samples[0] if fields is None else fields)
     known = set(names)
     for i, sample in enumerate(samples):
+        if sample.keys() == known:
+            continue
         missing = [name for name in names if name not in sample]
         extra = [] if fields is not None or missing else [name for name in sample if name not in known]
         if missing or extra:
@@ -177,9 +188,15 @@ def _field(name: str, column: list[Tensor], declared: bool, where: Callable[[int
     # One entry per kind of value, so that the common case of one kind makes one Field.
     kinds: dict[Any, int] = {}
     for i, value in enumerate(column):
-        whole = declared or value.ndim == 0
-        kinds.setdefault((value.dtype, value.shape if whole else value.shape[1:], whole), i)
-    fields = [Field(name, dtype, tuple(shape), whole) for dtype, shape, whole in kinds]
+        # Numbers and rows of numbers have entries without a shape, whatever their length.
+        plain = value.ndim < 2 and not declared
+        kind = (value.dtype, value.ndim) if plain else (value.dtype, value.shape if declared else value.shape[1:])
+        if kind not in kinds:
+            kinds[kind] = i
+    fields = []
+    for i in kinds.values():
+        whole = declared or column[i].ndim == 0
+        fields.append(Field(name, column[i].dtype, tuple(column[i].shape if whole else column[i].shape[1:]), whole))
     for field, i in zip(fields, kinds.values()):
         if field.untyped != fields[0].untyped:
             raise InputError(

@@ -117,8 +117,8 @@ class Layout:
     def divide(cls, lengths: Int64, slots: Int64, counts: Int64) -> list[Layout]:
         """Layouts of ``counts[k]`` items each from the lengths and slots of all items, one after another.
 
-        int64 arrays with ``0 <= lengths <= slots``, which is not checked. Hundreds of layouts cost little more than one:
-        nothing is computed for each of them.
+        int64 arrays with ``0 <= lengths <= slots``, which is not checked. Nothing is computed layout by layout, so that
+        hundreds of them cost little more than one.
         """
         ends = np.cumsum(counts)
         filled, used = (np.concatenate([[0], np.cumsum(array)]) for array in (slots, lengths))

@@ -70,9 +70,10 @@ class Field:
         """Bytes of the block that holds this field of so many sequences, rounded up to the alignment of blocks."""
         return aligned(self.entry_bytes * (num_sequences if self.per_sequence else num_tokens))
 
-    def view(self, block: Tensor, entries: int) -> Tensor:
-        """The first ``entries`` entries of a block of bytes, typed: a view."""
-        return block[: entries * self.entry_bytes].view(self.dtype).view(entries, *self.shape)
+    def view(self, buffer: Tensor, start: int, entries: int) -> Tensor:
+        """So many entries in a buffer of bytes, from byte ``start`` on, typed: a view."""
+        flat = buffer[start : start + entries * self.entry_bytes].view(self.dtype)
+        return flat.view(entries, *self.shape) if self.shape else flat
 
     @property
     def padding(self) -> int:
@@ -120,8 +121,7 @@ class Schema:
         # Field by field from ``start``, each on an aligned boundary: both ends of a transfer walk this order.
         views = {}
         for field in self.fields:
-            entries = num_sequences if field.per_sequence else num_tokens
-            views[field.name] = field.view(buffer[start : start + field.num_bytes(num_sequences, num_tokens)], entries)
+            views[field.name] = field.view(buffer, start, num_sequences if field.per_sequence else num_tokens)
             start += field.num_bytes(num_sequences, num_tokens)
         return views
 

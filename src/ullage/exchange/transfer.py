@@ -7,7 +7,7 @@ written into memory that these ranks read (:mod:`ullage.ranks.memory`); all othe
 is left out where no rank needs it. What stays on its rank is not written anywhere.
 
 :func:`write` and :func:`unpack` are each one copy of every value: rows to blocks, and blocks to microbatches with their
-padding. Between them the ranks agree, and the neighbours' memory is mapped (:meth:`ullage.ranks.memory.Neighbours.meet`).
+padding. Between them the ranks agree and map what neighbours wrote (:meth:`ullage.ranks.memory.Neighbours.meet`).
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis,
     sizes[axis.rank] = 0
     far = [0 if close else size for size, close in zip(sizes, near.near)]
     payload = scratch("payload", sum(far), columns.device)
-    room, start, far_start = None, _table_bytes(axis), 0
-    if any(near.near):
-        room = near.room(start + sum(sizes) - sum(far))
-        table = room[: 8 * axis.size].view(torch.int64).numpy()
+    start, far_start = aligned(8 * axis.size), 0
+    room = near.room(start + sum(sizes) - sum(far)) if any(near.near) else payload
+    # The reader finds its block by the table at the beginning of the room.
+    table = np.zeros(axis.size, np.int64)
     for destination in block_order(axis):
         size = sizes[destination]
-        if room is not None and near.near[destination]:
-            # The reader finds its block by the table at the beginning of the room.
+        if near.near[destination]:
             table[destination] = start
             target, start, begin = room, start + size, start
         else:
@@ -79,12 +78,10 @@ def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis,
                 join(pieces[name], out=view)
             else:  # rows on a device for a neighbour's memory
                 view.copy_(join(pieces[name]))
+    if any(near.near):
+        room[: 8 * axis.size].view(torch.int64).copy_(torch.from_numpy(table))
     own = path.received_from(axis.rank)
     return Parcel(path, lengths, payload, far, columns.rows((own - first).tolist(), lengths[own]))
-
-
-def _table_bytes(axis: Axis) -> int:
-    return aligned(8 * axis.size)
 
 
 def unpack(
@@ -118,7 +115,8 @@ def unpack(
     if len(own):
         arrived.append(own)
         for name, column in parcel.own.items():
-            values[name].extend(value.to(device, dtypes[name]) for value in column)
+            there = (device, dtypes[name])
+            values[name].extend(v if (v.device, v.dtype) == there else v.to(*there) for v in column)
     # From the order of arrival to the order of packing.
     place = np.full(len(parcel.lengths), -1, np.int64)
     ids = np.concatenate(arrived)
