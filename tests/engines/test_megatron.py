@@ -85,7 +85,6 @@ def test_every_real_token_arrives_once_and_is_counted(drawn, capacity, scheduler
         seen += row[~padding].tolist()
     assert sorted(seen) == sorted(k for s, n in zip(samples, lengths) for k in s["tokens"][:n].tolist())
     assert (tokens, squares) == (sum(lengths), sum(n * n for n in lengths))
-    assert isinstance(squares, int)
 
 
 def test_squares_are_exact_beyond_float32():
@@ -142,7 +141,8 @@ def test_cu_seqlens_that_bound_nothing_are_refused(ends):
         ({"fp8": "e4m3"}, 1, 1, 16),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 1, 2, 64),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise", "sequence_parallel": True}, 2, 1, 128),
-        ({"pad_packed_seq_alignment": 64}, 1, 2, 64),
+        ({"fp4": "e2m1"}, 1, 2, 256),
+        ({"pad_packed_seq_alignment": 64}, 1, 2, 4),  # of the row, and not of each sequence
     ],
 )
 def test_slots_are_multiples_of_what_all_ranks_can_share(fields, tp, cp, expected):
@@ -179,8 +179,9 @@ def test_the_scheduler_may_be_an_enum_and_a_registered_strategy():
     scheduler = SimpleNamespace(value="dp_balanced")
     assert Settings.of(config(sequence_packing_scheduler=scheduler)).scheduler == "dp_balanced"
     assert Settings.of(config(sequence_packing_scheduler="DP_BALANCED")).scheduler == "dp_balanced"
+    assert Settings.of(config(sequence_packing_scheduler="empty")).packed_already
     with pytest.raises(InputError, match="balanced or default or default_dynamic_cp or dp_balanced"):
-        Settings.of(config(sequence_packing_scheduler="empty"))
+        Settings.of(config(sequence_packing_scheduler="preassigned"))
 
 
 def test_flops_are_those_of_the_same_hugging_face_model():

@@ -73,7 +73,6 @@ def test_a_step_without_samples_is_an_error(behaviours):
         ("iterator on tp 1", "should have no data iterator", "1"),
         ("no iterator on tp 0", "must have a data iterator", "2"),
         ("no iterator but a list", "one entry per virtual stage: expected one iterator, found list of 2", "02"),
-        ("ends early", "ended within a step: expected 2 microbatches, found 1", "0"),
         ("longer than its tokens", "expected 1 to 8, found 99", "02"),
         ("dynamic without our attention", "packed_block_spec", "0123"),
     ],
@@ -133,10 +132,64 @@ def test_a_middle_stage_with_a_prediction_layer_has_all_four_fields(behaviours):
     assert "multi-token-prediction" in found[2]["not told"]
 
 
-def test_an_iterator_in_the_middle_is_refused_unless_a_prediction_layer_wants_it(behaviours):
-    found = [rank["middle_stage_with_prediction"] for rank in behaviours]
-    assert [rank["iterator of its own"] for rank in found] == [None] * 4
-    assert all("should have no data iterator" in rank["iterator on stage 1"] for rank in found)
+def test_every_stage_may_have_an_iterator(behaviours):
+    """Read by all of them, or by the ends only: the same rows, and nothing read in the middle."""
+    found = [rank["every stage"] for rank in behaviours]
+    lengths = [7, 12, 30, 4, 9]
+    for rank in found:
+        assert [rank[owners]["totals"] for owners in ("ends", "stages")] == [[62, 49 + 144 + 900 + 16 + 81]] * 2
+        assert rank["ends"]["held"] == rank["stages"]["held"]
+    assert [rank["ends"]["left"] for rank in found] == [0, 5, 5, 0]
+    assert [rank["stages"]["left"] for rank in found] == [0] * 4
+    assert len({str([row[2] for row in rank["stages"]["held"]]) for rank in found}) == 1
+    first, second, third, last = ([row[:2] for row in rank["stages"]["held"]] for rank in found)
+    assert second == third == [[None, None]] * len(first)
+    tokens = sorted(token for row in first for token in row[0])
+    assert tokens == sorted(100 * i + k for i, n in enumerate(lengths) for k in range(n))
+    assert [[token + 1 for token in row[0]] for row in first] == [row[1] for row in last]
+
+
+def test_a_stage_that_is_out_of_step_or_without_an_iterator_is_an_error_everywhere(behaviours):
+    found = [rank["every stage"] for rank in behaviours]
+    assert all("rank 2 has other lengths" in rank["out of step"] for rank in found)
+    assert all("must have a data iterator" in rank["one without"] for rank in found)
+    assert [rank["one without"].startswith("InputError") for rank in found] == [False, True, False, False]
+    assert [rank["unread"] for rank in found] == [None] * 4
+
+
+def test_iterators_end_with_a_short_step_and_then_on_all_ranks_together(behaviours):
+    """3, 4, 5 on one data-parallel rank and 3, 4, 5, 6 on the other, two at a time."""
+    for rank in behaviours:
+        found = rank["evaluation"]
+        assert found["steps"] == [[14, 50], [16, 86]]
+        assert [line.split(":")[0] for line in found["end"]] == ["StopIteration"] * 2
+        assert found["again"] is None
+
+
+def test_rows_that_are_packed_already_stay_as_they_are(behaviours):
+    found = [rank["packed already"] for rank in behaviours]
+    assert [rank["totals"] for rank in found] == [[2, 25, 25 + 81 + 16 + 49]] * 4
+    rows = {
+        0: [[[*range(1, 6), *range(100, 109)], [0, 5, 14]], [[*range(1, 5)], [0, 4]]],
+        1: [[[*range(1000, 1007)], [0, 7]], [[], [0, 0]]],
+    }
+    assert all(rank["held"] == rows[rank["dp"]] for rank in found)
+    assert all("over capacity" in rank["too long"] for rank in found)
+    assert all("samples or lists of samples" in rank["bad item"] for rank in found)
+
+
+def test_a_microbatch_of_another_iterator_has_its_degree_at_tensor_parallel_ranks_too(behaviours):
+    """Groups are made by the ranks that share them: tensor-parallel rank 0 is in one before its peer hears of it."""
+    for rank in behaviours:
+        found = rank["degrees"]
+        _, cp = found["place"]
+        assert found["1"] == [[0, 1, 2, 0, 4, 5, 6, 7], 1, None]
+        parts = [[0, 0, 4, 7], [1, 2, 5, 6]]
+        assert found["2"] == [parts[cp], 2, 2]
+        assert "one context-parallel degree" in found["two degrees"]
+        assert "no group of this local_cp_size" in found["no such degree"]
+        assert "'local_cp_size'" in found["no degree"]
+        assert found["theirs"]
 
 
 @pytest.mark.parametrize("case", ["another_order", "everywhere"])

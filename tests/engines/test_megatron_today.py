@@ -315,39 +315,37 @@ def test_the_older_class_gets_places_where_its_readers_want_them(monkeypatch):
     assert facts.cu_seqlens_q.tolist() == [0, 4, 12]
 
 
-def test_768_ranks_hold_every_token_of_a_step_once():
-    """dp 96 · cp 8, without processes: plan, packing and slices of each coordinate; then a degree per microbatch."""
+@pytest.mark.parametrize("scheduler", ["balanced", pytest.param("default_dynamic_cp", marks=pytest.mark.slow)])
+def test_768_ranks_hold_every_token_of_a_step_once(scheduler):
+    """dp 96 · cp 8 or a degree for each microbatch, without processes: plan, packing and slices of each coordinate."""
     lengths = np.random.default_rng(7).lognormal(3.2, 0.9, 1200).astype(np.int64).clip(1, 640)
     starts = np.cumsum([0, *lengths[:-1]])
-    samples = [
-        {"tokens": torch.arange(1 + first, 1 + first + n)} for first, n in zip(starts.tolist(), lengths.tolist())
-    ]
-    for changes, sizes in (
-        ({}, {"dp": 96, "cp": 8}),
-        ({"sequence_packing_scheduler": "default_dynamic_cp"}, {"dp": 768}),
-    ):
-        made = config(max_seqlen_per_dp_cp_rank=160, attention_takes_cp_group=True, **changes)
-        chosen, seen, digests, rows = Settings.of(made), np.zeros(lengths.sum() + 1, np.int64), set(), {}
-        for rank in range(768):
-            place = Topology.grid(rank, **sizes)
-            if rank in (0, 5, 767):  # the same on every rank, whatever its coordinates
-                plan = chosen.planner(place)(lengths)
-                digests.add(plan.digest)
-            assert (place.dp.size * place.cp.size, plan.ranks) == (768, place.dp.size)
-            block = place.dp.rank if "cp" in sizes else rank - rank % int(plan.degrees[0, rank])
-            if block not in rows:
-                rows[block] = materialize(plan, samples, place.dp.rank)
-            here = microbatches_of(rows[block], plan, chosen, place, None)
-            assert len(here) == plan.num_microbatches
-            for k, one in enumerate(here):
-                degree = plan.degree(k, rank) if chosen.dynamic else 8
-                part = rank % degree if chosen.dynamic else place.cp.rank
-                mine, _ = cut_row(one, one.layout, ["tokens"], degree, part, "zigzag", None)
-                assert len(mine["tokens"]) <= 160
-                seen += np.bincount(mine["tokens"].numpy(), minlength=len(seen))
-        assert len(digests) == 1
-        assert np.all(seen[1:] == 1)
-        assert plan.num_microbatches >= 1
+    samples = [{"tokens": torch.arange(1 + a, 1 + a + n)} for a, n in zip(starts.tolist(), lengths.tolist())]
+    sizes = {"dp": 96, "cp": 8} if scheduler == "balanced" else {"dp": 768}
+    chosen = Settings.of(
+        config(max_seqlen_per_dp_cp_rank=160, sequence_packing_scheduler=scheduler, attention_takes_cp_group=True)
+    )
+    # The same plan on every rank, whatever its coordinates.
+    first, last = (chosen.planner(Topology.grid(rank, **sizes))(lengths) for rank in (0, 767))
+    assert first.digest == last.digest
+    seen, rows = np.zeros(lengths.sum() + 1, np.int64), {}
+    for rank in range(768):
+        place = Topology.grid(rank, **sizes)
+        block = place.dp.rank - place.dp.rank % int(first.degrees[0, place.dp.rank])
+        if block not in rows:
+            rows[block] = materialize(first, samples, place.dp.rank)
+        here = microbatches_of(rows[block], first, chosen, place, None)
+        assert len(here) == first.num_microbatches
+        for k, one in enumerate(here):
+            degree, part = (8, place.cp.rank) if place.cp.size > 1 else (first.degree(k, rank), None)
+            mine, _ = cut_row(
+                one, one.layout, ["tokens"], degree, rank % degree if part is None else part, "zigzag", None
+            )
+            assert len(mine["tokens"]) <= 160
+            np.add.at(seen, mine["tokens"].numpy(), 1)
+    assert np.all(seen[1:] == 1)
+    assert first.num_microbatches == 1
+    assert chosen.dynamic == bool(np.any(first.degrees > 1))
 
 
 def test_rows_of_a_batch_keep_fields_of_ones_own_beside_a_tail():

@@ -5,8 +5,6 @@ from megatron.core import parallel_state as state
 
 from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, packed_step, wrap_data_iterator
 
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-
 
 def every_stage(config, sample, raised):
     """A pipeline of four in which every stage has an iterator, read by all stages or by the ends only."""
@@ -25,9 +23,12 @@ def every_stage(config, sample, raised):
         found[owners] = {"totals": [step.num_tokens, step.sum_squared_lengths], "held": held, "left": len(list(mine))}
     other = [sample(n + (stage == 2)) for n in lengths]
     found["out of step"] = raised(lambda: packed_step(iter(other), config(), len(lengths), owners="stages"))
-    missing = None if stage == 1 else iter(other)
-    found["one without"] = raised(lambda: packed_step(missing, config(), len(lengths), owners="stages"))
-    found["unread"] = raised(lambda: packed_step(missing, config(), len(lengths)))
+
+    def all_but_one():
+        return None if stage == 1 else iter([sample(n) for n in lengths])
+
+    found["one without"] = raised(lambda: packed_step(all_but_one(), config(), len(lengths), owners="stages"))
+    found["unread"] = raised(lambda: packed_step(all_but_one(), config(), len(lengths)))
     state.destroy_model_parallel()
     return found
 
@@ -91,7 +92,7 @@ def degrees(config, raised):
     for degree in (1, 2):
         tokens, *_, params, _ = take(degree)
         group = params.cp_group
-        found[degree] = [tokens[0].tolist(), params.local_cp_size, group and group.size()]
+        found[str(degree)] = [tokens[0].tolist(), params.local_cp_size, group and group.size()]
     found["two degrees"] = raised(lambda: take([1, 2]))
     found["no such degree"] = raised(lambda: take(4))
     lacking = {name: value for name, value in row(1).items() if name != "local_cp_size"}
