@@ -81,6 +81,9 @@ class Recipe:
     pp: int = 1
     #: [pp * tp] lists like ``groups``, when the model ranks differ; index ``pp_rank * tp + tp_rank``
     per_rank: list[list[dict[str, tuple[int, ...]]]] | None = None
+    #: a ``PipelineModule``: files by layer, as Megatron-DeepSpeed writes them. The names of its parameters begin with the
+    #: number of their layer, and every stage has as many layers.
+    pipeline: bool = False
     tag: str = f"global_step{STEP}"
     seed: int = 0
 
@@ -195,6 +198,8 @@ def _serve() -> None:
 
     deepspeed.utils.logger.setLevel("ERROR")
     import deepspeed.module_inject.auto_ep_config
+    import deepspeed.pipe
+    import deepspeed.runtime.pipe.engine
     import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler: seconds that each fork would spend again
     import deepspeed.runtime.zero.stage3
 
@@ -344,6 +349,39 @@ def _build(recipe: Recipe, model_rank: int):
     return root, groups
 
 
+def _build_pipeline(recipe: Recipe, rank: int):
+    """A pipeline module of this rank's layers, its parameter groups, and its rank among the model ranks."""
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    class Layer(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            for name, shape in held.items():
+                layer, *path, leaf = name.split(".")
+                if int(layer) != number:
+                    continue
+                module: torch.nn.Module = self
+                for part in path:
+                    if part not in module._modules:
+                        module.add_module(part, torch.nn.Module())
+                    module = module._modules[part]
+                module.register_parameter(leaf, torch.nn.Parameter(torch.zeros(tuple(shape))))
+
+    topology = PipeModelDataParallelTopology(num_pp=recipe.pp, num_mp=recipe.tp, num_dp=recipe.dp)
+    here = topology.get_coord(rank)
+    model_rank = here.pipe * recipe.tp + here.model
+    every = [name for r in range(recipe.pp * recipe.tp) for group in recipe.groups_of(r) for name in group]
+    held = {name: shape for group in recipe.groups_of(model_rank) for name, shape in group.items()}
+    layers = [LayerSpec(Layer, number) for number in range(1 + max(int(name.split(".")[0]) for name in every))]
+    module = PipelineModule(layers, topology=topology, partition_method="uniform", loss_fn=torch.nn.MSELoss())
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == held.keys(), (sorted(parameters), sorted(held))
+    groups = [{"params": [parameters[n] for n in group], "weight_decay": 0.0} for group in recipe.groups_of(model_rank)]
+    return module, groups, model_rank, here.data
+
+
 def _optimizer(recipe: Recipe, groups: list[dict[str, Any]]):
     import torch
 
@@ -406,10 +444,14 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
     from ullage.training.deepspeed import init_distributed
 
     init_distributed("fake")
-    mpu = _Mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
-    model_rank = mpu.get_model_parallel_rank() if mpu else 0
-    dp_rank = mpu.get_data_parallel_rank() if mpu else rank
-    model, groups = _build(recipe, model_rank)
+    mpu = None
+    if recipe.pipeline:
+        model, groups, model_rank, dp_rank = _build_pipeline(recipe, rank)
+    else:
+        mpu = _Mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
+        model_rank = mpu.get_model_parallel_rank() if mpu else 0
+        dp_rank = mpu.get_data_parallel_rank() if mpu else rank
+        model, groups = _build(recipe, model_rank)
     if recipe.info is not None:
         model.universal_checkpoint_info = lambda: recipe.info  # read by the engine where it is a method
     if recipe.dtype == "fp16":  # nothing is computed here, so a processor without fp16 will do
