@@ -15,9 +15,9 @@ import numpy as np
 from ullage.layout import Int64
 from ullage.planning.placement import Placement, free_degrees, slots_of
 from ullage.planning.solver.compiled import run
-from ullage.planning.solver.context import list_schedule
 from ullage.planning.solver.critical import least_path
 from ullage.planning.solver.items import SharedItems
+from ullage.planning.solver.mixing import list_schedule
 from ullage.planning.solver.ordering import falling_order
 
 #: Sequences times bins above which the mixed path is not computed: it would take seconds.

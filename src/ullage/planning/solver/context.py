@@ -9,9 +9,8 @@ same, are filled with the most expensive items that still fit under the giant's 
 ranks that no giant took. The best of several tolerances is kept. Its microbatches of few items, which no division over
 blocks may balance, go to all ranks together where that is shorter.
 
-With one degree per bin an engine runs each microbatch with one process group per rank. :func:`list_schedule` is what
-list scheduling reaches if every sequence could have a degree of its own inside one microbatch: the bound that this
-gives up.
+With one degree per bin an engine runs each microbatch with one process group per rank. What that gives up is computed
+by :mod:`~ullage.planning.solver.mixing`.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
 and FlexSP (arXiv:2412.01523).
@@ -36,7 +35,7 @@ from ullage.planning.solver.placing import heaviest_first, no_bins
 
 #: Shares of a giant that are allowed, in hundredths of the mean microbatch; the last one allows any share.
 _ANY = 1 << 30
-_TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
+TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
 #: Times that one microbatch more is tried, and what the critical path must come down to for it.
 _EXTRA, _WORTH = 3, 0.98
 #: A microbatch of at most so many items per rank is given to all ranks if it then takes so much of its time.
@@ -62,13 +61,13 @@ class _Blocks(NamedTuple):
 
 
 @kernel
-def _allowed_share(mean: int, tolerance: int) -> int:
+def allowed_share(mean: int, tolerance: int) -> int:
     """The cost that a giant may put on each of its ranks."""
     return mean * tolerance // 100 if tolerance < _ANY else 1 << 60
 
 
 @kernel
-def _needed(items: SharedItems, capacity: int, share: int) -> Int64:
+def needed_levels(items: SharedItems, capacity: int, share: int) -> Int64:
     """The level of the least degree at which each item fits and costs each rank at most ``share``. If there is none,
     the one at which it fits and costs each rank the least; −1 if it fits at none."""
     slots, costs, degrees = items.slots, items.costs, items.degrees
@@ -206,7 +205,8 @@ def _shares(home: Int64, levels: Int64, items: SharedItems) -> Int64:
 
 
 @kernel
-def _path(load: Int64, ranks: int) -> int:
+def longest_path(load: Int64, ranks: int) -> int:
+    """The sum over microbatches of the most expensive rank; ``load`` is by place."""
     path = 0
     for begin in range(0, len(load), ranks):
         path += load[begin : begin + ranks].max()
@@ -335,16 +335,16 @@ def share_out(
         alone = Items(slots[0], costs[0], items.counts)
         best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
         best_levels = np.zeros(best_microbatches * ranks, np.int64)
-        best = _path(_shares(best_home, best_levels, items), ranks)
+        best = longest_path(_shares(best_home, best_levels, items), ranks)
     extra = 0
     ideal = costs[0].sum() / ranks
     # Every tolerance; then the same with more microbatches, as long as there is no plan or a level one is far.
     while best < 0 or (extra <= _EXTRA and best > ideal * _LEVEL):
         mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
-        for tolerance in _TOLERANCES:
+        for tolerance in TOLERANCES:
             # A tolerance that changes no degree gives the same plan, and all degrees 1 is the plan from above.
-            needed = _needed(items, room.capacity, _allowed_share(mean, tolerance))
+            needed = needed_levels(items, room.capacity, allowed_share(mean, tolerance))
             if np.array_equal(needed, last) or needed.max() == 0:
                 continue
             last = needed
@@ -352,57 +352,16 @@ def share_out(
             if lost or not _place_rest(items, room, ranks, home, levels, budget):
                 continue
             # A plan of more microbatches than the best so far must be 2 % shorter to be taken.
-            path = _path(_shares(home, levels, items), ranks)
+            path = longest_path(_shares(home, levels, items), ranks)
             worth = 1.0 if microbatches == best_microbatches else _WORTH
             if best < 0 or path < best * worth:
                 best, best_home, best_levels, best_microbatches = path, home, levels, microbatches
         if best >= 0 and best > ideal * _LEVEL:
             _share_few(items, room, ranks, best_home, best_levels)
-            best = _path(_shares(best_home, best_levels, items), ranks)
+            best = longest_path(_shares(best_home, best_levels, items), ranks)
         microbatches += microbatch_multiple
         extra += 1
     # Back to the order in which the caller gave the items.
     homes = np.empty(n, np.int64)
     homes[order] = best_home
     return _without_empty(homes, best_levels, ranks, best_microbatches, microbatch_multiple)
-
-
-@kernel
-def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: int) -> int:
-    """The critical path, in cost, if each item has its own degree: the most expensive first, each on the block of
-    ranks, over all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
-    slots, costs, degrees = items.slots, items.costs, items.degrees
-    n = slots.shape[1]
-    order = falling_order(costs[0])
-    mean = costs[0].sum() // (microbatches * ranks) + 1
-    best = np.int64(-1)
-    for tolerance in _TOLERANCES:
-        needed = _needed(items, capacity, _allowed_share(mean, tolerance))
-        if n and needed.min() < 0:
-            return -1
-        # Per rank of each microbatch. Widest items first, each on the aligned block that is free soonest and has the
-        # memory.
-        load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
-        fits = True
-        for e in range(slots.shape[0] - 1, -1, -1):
-            width = degrees[e]
-            for i in order:
-                if needed[i] != e or not fits:
-                    continue
-                at, least = -1, 0
-                each = -(-slots[e, i] // width)
-                for microbatch in range(microbatches):
-                    for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
-                        # A shared item begins when the last rank of its block is ready.
-                        high = load[begin : begin + width].max()
-                        if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
-                            at, least = begin, high
-                fits = at >= 0
-                if fits:
-                    for k in range(at, at + width):
-                        # All ranks of the block wait for the slowest, so all end at the same height.
-                        load[k] = least + costs[e, i] // width
-                        held[k] += each
-        if fits and (best < 0 or _path(load, ranks) < best):
-            best = _path(load, ranks)
-    return best
