@@ -6,11 +6,18 @@ divides the critical path by the least that any plan of those sequences can have
 does not hide what the planner does. All ratios are geometric means. Time is one thread's CPU time of a whole call, the
 best of several, and compiled code is loaded before; TRL's includes the moving of its tokens.
 
+Of slime and prime-rl the own code is measured where a checkout is given, with this table's cost; prime-rl's swaps take
+minutes for thousands of microbatches, so it is left out of the second size. torchtitan's packing is grain's, by its
+documented rule. transformers' sampler is told how many batches the plan has, and its padding is not counted. Bins above
+the capacity are *problems*.
+
 A table of its own holds the plan against transformers' ``train_sampling_strategy="batch_rebalance"``, which balances
 padded batches over ranks, by that sampler's own cost.
 
     python benchmarks/planning.py                 # a few minutes; writes benchmarks/results/planning-DATE.json
+    python benchmarks/planning.py --checkout slime=PATH --checkout prime-rl=PATH
     python benchmarks/planning.py --seeds 1 --no-large
+    python benchmarks/planning.py --peers-only    # the first size of every planner and no more, each call timed once
 """
 
 from __future__ import annotations
@@ -23,9 +30,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
 import numba
 import numpy as np
+import peers
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -76,23 +85,27 @@ def _ours(**options: object) -> Callable[..., ullage.Plan]:
     return lambda lengths, ranks, capacity: ullage.plan(lengths, ranks=ranks, capacity=capacity, **options)  # type: ignore[arg-type]
 
 
-PLANNERS: dict[str, Callable[..., ullage.Plan]] = {
+PLANNERS: dict[str, Callable[..., ullage.Plan | peers.Rows]] = {
     "ullage": _ours(),
     "ullage, sync=step": _ours(sync="step"),
     "ullage, context parallel auto": _ours(context_parallel="auto"),
     "next fit (arrival order)": _ours(strategy="next_fit"),
     "TRL bfd": _trl,
+    **peers.ALWAYS,
 }
+#: Planners that are measured once, and those that are left out of the second size.
+_ONCE, _SMALL_ONLY = {"TRL bfd", peers.REBALANCE, peers.PRIME_RL}, {peers.PRIME_RL}
 
 
 def measure(planner: str, workload: str, n: int, ranks: int, seed: int, repeats: int) -> Row:
     """Plans once for the figures and ``repeats`` times for the time."""
     lengths, capacity = WORKLOADS[workload](n, seed), CAPACITIES[workload]
-    best = math.inf
+    best, made = math.inf, []
     for _ in range(repeats):
         begin = time.thread_time()
-        plan = PLANNERS[planner](lengths, ranks, capacity)
+        made = PLANNERS[planner](lengths, ranks, capacity)
         best = min(best, time.thread_time() - begin)
+    plan = made if isinstance(made, ullage.Plan) else peers.as_plan(lengths, ranks, capacity, made)
     found = plan.statistics()
     return Row(
         planner, workload, n, ranks, seed, found.critical_path, found.critical_path_bound, found.rank_imbalance,
@@ -218,30 +231,46 @@ def show_bins(console: Console, n: int) -> list[dict[str, float]]:
     return found
 
 
-def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Path("benchmarks/results")) -> None:
+def of_size(console: Console, names: list[str], n: int, ranks: int, seeds: int, repeats: int) -> list[Row]:
+    """Every planner of ``names`` on one size, as a table; returns the rows."""
+    rows = [
+        measure(name, workload, n, ranks, seed, 1 if name in _ONCE else repeats)
+        for name in names
+        for workload in WORKLOADS
+        for seed in range(seeds)
+    ]
+    show(console, f"{n:,} sequences on {ranks} ranks, {seeds} seeds", rows, lambda row: row.planner)
+    show(console, "ullage, by workload", [row for row in rows if row.planner == "ullage"], lambda row: row.workload)
+    return rows
+
+
+def main(
+    seeds: int = 5,
+    large: bool = True,
+    trl: bool = True,
+    peers_only: bool = False,
+    checkout: Annotated[list[str] | None, typer.Option(help="slime=PATH or prime-rl=PATH.")] = None,
+    output: Path = Path("benchmarks/results"),
+) -> None:
     """Prints the tables and writes everything measured as JSON."""
+    for given in checkout or []:
+        framework, _, path = given.partition("=")
+        name, make = peers.FROM_CHECKOUT[framework]
+        PLANNERS[name] = make(Path(path))
     console = Console(width=130)
     compile_all()
-    rows: list[Row] = []
-    for n, ranks in SIZES:
-        names = [name for name in PLANNERS if trl or name != "TRL bfd"]
-        size = [
-            measure(name, workload, n, ranks, seed, 1 if name == "TRL bfd" else 5)
-            for name in names
-            for workload in WORKLOADS
-            for seed in range(seeds)
+    names = [name for name in PLANNERS if trl or name != "TRL bfd"]
+    rows = of_size(console, names, *SIZES[0], seeds, 1 if peers_only else 5)
+    found, bins = [], []
+    if not peers_only:
+        rows += of_size(console, [name for name in names if name not in _SMALL_ONLY], *SIZES[1], seeds, 5)
+        found = show_rebalanced(console, seeds)
+        untuned = [
+            measure("ullage", w, n, r, 1000 + seed, 1) for n, r in UNTUNED for w in WORKLOADS for seed in range(seeds)
         ]
-        show(console, f"{n:,} sequences on {ranks} ranks, {seeds} seeds", size, lambda row: row.planner)
-        show(console, "ullage, by workload", [row for row in size if row.planner == "ullage"], lambda row: row.workload)
-        rows += size
-    found = show_rebalanced(console, seeds)
-    untuned = [
-        measure("ullage", w, n, r, 1000 + seed, 1) for n, r in UNTUNED for w in WORKLOADS for seed in range(seeds)
-    ]
-    show(console, "ullage, shapes and seeds nobody tuned for", untuned, lambda row: f"{row.n:,} on {row.ranks}")
-    rows += untuned
-    bins = []
-    if large:
+        show(console, "ullage, shapes and seeds nobody tuned for", untuned, lambda row: f"{row.n:,} on {row.ranks}")
+        rows += untuned
+    if large and not peers_only:
         many = [measure("ullage", w, n, r, 0, 3) for n, r in LARGE for w in WORKLOADS]
         show(console, "ullage, large", many, lambda row: f"{row.n:,}: {row.workload}")
         rows += many
@@ -255,7 +284,7 @@ def main(seeds: int = 5, large: bool = True, trl: bool = True, output: Path = Pa
         "batch_rebalance": found,
     }
     output.mkdir(parents=True, exist_ok=True)
-    path = output / f"planning-{record['date']}.json"
+    path = output / f"planning{'-peers' if peers_only else ''}-{record['date']}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"written to {path}")
 
