@@ -77,6 +77,7 @@ def _refuse(config: Any) -> None:
         "window_size": config.window_size,
         "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
         "apply_rope_fusion": config.apply_rope_fusion,
+        "cp_partition_mode": None if getattr(config, "cp_partition_mode", "zigzag") == "zigzag" else "contiguous",
     }
     for name, value in asked.items():
         if value:
@@ -187,6 +188,13 @@ class PackedCoreAttention(MegatronModule):
         places = packed_seq_params.cu_seqlens_q if places is None else places
         group = packed_seq_params.cp_group if packed_seq_params.local_cp_size else self.group
         if group is not None and group.size() > 1:
+            if getattr(packed_seq_params, "cp_partition_mode", "zigzag") != "zigzag":
+                raise InputError(
+                    "packed attention computes slices in zigzag order",
+                    where="config.cp_partition_mode",
+                    found=packed_seq_params.cp_partition_mode,
+                    hint="leave it at 'zigzag', or use a model of megatron-core that takes contiguous slices",
+                )
             mixed = _over_slices(query, key, value, host_lengths(places), group, dropout, self.scale)
         elif serves_varlen(query, value, dropout):
             longest = int(packed_seq_params.max_seqlen_q)
