@@ -1,6 +1,7 @@
 """Megatron's newest calls in one process: argument orders, tails of rows, contiguous slices, parameters, packed rows."""
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.test_megatron import config, packed_sample, sample
-from ullage import InputError, Layout, RaggedBatch
+from ullage import InputError, Layout, RaggedBatch, plan
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
     packed_step,
@@ -346,6 +347,17 @@ def test_768_ranks_hold_every_token_of_a_step_once(scheduler):
     assert np.all(seen[1:] == 1)
     assert first.num_microbatches == 1
     assert chosen.dynamic == bool(np.any(first.degrees > 1))
+
+
+@pytest.mark.skipif("min_context_parallel" not in inspect.signature(plan).parameters, reason="the planner has none")
+def test_no_microbatch_has_less_than_the_least_degree():
+    fields = {"sequence_packing_scheduler": "default_dynamic_cp", "attention_takes_cp_group": True}
+    lengths = np.array([3, 60, 200, 9, 5, 31, 64, 100])
+    for least in (1, 2, 4):
+        made = Settings.of(config(**fields, min_dynamic_context_parallel_size=least))
+        degrees = made.planner(Topology.grid(0, dp=8))(lengths).degrees
+        assert degrees.min() >= least
+    assert degrees.max() <= 8
 
 
 def test_rows_of_a_batch_keep_fields_of_ones_own_beside_a_tail():

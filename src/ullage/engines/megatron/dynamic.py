@@ -33,14 +33,11 @@ def degree_groups(axis: Axis, degrees: Iterable[int]) -> dict[int, ProcessGroup]
     """
     held = _held(axis)
     new = [degree for degree in sorted(set(degrees)) if degree not in held]
-    for degree in new:
-        held[degree] = _of_megatron(axis, degree)
-    new = [degree for degree in new if held[degree] is None and _block(axis, degree, everywhere=True)]
+    held.update({degree: _of_megatron(axis, degree) for degree in new})
     if new and _bound():
         _make_everywhere(axis, new, held)
     else:
-        for degree in new:
-            held[degree] = _make(axis, degree)
+        held.update({degree: _make(axis, degree) for degree in new if held[degree] is None})
     return {degree: group for degree, group in held.items() if group is not None}
 
 
@@ -78,11 +75,11 @@ def _held(axis: Axis) -> dict[int, ProcessGroup | None]:
     return _made[key][1]
 
 
-def _block(axis: Axis, degree: int, everywhere: bool = False) -> list[int]:
-    """The global ranks of this rank's block; none if the last block is not whole, unless any rank's block will do."""
+def _block(axis: Axis, degree: int) -> list[int]:
+    """The global ranks of this rank's block; none if it is the rest behind the last whole block."""
     if degree < 1 or not axis.ranks:
         return []
-    first = 0 if everywhere else axis.rank - axis.rank % degree
+    first = axis.rank - axis.rank % degree
     return list(axis.ranks[first : first + degree]) if first + degree <= axis.size else []
 
 
@@ -125,12 +122,14 @@ def _make(axis: Axis, degree: int) -> ProcessGroup | None:
 
 
 def _make_everywhere(axis: Axis, degrees: list[int], held: dict[int, ProcessGroup | None]) -> None:
-    """Make the groups of all such axes in the world (one per stage and tensor-parallel coordinate), with every rank."""
-    everyone: list[tuple[int, ...]] = gather_objects(tuple(axis.ranks), Axis.world())
+    """Make the groups that any rank lacks, of all such axes in the world (one per stage and tensor-parallel rank)."""
+    # Ranks behind the last whole block lack nothing, and have to be there all the same.
+    lacking = [degree for degree in degrees if held[degree] is None and _block(axis, degree)]
+    everyone: list[tuple[tuple[int, ...], list[int]]] = gather_objects((tuple(axis.ranks), lacking), Axis.world())
     backend = dist.get_backend(axis.group)
     # Every backend requires that all ranks make all groups in the same order.
-    for ranks in sorted(set(everyone)):
-        for degree in degrees:
+    for ranks in sorted({tuple(ranks) for ranks, _ in everyone}):
+        for degree in sorted({degree for _, lacked in everyone for degree in lacked}):
             for first in range(0, len(ranks) - degree + 1, degree):
                 block = list(ranks[first : first + degree])
                 group = dist.new_group(block, backend=backend, group_desc=f"ullage cp {degree}")
