@@ -1,0 +1,260 @@
+"""The tables of names over ``ullage.engines.lists``: signatures as upstream's in August 2026, and what each promises."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage.engines import axolotl, llama_factory, nemo_rl, openrlhf, skyrl, slime, swift, trl_async, verl
+from ullage.errors import InputError
+
+UPSTREAM = {
+    slime.build_dp_schedule: "args, train_parallel_config, total_lengths, global_batch_size, rollout_indices",
+    slime.first_fit_pack: "total_lengths, max_tokens_per_bin",
+    slime.get_seqlen_balanced_partitions: "seqlen_list, k_partitions, equal_size",
+    openrlhf.get_minimum_num_micro_batch_size: "total_lengths, max_tokens_per_gpu, ring_attn_size, "
+    "ds_tensor_parallel_size",
+    skyrl.make_seq_packer: "algorithm, bin_capacity, min_bin_count=None, bin_count_multiple=None",
+    swift.calculate_matched_group: "sequences, packing_length, is_finished=True, strategy='binpack'",
+    llama_factory.greedy_knapsack: "numbers, capacity",
+    trl_async.balance_by_squared_length: "examples, num_groups",
+    axolotl.MultipackBatchSampler: "sampler, batch_size, batch_max_len, lengths, bin_size, "
+    "packing_efficiency_estimate=1.0, drop_last=True, num_count_samples=4, sequential=False, group_size=100000, "
+    "num_processes=None, safe_mode=True, mp_start_method='fork', kwargs",
+}
+
+
+@pytest.mark.parametrize("callable_", UPSTREAM, ids=lambda c: c.__qualname__)
+def test_signatures_are_upstreams(callable_):
+    parameters = inspect.signature(callable_).parameters.values()
+    written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert ", ".join(written) == UPSTREAM[callable_]
+
+
+def arguments(**changed):
+    given = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "micro_batch_size": 2, "balance_data": False}
+    return SimpleNamespace(**{**given, "balance_by_flops": False, **changed})
+
+
+def parallel(ranks, cp=1, vpp=1, group=1):
+    return {"dp_size": ranks, "cp_size": cp, "vpp_size": vpp, "microbatch_group_size_per_vp_stage": group}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=12, max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+)
+def test_a_rollout_is_scheduled_over_ranks(lengths, ranks, cp, group, partial):
+    rollouts = [i // 2 for i in range(len(lengths))]
+    size = len(lengths) // 4 or 1
+    args = arguments(allow_partial_train_step=partial)
+    try:
+        samples, microbatches, counts, steps = slime.build_dp_schedule(
+            args, parallel(ranks, cp, 2, group), lengths, global_batch_size=size, rollout_indices=rollouts
+        )
+    except InputError as error:  # more microbatches on each rank than a step has samples for
+        refused = error.what
+        assert refused.startswith(("there are fewer sequences than bins", "a step has fewer samples"))
+        return
+    full = (max(rollouts) + 1) // size
+    assert steps[:full] == [size] * full
+    assert len(steps) in (full, full + partial)
+    kept = [i for i, rollout in enumerate(rollouts) if rollout < sum(steps)]
+    assert sorted(i for mine in samples for i in mine) == kept
+    for mine, parts in zip(samples, microbatches):
+        assert len(parts) == sum(counts)
+        assert [i for part in parts for i in part] == list(range(len(mine)))
+        assert all(len(part) == 1 or sum(lengths[mine[i]] for i in part) <= 16 * cp for part in parts)
+        begin = 0
+        for step, count in enumerate(counts):  # every rollout is in its own step
+            assert count % group == 0
+            homes = {rollouts[mine[i]] for part in parts[begin : begin + count] for i in part}
+            assert homes <= set(range(step * size, (step + 1) * size))
+            begin += count
+
+
+def test_fixed_microbatches_keep_their_samples():
+    args = arguments(use_dynamic_batch_size=False)
+    call = {"global_batch_size": 8, "rollout_indices": range(8)}
+    samples, microbatches, counts, _ = slime.build_dp_schedule(args, parallel(2), [5] * 8, **call)
+    assert samples == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert microbatches == [[[0, 1], [2, 3]]] * 2
+    assert counts == [2]
+    args.balance_data = True
+    samples, *_ = slime.build_dp_schedule(args, parallel(2), [9, 9, 1, 1, 9, 9, 1, 1], **call)
+    assert sorted(samples) == [[0, 1, 2, 3], [4, 5, 6, 7]] or sorted(samples) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_what_slime_asserts_is_an_assertion_here_too():
+    for changed, ranks, rollouts, message in (
+        ({}, 1, [0, 0, 1], "num_rollouts must be at least global_batch_size"),
+        ({"use_dynamic_batch_size": False}, 4, [0, 1, 2], "static path"),
+        ({}, 4, [0, 1, 2], "fewer samples than ranks"),
+    ):
+        with pytest.raises(AssertionError, match=message) as caught:
+            slime.build_dp_schedule(
+                arguments(**changed), parallel(ranks), [4] * 3, global_batch_size=3, rollout_indices=rollouts
+            )
+        assert isinstance(caught.value, ValueError)
+
+
+def test_the_frameworks_own_flops_are_the_work_where_it_is_loaded(monkeypatch):
+    called = []
+
+    def flops(seqlens, args):
+        called.extend(seqlens)
+        return 10.0 if seqlens == [1] else 1.0
+
+    module = types.ModuleType("slime.utils.flops_utils")
+    module.calculate_fwd_flops = flops
+    monkeypatch.setitem(sys.modules, "slime.utils.flops_utils", module)
+    args = arguments(max_tokens_per_gpu=8, balance_data=True)
+    call = {"global_batch_size": 4, "rollout_indices": range(4)}
+    samples, *_ = slime.build_dp_schedule(args, parallel(2), [1, 1, 5, 5], **call)
+    assert sorted(called) == [1, 1, 5, 5]
+    assert all(sorted(mine) in ([0, 2], [0, 3], [1, 2], [1, 3]) for mine in samples)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_openrlhfs_two_functions_keep_the_cap_together(lengths):
+    count = openrlhf.get_minimum_num_micro_batch_size(lengths, 8, 2, 1)
+    parts = openrlhf.get_seqlen_balanced_partitions(lengths, count, False)
+    assert len(parts) == count
+    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 16 for part in parts)
+
+
+def test_skyrls_caps_are_hard_and_soft(monkeypatch):
+    assert skyrl.make_seq_packer("balanced", 10).pack([12, 5, 5]) == [[0], [1, 2]]
+    with pytest.raises(ValueError, match="does not fit"):
+        skyrl.make_seq_packer("First_Fit_Decreasing", 10).pack([12, 5, 5])
+    with pytest.raises(ValueError, match="Unknown packing algorithm"):
+        skyrl.make_seq_packer("best_fit", 10)
+    assert len(skyrl.make_seq_packer("balanced", 10, 3, 2).pack([5, 4, 3, 2])) == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        (skyrl.MODULE, "FirstFitDecreasing", lambda: skyrl.make_seq_packer("first_fit_decreasing", 8)),
+        (f"{nemo_rl.MODULE}.algorithms", "SequencePacker", lambda: nemo_rl.get_packer("first_fit_decreasing", 8)),
+    ],
+)
+def test_a_packer_is_an_instance_of_the_frameworks_class(module, name, make, monkeypatch):
+    theirs = abc.ABCMeta(name, (), {})
+    loaded = types.ModuleType(module)
+    setattr(loaded, name, theirs)
+    monkeypatch.setitem(sys.modules, module, loaded)
+    assert isinstance(make(), theirs)
+
+
+@pytest.mark.parametrize("strategy", ["binpack", "sequential"])
+def test_swifts_packs_hold_everything_once_over_chunks(strategy):
+    lengths = np.random.default_rng(0).integers(1, 12, 100).tolist()
+    given, packs, left = list(enumerate(lengths)), [], []
+    for begin in range(0, 100, 25):
+        done, left = swift.calculate_matched_group(left + given[begin : begin + 25], 10, begin == 75, strategy)
+        packs += done
+    assert left == []
+    assert sorted(i for pack in packs for i, _ in pack) == list(range(100))
+    assert all(len(pack) == 1 or sum(length for _, length in pack) <= 10 for pack in packs)
+    if strategy == "sequential":
+        assert [i for pack in packs for i, _ in pack] == list(range(100))
+    assert swift.calculate_matched_group([], 10) == ([], [])
+    assert swift.calculate_matched_group([("a", 10)], 10, False, "sequential") == ([[("a", 10)]], [])
+    assert swift.calculate_matched_group([("a", 10)], 10, False) == ([], [("a", 10)])
+
+
+def test_knapsacks_hold_lengths():
+    numbers = [5, 3, 4, 4]
+    assert llama_factory.greedy_knapsack(numbers, 8) == [[5, 3], [4, 4]]
+    assert numbers == [5, 3, 4, 4]
+    assert llama_factory.greedy_knapsack([], 8) == []
+    with pytest.raises(ValueError, match="does not fit"):
+        llama_factory.greedy_knapsack([9], 8)
+
+
+def test_trls_rows_are_no_less_even_than_its_own():
+    from trl.experimental.async_distillation import async_distillation_trainer as trainer
+
+    generator = np.random.default_rng(0)
+    for n, ranks in ((40, 8), (9, 4), (3, 4), (0, 2)):
+        examples = [{"input_ids": [0] * int(length)} for length in generator.integers(1, 200, n)]
+        rows = [
+            trl_async.balance_by_squared_length(examples, ranks),
+            trainer._balance_by_squared_length(examples, ranks),
+        ]
+        ours, theirs = ([sum(len(e["input_ids"]) ** 2 for e in row) for row in each] for each in rows)
+        assert len(ours) == ranks
+        assert sum(ours) == sum(theirs)
+        assert max(ours) <= max(theirs)
+    done = trl_async.install()
+    assert trainer._balance_by_squared_length is trl_async.balance_by_squared_length
+    done.undo()
+    assert trainer._balance_by_squared_length is not trl_async.balance_by_squared_length
+
+
+def sampler(lengths, cap=100, rows=1, order=None, **how):
+    order = list(range(len(lengths))) if order is None else order
+    return axolotl.MultipackBatchSampler(order, rows, cap, lengths, **{"bin_size": None, **how})
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (2, 1), (3, 2)])
+def test_an_epoch_of_axolotls_drops_nothing_and_is_even(ranks, rows, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    lengths = np.random.default_rng(1).integers(1, 60, 300).tolist()
+    batches = list(sampler(lengths, rows=rows))
+    assert len(batches) == len(sampler(lengths, rows=rows))
+    assert len(batches) % ranks == 0
+    assert all(len(batch) == rows for batch in batches)
+    packed = [row for batch in batches for row in batch]
+    assert sorted(i for row in packed for i in row) == list(range(300))
+    assert all(sum(lengths[i] for i in row) <= 100 for row in packed)
+    assert 0.9 < sampler(lengths, rows=rows).efficiency() <= 1
+    if ranks > 1 and rows == 1:
+        work = np.array([sum(24576 * lengths[i] + lengths[i] ** 2 for i in row) for row in packed]).reshape(-1, ranks)
+        assert work.max(1).sum() / (work.sum() / ranks) < 1.05
+
+
+def test_axolotls_order_limits_and_tail(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert list(sampler([60, 60, 40, 30], sequential=True)) == [[[0]], [[1, 2]], [[3]]]
+    assert list(sampler([60, 60, 40, 30], rows=2, sequential=True)) == [[[0], [1, 2]]]
+    assert len(list(sampler([60, 60, 40, 30], rows=2, sequential=True, drop_last=False))) == 2
+    assert all(len(row) <= 2 for batch in sampler([1] * 9, bin_size=2) for row in batch)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    few = list(sampler([90] * 5))  # fewer samples than places: nothing is repeated, the last step is short
+    assert sorted(i for batch in few for row in batch for i in row) == list(range(5))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lengths = np.random.default_rng(2).integers(1, 60, 100).tolist()
+    drawn = np.random.default_rng(3).permutation(100).tolist()
+    one, other = sampler(lengths, order=drawn), sampler(lengths, order=drawn[::-1])
+    assert list(one) == list(sampler(lengths, order=drawn))  # the same on every rank
+    assert list(one) != list(other)
+    assert len(one) == len(other)
+    assert list(sampler([], order=[])) == []
+
+
+def test_float_work_and_groups_above_the_cap_in_verls(caplog):
+    import torch
+
+    assert verl.get_seqlen_balanced_partitions([0.5, 2.5, 1.5, 1.5], 2, True) in ([[0, 1], [2, 3]], [[2, 3], [0, 1]])
+    lengths = [200, 210, 10, 20]
+    rows = torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
+    _, parts = verl.rearrange_micro_batches({"input_ids": rows}, 300, force_group_size=2)
+    assert sorted(parts) == [[0, 1], [2, 3]]
+    assert "the group of sequences 0, 1 (410 tokens)" in caplog.text
+    with pytest.raises(ValueError, match=r"a group .*\(sequences 0, 1\): expected at most 300 slots, found 410"):
+        verl.rearrange_micro_batches({"input_ids": rows}, 300, force_group_size=2, oversize="error")
