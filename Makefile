@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu campaign lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu campaign watch lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,6 +57,9 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 	for script in benchmarks/campaigns/*.py; do [ -f "$$script" ] || continue; \
 		printf '  make campaign NAME=%-16s %s\n' "$$(basename "$$script" .py)" "$$(head -n 1 "$$script" | tr -d '\"')"; done; \
 	[ -z "$(NAME)" ]
+
+watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path
+	@$(BIN)/python maintenance/watch.py $(filter-out PYTHON=% ROOM=% NAME=% ARGS=%,$(MAKEOVERRIDES))
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ def parallel(ranks, cp=1, vpp=1, group=1):
     return {"dp_size": ranks, "cp_size": cp, "vpp_size": vpp, "microbatch_group_size_per_vp_stage": group}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=12, max_size=30),
     st.integers(1, 3),
@@ -127,7 +127,7 @@ def test_the_frameworks_own_flops_are_the_work_where_it_is_loaded(monkeypatch):
     assert all(sorted(mine) in ([0, 2], [0, 3], [1, 2], [1, 3]) for mine in samples)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_openrlhfs_two_functions_keep_the_cap_together(lengths):
     count = openrlhf.get_minimum_num_micro_batch_size(lengths, 8, 2, 1)

@@ -31,7 +31,7 @@ def check(found, lengths, cap, groups=None):
 LENGTHS = st.lists(st.integers(0, 24), min_size=1, max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     LENGTHS,
     st.integers(1, 3),
@@ -71,7 +71,7 @@ def fewest(lengths, cap):
     raise AssertionError
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=5))
 def test_bins_are_as_few_as_can_be_also_beside_what_is_too_long(lengths):
     for order in ("balanced", "fewest"):
@@ -150,7 +150,7 @@ def smallest_largest(values, k):
     return best
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 2**70), st.floats(0, 1e30), st.integers(0, 9)), min_size=2, max_size=6),
     st.integers(1, 2),

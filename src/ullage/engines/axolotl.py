@@ -1,13 +1,12 @@
-"""axolotl adapter: its batch sampler of packed rows, over ullage's plan.
+"""axolotl adapter, not run against axolotl's own test: its batch sampler of packed rows, over ullage's plan.
 
 axolotl's sampler packs an epoch in the order in which it is drawn; accelerate then gives batch ``k`` to rank
 ``k % ranks``, whatever it costs. One line installs ours::
 
     ullage.engines.axolotl.install()
 
-or an assignment to ``axolotl.core.trainers.base.MultipackBatchSampler``. Shown with axolotl's
-tests/test_packed_batch_sampler.py of 24 July 2026, over made-up samples and a made-up tokenizer. axolotl is not
-installed where this project is tested.
+or an assignment to ``axolotl.core.trainers.base.MultipackBatchSampler``. The signature
+is that of ``axolotl/utils/samplers/multipack.py`` of July 2026.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LLaMA-Factory adapter, not run against tests of LLaMA-Factory's, which has none of this function.
+"""LLaMA-Factory adapter, not run against tests of LLaMA-Factory, which has none of this function.
 
 LLaMA-Factory packs each batch of samples that ``datasets`` maps, by lengths alone::
 

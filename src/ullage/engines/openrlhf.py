@@ -1,4 +1,4 @@
-"""OpenRLHF adapter, not run against tests of OpenRLHF's, which has none of these functions.
+"""OpenRLHF adapter, not run against tests of OpenRLHF, which has none of these functions.
 
 OpenRLHF counts microbatches by first fit, then balances tokens over that many and does not look at the cap again. Both
 functions are replaced together, so that the count is one with which balancing keeps the cap::

@@ -1,4 +1,4 @@
-"""ms-swift adapter, not run against tests of ms-swift's, which has none of this function alone.
+"""ms-swift adapter, not run against tests of ms-swift, which has none of this function alone.
 
 ms-swift packs its data set in chunks of 1000 samples, each by one function; what is left over joins the next chunk::
 

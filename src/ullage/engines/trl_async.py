@@ -1,4 +1,4 @@
-"""TRL adapter: how its asynchronous distillation divides a microbatch over ranks.
+"""TRL adapter, TRL having no test of this function: how its asynchronous distillation divides rows over ranks.
 
 ::
 
@@ -6,8 +6,8 @@
         ullage.engines.trl_async.balance_by_squared_length
     )
 
-TRL has no test of this function alone; ours compare with it as it is installed (1.16). AsyncGRPO's batchers share
-prefixes within a row since then and have no such function; they are left as they are.
+Our tests compare with TRL's as it is installed (1.16). AsyncGRPO's batchers share prefixes within a row there and have no
+such function; they are left as they are.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def replace(table: Mapping[str, Any]) -> Replacement:
                 "the installed framework has not the function to replace",
                 where=place,
                 found=f"{type(error).__name__}: {error}",
-                hint="this adapter was written for another version of it; assign the function where it is now",
+                hint="see that it imports here; where it has moved the function, assign it there",
             ) from error
         found.append((module, name, original, ours))
     originals: dict[str, Any] = {}
