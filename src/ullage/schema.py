@@ -116,6 +116,14 @@ class Schema:
         """Bytes of the blocks of all fields of so many sequences."""
         return sum(field.num_bytes(num_sequences, num_tokens) for field in self.fields)
 
+    def block_bytes(self, num_sequences: Int64, num_tokens: Int64) -> Int64:
+        """:meth:`num_bytes` of many ranks' blocks at once."""
+        total = np.zeros(len(num_sequences), np.int64)
+        for field in self.fields:
+            entries = num_sequences if field.per_sequence else num_tokens
+            total += -(-field.entry_bytes * entries // ALIGNMENT) * ALIGNMENT
+        return total
+
     def blocks(self, buffer: Tensor, start: int, num_sequences: int, num_tokens: int) -> dict[str, Tensor]:
         """The typed views of every field in the ``buffer`` of bytes from ``start``."""
         # Field by field from ``start``, each on an aligned boundary: both ends of a transfer walk this order.

@@ -14,6 +14,7 @@ import ullage
 from ullage.exchange import (
     PackedIterator,
     exchange,
+    exchange_shards,
     gather_lengths,
     materialize,
     shard,
@@ -21,6 +22,7 @@ from ullage.exchange import (
     unshard,
 )
 from ullage.ranks import Axis, Topology
+from ullage.ranks.memory import neighbours
 
 ALL_DTYPES = [
     torch.bool,
@@ -598,3 +600,69 @@ def dies(rank, world, folder, victim, step_of_death):
     except ullage.UllageError as error:
         return f"{type(error).__name__}: {error}", len(steps), time.monotonic() - started
     return None, len(steps), 0.0
+
+
+# Memory that ranks of one machine share, and slices that travel alone.
+
+
+def with_and_without_shared_memory(rank, world):
+    """The same microbatches where all ranks read each other's memory, where none does, and where one does not."""
+    report = []
+    for without in ([], range(world), [world - 1]):
+        os.environ["ULLAGE_SHARED_MEMORY"] = "0" if rank in without else "1"
+        topology = Topology.from_groups(dp=dist.new_group(list(range(world))))
+        found = neighbours(topology.dp)
+        report.append([found.near, found.everybody])
+        # Steps that grow and shrink, so that rooms are made anew and used again; one without any sample.
+        for step, count in enumerate([5, 40, 0, 40, 80, 3, 80]):
+            everything = dataset(count, seed=step)
+            mine = everything[rank::world]
+            gathered = gather_lengths(lengths_of(mine), topology)
+            ordered = [s for r in range(world) for s in everything[r::world]]
+            plan = ullage.plan(gathered.lengths, ranks=world, capacity=64, pad_to_multiple_of=4)
+            got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
+            for a, b in zip(got, materialize(plan, ordered, rank, per_sequence=["logits"]) if count else got):
+                same(a, b)
+    os.environ.pop("ULLAGE_SHARED_MEMORY")
+    return report
+
+
+def slices_that_travel_alone(rank, world, cp):
+    """``exchange_shards`` equals ``exchange`` and then ``shard``, and an error is one on every rank."""
+    dp = world // cp
+    topology = Topology.from_device_mesh(
+        DeviceMesh("cpu", torch.arange(world).view(dp, cp), mesh_dim_names=("dp", "cp"))
+    )
+    mine, compared = topology.dp.rank, 0
+    for seed, count in enumerate([0, 1, dp, 30]):
+        samples = dataset(count, seed)[mine::dp]
+        for sample_ in samples if seed % 2 else []:
+            sample_["labels"] = sample_["labels"].to(torch.uint8 if mine else torch.int16)
+        gathered = gather_lengths(lengths_of(samples), topology)
+        for order, pad in (("zigzag", 2 * cp), ("contiguous", cp)):
+            plan = ullage.plan(
+                gathered.lengths,
+                ranks=dp,
+                capacity=48 * cp,
+                pad_to_multiple_of=pad,
+                microbatch_multiple=2,
+                oversize="truncate",
+            )
+            whole = exchange(plan, samples, topology, gathered, per_sequence=["logits"])
+            got = exchange_shards(plan, samples, topology, gathered, order=order, per_sequence=["logits"])
+            want = [shard(batch, cp, topology.cp.rank, order) for batch in whole] if count else got
+            for a, b in zip(got, want, strict=True):
+                same(a.batch, b.batch)
+                assert torch.equal(a.position_ids, b.position_ids)
+                assert a.layout == b.layout
+                assert (a.cp_size, a.cp_rank, a.order, a.added) == (b.cp_size, b.cp_rank, b.order, b.added)
+                compared += 1
+    # Slots that cannot be cut into equal chunks are refused by whoever has one, and told to all.
+    gathered = gather_lengths([3], topology)
+    plan = ullage.plan(gathered.lengths, ranks=dp, capacity=48)
+    try:
+        exchange_shards(plan, [sample(0, 3)], topology, gathered, per_sequence=["logits"])
+        refused = None
+    except ullage.UllageError as error:
+        refused = str(error)
+    return [compared, refused]

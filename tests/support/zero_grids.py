@@ -108,5 +108,3 @@ def file_names(folder: Path) -> dict[str, int]:
         kind = re.sub(r"\d+", "*", path.name)
         kinds[kind] = kinds.get(kind, 0) + 1
     return dict(sorted(kinds.items()))
-
-

@@ -11,6 +11,7 @@ from ullage.exchange.reroute import exchange, materialize
 from ullage.exchange.routing import Route, route
 from ullage.exchange.sharding import Shard, shard, shard_index, unshard
 from ullage.exchange.sharing import share
+from ullage.exchange.slices import exchange_shards
 from ullage.exchange.steps import PackedStep
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Route",
     "Shard",
     "exchange",
+    "exchange_shards",
     "gather_lengths",
     "materialize",
     "route",

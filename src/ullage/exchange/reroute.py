@@ -37,6 +37,7 @@ from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.routing import route
 from ullage.exchange.transfer import Parcel, unpack, write
+from ullage.layout import Int64, Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 from ullage.ranks.memory import Neighbours, Notice, neighbours
@@ -73,7 +74,7 @@ def exchange(
     Collective over dp. Host tensors unless the group takes device tensors only. Raises ``InputError`` on the rank whose
     samples are at fault and ``DistributedError`` on the others, or on all where ranks disagree.
     """
-    columns, failure = tried(lambda: columns_of(batch, per_sequence, fields, lambda i: _local_sample(i, topology.dp)))
+    columns, failure = tried(lambda: columns_of(batch, per_sequence, fields, lambda i: local_sample(i, topology.dp)))
     return exchange_columns(plan, columns, failure, topology, gathered)
 
 
@@ -98,16 +99,35 @@ def _batches(batch: Samples) -> list[RaggedBatch] | None:
     return None
 
 
-@torch.no_grad()
 def exchange_columns(
     plan: Plan | None, columns: Columns | None, failure: Exception | None, topology: Topology, gathered: Lengths
 ) -> list[RaggedBatch]:
     """:func:`exchange` of samples already read, by a rank that may have failed already: then every rank raises."""
+    schema, values, device = move(plan, columns, failure, topology, gathered)
+    assert plan is not None  # or it would have raised
+    return packed(schema, values, plan.layouts(topology.dp.rank), device)
+
+
+@torch.no_grad()
+def move(
+    plan: Plan | None,
+    columns: Columns | None,
+    failure: Exception | None,
+    topology: Topology,
+    gathered: Lengths,
+    parts: Callable[[], tuple[Int64, Int64]] | None = None,
+) -> tuple[Schema, dict[str, list[Tensor]], torch.device]:
+    """The values of the sequences that this rank runs, by field, in the order in which they are packed.
+
+    ``parts``: where the parts of each sequence that are wanted begin and end, see :meth:`ullage.columns.Columns.cut`;
+    all of each if it is ``None``. Values are views of where they arrived, until the next exchange. Returns the schema
+    of all ranks, the values, and the device where they lie.
+    """
     axis = topology.dp
     near = neighbours(axis)
     parcel = None
     if failure is None:
-        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near))
+        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near, parts))
     own = None if columns is None else columns.schema
     schemas, notices = _agree("" if plan is None else plan.digest, own or Schema(), near.notice, failure, axis)
     near.meet(notices, axis)
@@ -115,15 +135,26 @@ def exchange_columns(
     assert parcel is not None
     schema = common_schema(schemas, axis.ranks or [0])
     values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, near, notices)
-    return _microbatches(schema, values, plan, axis.rank, device)
+    return schema, values, device
 
 
-def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths, near: Neighbours) -> Parcel:
+def _prepare(
+    plan: Plan | None,
+    columns: Columns | None,
+    axis: Axis,
+    gathered: Lengths,
+    near: Neighbours,
+    parts: Callable[[], tuple[Int64, Int64]] | None,
+) -> Parcel:
     if plan is None or columns is None:
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
-    path = route(plan, gathered, axis.rank)
-    return write(columns, plan.lengths, path, int(gathered.offsets[axis.rank]), axis, near)
+    path, first, lengths = route(plan, gathered, axis.rank), int(gathered.offsets[axis.rank]), plan.lengths
+    if parts is not None:
+        begins, ends = parts()
+        mine = slice(first, first + len(columns.lengths))
+        columns, lengths = columns.cut(begins[mine], ends[mine]), (ends - begins).clip(0).sum(1)
+    return write(columns, lengths, path, first, axis, near)
 
 
 @torch.no_grad()
@@ -169,10 +200,10 @@ def materialize(
             found=int(columns.lengths[i]),
         )
     values = columns.rows(rows, plan.lengths[wanted])
-    return _microbatches(columns.schema or Schema(), values, plan, rank)
+    return packed(columns.schema or Schema(), values, plan.layouts(rank))
 
 
-def _local_sample(i: int, axis: Axis) -> str:
+def local_sample(i: int, axis: Axis) -> str:
     return f"rank {axis.global_rank}, sample {i}"
 
 
@@ -200,7 +231,7 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
         i = int(odd[0])
         raise InputError(
             "a sample is not as long as gathered",
-            where=_local_sample(i, axis),
+            where=local_sample(i, axis),
             expected=int(planned[i]),
             found=int(columns.lengths[i]),
         )
@@ -267,14 +298,12 @@ def _raise_difference(rank: int, mine: Schema, usual: Schema) -> None:
     )
 
 
-def _microbatches(
+def packed(
     schema: Schema,
     values: Mapping[str, Sequence[Tensor]],
-    plan: Plan,
-    rank: int,
+    layouts: Sequence[Layout],
     device: torch.device | None = None,
 ) -> list[RaggedBatch]:
-    """The microbatches of ``rank`` from the values of its sequences in packing order."""
-    layouts = plan.layouts(rank)
-    packed = schema.pack(values, layouts, device)
-    return [RaggedBatch(tensors, layout, schema.per_sequence) for tensors, layout in zip(packed, layouts)]
+    """The microbatches of these layouts from the values of their sequences, in packing order."""
+    made = schema.pack(values, layouts, device)
+    return [RaggedBatch(tensors, layout, schema.per_sequence) for tensors, layout in zip(made, layouts)]

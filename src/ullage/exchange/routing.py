@@ -59,6 +59,6 @@ def _cuts(of: Int64, ranks: int) -> Int64:
     return np.concatenate([[0], np.cumsum(np.bincount(of, minlength=ranks))]).astype(np.int64)
 
 
-def tokens_between(lengths: Int64, ids: Int64, cuts: Int64) -> list[int]:
+def tokens_between(lengths: Int64, ids: Int64, cuts: Int64) -> Int64:
     """Tokens of each part that ``cuts`` makes of ``ids``."""
-    return np.diff(np.concatenate([[0], np.cumsum(lengths[ids])])[cuts]).tolist()
+    return np.diff(np.concatenate([[0], np.cumsum(lengths[ids])])[cuts])

@@ -12,7 +12,7 @@ padding. Between them the ranks agree and map what neighbours wrote (:meth:`ulla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from ullage.exchange.routing import Route, tokens_between
 from ullage.layout import Int64
 from ullage.ranks import Axis
 from ullage.ranks.memory import Neighbours, Notice
-from ullage.ranks.wire import all_to_all_bytes, block_order, device_of, scratch
+from ullage.ranks.wire import all_to_all_bytes, block_order, scratch
 from ullage.schema import Schema, aligned
 
 
@@ -49,11 +49,10 @@ class Parcel:
 
 def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis, near: Neighbours) -> Parcel:
     """The blocks of one rank. ``first``: id of its first sequence; ``lengths`` [all]: tokens of each that travel."""
-    cuts = path.send_cuts.tolist()
-    tokens = tokens_between(lengths, path.sends, path.send_cuts)
     # Ranks may hold their fields in different orders; the order of the names is one.
     schema = (columns.schema or Schema()).by_name()
-    sizes = [schema.num_bytes(cuts[i + 1] - cuts[i], tokens[i]) for i in range(axis.size)]
+    tokens = tokens_between(lengths, path.sends, path.send_cuts)
+    sizes = schema.block_bytes(np.diff(path.send_cuts), tokens).tolist()
     sizes[axis.rank] = 0
     far = [0 if close else size for size, close in zip(sizes, near.near)]
     payload = scratch("payload", sum(far), columns.device)
@@ -63,16 +62,16 @@ def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis,
     table = np.zeros(axis.size, np.int64)
     for destination in block_order(axis):
         size = sizes[destination]
+        if not size:
+            continue
         if near.near[destination]:
             table[destination] = start
             target, start, begin = room, start + size, start
         else:
             target, far_start, begin = payload, far_start + size, far_start
-        if not size:
-            continue
         ids = path.sent_to(destination)
         pieces = columns.rows((ids - first).tolist(), lengths[ids])
-        for name, view in schema.blocks(target, begin, len(ids), tokens[destination]).items():
+        for name, view in schema.blocks(target, begin, len(ids), int(tokens[destination])).items():
             join = torch.stack if name in schema.per_sequence else torch.cat
             if view.device == columns.device:
                 join(pieces[name], out=view)
@@ -98,15 +97,30 @@ def unpack(
     ``schemas``: of each rank; ``schema``: of the result. The views last until the next transfer.
     """
     path = parcel.path
+    counts = np.diff(path.receive_cuts)
+    tokens = tokens_between(parcel.lengths, path.receives, path.receive_cuts)
+    sizes = _sizes(schemas, counts, tokens, axis.rank)
+    received = parcel.payload
+    if not near.everybody:
+        far = [0 if close else size for size, close in zip(sizes, near.near)]
+        received = all_to_all_bytes(parcel.payload, parcel.sizes, far, axis)
+    # Neighbours share the memory of the host.
+    device = torch.device("cpu") if any(near.near) else received.device
     dtypes = {field.name: field.dtype for field in schema.fields}
     values: dict[str, list[Tensor]] = {name: [] for name in schema.names}
-    arrived, device = [np.zeros(0, np.int64)], parcel.payload.device
-    if axis.size > 1:
-        device = device_of(axis.require_group())
-    for source, views in _blocks(parcel, schemas, axis, near, notices):
+    start, arrived = 0, [np.zeros(0, np.int64)]
+    for source in block_order(axis):
+        if not sizes[source]:
+            continue
+        if near.near[source]:
+            buffer = near.read(source, notices[source])
+            begin = int(buffer[8 * axis.rank : 8 * axis.rank + 8].view(torch.int64).item())
+        else:
+            buffer, begin, start = received, start, start + sizes[source]
         ids = path.received_from(source)
         arrived.append(ids)
         lengths = parcel.lengths[ids].tolist()
+        views = schemas[source].by_name().blocks(buffer, begin, len(ids), int(tokens[source]))
         for name, view in views.items():
             # Each source's blocks are in its own dtypes; conversion copies only where they differ.
             view = view if view.dtype == dtypes[name] else view.to(dtypes[name])
@@ -125,25 +139,15 @@ def unpack(
     return {name: [column[row] for row in rows] for name, column in values.items()}, device
 
 
-def _blocks(
-    parcel: Parcel, schemas: Sequence[Schema], axis: Axis, near: Neighbours, notices: Sequence[Notice]
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The typed views of each block that came from another rank, with its source; none for empty blocks."""
-    counts = np.diff(parcel.path.receive_cuts).tolist()
-    tokens = tokens_between(parcel.lengths, parcel.path.receives, parcel.path.receive_cuts)
-    sizes = [schemas[i].num_bytes(counts[i], tokens[i]) for i in range(axis.size)]
-    sizes[axis.rank] = 0
-    far = [0 if close else size for size, close in zip(sizes, near.near)]
-    received = parcel.payload
-    if not near.everybody:
-        received = all_to_all_bytes(parcel.payload, parcel.sizes, far, axis)
-    start = 0
-    for source in block_order(axis):
-        if not sizes[source]:
-            continue
-        if near.near[source]:
-            buffer = near.read(source, notices[source])
-            begin = int(buffer[8 * axis.rank : 8 * axis.rank + 8].view(torch.int64).item())
-        else:
-            buffer, begin, start = received, start, start + sizes[source]
-        yield source, schemas[source].by_name().blocks(buffer, begin, counts[source], tokens[source])
+def _sizes(schemas: Sequence[Schema], counts: Int64, tokens: Int64, own: int) -> list[int]:
+    """Bytes of the block from each rank, none from this one."""
+    sizes = [0] * len(schemas)
+    # Ranks of one schema at once: usually there is one.
+    whose: dict[Schema, list[int]] = {}
+    for i, schema in enumerate(schemas):
+        if counts[i] and i != own:
+            whose.setdefault(schema, []).append(i)
+    for schema, ranks in whose.items():
+        for i, size in zip(ranks, schema.block_bytes(counts[ranks], tokens[ranks]).tolist()):
+            sizes[i] = size
+    return sizes
