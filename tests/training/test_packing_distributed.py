@@ -61,8 +61,7 @@ CASES = {
     "other steps": ["recurrent", 0, {"by_rank": {"max_steps": [4, 6]}}],
     "over": ["recurrent", 0, {"data": "one over the capacity"}],
     **OWN,
-    # Last: transformers leaves what it was asked for in the environment.
-    "sharded": ["llama", 0, {"fsdp": "full_shard"}],
+    "sharded": ["llama", 0, {"fsdp": "full_shard", **ARRIVAL}],
     "sharded unpacked": ["llama", 0, {"fsdp": "full_shard", **UNPACKED}],
 }
 SAVED = {"save_strategy": "steps", "save_steps": 4}
@@ -237,11 +236,10 @@ def test_a_sequence_over_the_capacity_is_named_by_the_rank_that_has_it(pair):
     )
 
 
-def test_fsdp_on_cpus_is_refused_instead_of_becoming_ddp(pair):
-    for rank in (*pair["sharded"], *pair["sharded unpacked"]):
-        assert "fsdp was asked for, but on CPUs accelerate does not shard" in rank["error"]
-        assert "expected an accelerator, found 2 processes on CPUs" in rank["error"]
-        assert "--dp" in rank["error"]
+def test_fsdp_trains_as_one_process(alone, pair):
+    assert_uneven([[rank] for rank in pair["sharded"]], 0)
+    for case in ("sharded", "sharded unpacked"):
+        assert_same(pair[case][0], alone["llama"])
 
 
 def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, pair):

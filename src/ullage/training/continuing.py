@@ -31,6 +31,7 @@ from transformers import TrainerState
 
 from ullage.checkpoint import convert, read
 from ullage.errors import CheckpointError
+from ullage.training import fsdp
 from ullage.training.agreement import agreement, gather
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import put_back
@@ -193,6 +194,7 @@ class Continuation:
                 where=str(checkpoint),
                 hint="continue with DeepSpeed, or on DDP or one process",
             )
+        fsdp.require_readable(self._trainer, Path(checkpoint))
         return conversion
 
     @contextlib.contextmanager

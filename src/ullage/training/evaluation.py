@@ -104,6 +104,7 @@ class Evaluator:
             problem = error
         finally:
             self.is_running = False
+            fsdp.reshard(model)
         # Only now is num_real certain: a stream tells it after its last batch.
         if problem is None and share is not None:
             record.cut(share.num_real)

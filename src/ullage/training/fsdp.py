@@ -13,20 +13,23 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from ullage.errors import InputError
+from ullage.errors import CheckpointError, InputError
 
 _LOG = logging.getLogger(__name__)
 
+_FULL, _SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 _ASKED = "ACCELERATE_USE_FSDP"
 #: Sizes of a ``ParallelismConfig`` over which ranks would have to share their samples.
 _SHARED_SAMPLES = ("tp_size", "cp_size", "sp_size")
@@ -157,9 +160,12 @@ def sharded_once(trainer: Any) -> Iterator[None]:
         yield
         return
     if isinstance(trainer.model, FSDPModule):
+        reshard(trainer.model)
+
         # A second run. accelerate would checkpoint each layer once more, and find the optimizer's parameters by their
         # addresses, which ranks with empty parts do not have. They are the model's already.
         def prepared(*objects: Any) -> tuple[Any, ...]:
+            accelerator._models.extend(each for each in objects if isinstance(each, nn.Module))
             return tuple(
                 each if isinstance(each, nn.Module) else accelerator._prepare_one(each, first_pass=True)
                 for each in objects
@@ -188,6 +194,73 @@ def shard_for_evaluation(trainer: Any) -> None:
         trainer.model, optimizer = accelerator.prepare(trainer.model, unused)
         trainer.model_wrapped = trainer.model
     accelerator._optimizers.remove(optimizer)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up what a forward without backward has left gathered, so that the model's parameters are its parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def whole_weights(trainer: Any) -> Iterator[None]:
+    """Within it ``save_model`` writes the weights for ``from_pretrained``, whatever form checkpoints have."""
+    with _state_dicts_as(trainer, _FULL if trainer.is_fsdp_enabled else None):
+        yield
+
+
+@contextlib.contextmanager
+def read_as_written(trainer: Any, checkpoint: Path | None) -> Iterator[None]:
+    """Within it FSDP's part of ``checkpoint`` is read in the form that it was written in."""
+    with _state_dicts_as(trainer, _form_of(checkpoint) if checkpoint and trainer.is_fsdp_enabled else None):
+        yield
+
+
+@contextlib.contextmanager
+def _state_dicts_as(trainer: Any, form: str | None) -> Iterator[None]:
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if form is None or plugin is None:
+        yield
+        return
+    before = {name: getattr(plugin, name) for name in names}
+    for name in names[1:]:
+        setattr(plugin, name, None)  # made anew for the form
+    plugin.set_state_dict_type(form)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plugin, name, value)
+
+
+def _form_of(checkpoint: Path) -> str | None:
+    """The form of FSDP's weights in a checkpoint; None if they are not FSDP's."""
+    if (checkpoint / f"{FSDP_MODEL_NAME}.bin").is_file():
+        return _FULL
+    return _SHARDED if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir() else None
+
+
+def require_readable(trainer: Any, checkpoint: Path) -> None:
+    """Raise ``CheckpointError`` for a checkpoint of FSDP's continued without it, and the other way round."""
+    written = checkpoint.is_dir() and _form_of(checkpoint)
+    if trainer.is_fsdp_enabled and checkpoint.is_dir() and not written:
+        raise CheckpointError(
+            "a checkpoint that was written without FSDP cannot be continued under it",
+            where=str(checkpoint),
+            expected=f"{FSDP_MODEL_NAME}.bin, or the folder {FSDP_MODEL_NAME}_0",
+            found="neither",
+            hint="continue without fsdp, or begin a new run from its weights",
+        )
+    if written and not trainer.is_fsdp_enabled:
+        raise CheckpointError(
+            "a checkpoint of FSDP's is continued under FSDP only",
+            where=str(checkpoint),
+            expected="fsdp=True, on any number of processes",
+            found="no fsdp",
+            hint="give fsdp again, or begin a new run from its weights",
+        )
 
 
 def _settle_plugin(plugin: Any, model: nn.Module, device: torch.device) -> None:

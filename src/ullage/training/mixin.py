@@ -191,11 +191,13 @@ class RaggedTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._continuation.loads_weights(model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with fsdp.read_as_written(self, Path(resume_from_checkpoint)):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._continuation.loads_optimizer(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with fsdp.read_as_written(self, None if checkpoint is None else Path(checkpoint)):
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a fresh model for a trial, packed under packing; forget what was read off the last."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from ullage.errors import CheckpointError
 from ullage.training.agreement import gather, rank_here
 from ullage.training.damage import Finding, examine, remember
-from ullage.training.saving import checkpoints_in, require_checkpoint, step_of
+from ullage.training.saving import checkpoints_in, missing_states, require_checkpoint, step_of
 
 _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
 
@@ -74,7 +74,7 @@ def state_notes(checkpoint: Path, several: bool) -> list[str]:
         none = f", none for rank {who}" if count else ""
         notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")
     # As rank 0 sees it.
-    own = gather([file for file in ("optimizer.pt", "scheduler.pt") if not (checkpoint / file).is_file()], several)[0]
+    own = gather(missing_states(checkpoint), several)[0]
     sharded = any(path.is_dir() and ("optimizer" in path.name) for path in checkpoint.glob("*"))
     if own and not sharded and not (checkpoint / "latest").is_file() and checkpoint.is_dir():
         notes.append(f"{checkpoint} holds no {' and no '.join(own)}: what belongs there begins anew")

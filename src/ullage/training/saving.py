@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
+from ullage.training import fsdp
 from ullage.training.damage import examine, is_damaged
 from ullage.training.staging import incomplete, not_written, old_of, recover, staging_of, write_into, write_whole
 
@@ -33,6 +34,7 @@ WEIGHT_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "pytorch_model_fsdp.bin",
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
@@ -106,12 +108,13 @@ class WholeCheckpointMixin(_Base):
             super().save_model(output_dir, _internal_call=True)
             return
         write = super().save_model
-        write_into(
-            output_dir if output_dir is not None else self.args.output_dir or ".",
-            lambda staging: write(str(staging), _internal_call=True),
-            several=self.args.world_size > 1,
-            first_of_machine=self.args.local_process_index == 0,
-        )
+        with fsdp.whole_weights(self):
+            write_into(
+                output_dir if output_dir is not None else self.args.output_dir or ".",
+                lambda staging: write(str(staging), _internal_call=True),
+                several=self.args.world_size > 1,
+                first_of_machine=self.args.local_process_index == 0,
+            )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -121,7 +124,8 @@ class WholeCheckpointMixin(_Base):
             finding = examine(best, self.args.world_size > 1)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
-        super()._load_best_model()
+        with fsdp.read_as_written(self, best):
+            super()._load_best_model()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too."""
@@ -251,10 +255,16 @@ def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
         missing.append("model.safetensors")
     if optimizer and not (deepspeed or sharded):
-        missing += [name for name in ("optimizer.pt", "scheduler.pt") if not (folder / name).is_file()]
+        missing += missing_states(folder)
     if missing:
         raise incomplete(folder, "this folder is no checkpoint to continue from", missing, hint)
     return folder
+
+
+def missing_states(checkpoint: Path) -> list[str]:
+    """The names of an optimizer's state and a schedule that are not in ``checkpoint``; FSDP's has a name of its own."""
+    there = {"optimizer.pt": ("optimizer.pt", "optimizer.bin"), "scheduler.pt": ("scheduler.pt",)}
+    return [name for name, names in there.items() if not any((checkpoint / each).is_file() for each in names)]
 
 
 #: What of a config decides the shapes of a model's weights.
