@@ -11,7 +11,7 @@ import torch
 from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, TrainerCallback
 
 from tests.support import packing_script, trl_cases
 from ullage import InputError
@@ -65,16 +65,20 @@ def lora(folder, **options):
     return llama(folder, get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])), **options)
 
 
-def classifier(folder, **options):
-    """One label per sequence, and a class of layers that holds the embeddings (BertEmbeddings)."""
+def classifier(folder, per_token=True, **options):
+    """A class per token or sequence, and a class of layers that holds the embeddings (BertEmbeddings)."""
     torch.manual_seed(0)
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {**packing_script.SIZES, **PARTED, "num_hidden_layers": 1}
-    samples = [{**s, "labels": i % 3} for i, s in enumerate(packing_script.make_samples())]
+    config = BertConfig(num_labels=3, **quiet, **{**packing_script.SIZES, **PARTED, "num_hidden_layers": 1})
+    kind = BertForTokenClassification if per_token else BertForSequenceClassification
+    samples = [
+        {**s, "labels": [token % 3 for token in s["input_ids"]] if per_token else i % 3}
+        for i, s in enumerate(packing_script.make_samples())
+    ]
     return Trainer(
-        BertForSequenceClassification(BertConfig(num_labels=3, **quiet, **sizes)).double(),
+        kind(config).double(),
         arguments(folder, **options),
-        data_collator=RaggedCollator(per_sequence=["labels"]),
+        data_collator=RaggedCollator(per_sequence=() if per_token else ["labels"]),
         train_dataset=samples,
         eval_dataset=samples[:7],
     )

@@ -23,6 +23,8 @@ from ullage.training.saving import require_checkpoint
 
 #: Leaves microbatches of some ranks empty.
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
+#: A head that packed rows run by lengths, which sharded ranks cannot.
+SEQUENCES = {"per_token": False, "packing_capacity": None}
 TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -197,6 +199,7 @@ def test_adapters_classifiers_and_sft_on_two_processes_are_those_on_one(tmp_path
         "legacy": {"fsdp": "full_shard auto_wrap", "kind": "lora", "save_strategy": "steps", "save_steps": 3},
         "resumed": {**FSDP, "kind": "lora", "resume": str(tmp_path / "legacy" / "checkpoint-3")},
         "classifier": {**FSDP, "kind": "classifier", "fsdp_config": {"cpu_ram_efficient_loading": True}},
+        "sequences": {**FSDP, "kind": "classifier", **SEQUENCES},
         "sft": {**FSDP, "kind": "sft"},
         "unpacked": {
             **FSDP,
@@ -207,9 +210,10 @@ def test_adapters_classifiers_and_sft_on_two_processes_are_those_on_one(tmp_path
     }
     kinds = ("llama", "lora", "classifier", "sft")
     alone = {kind: run(str(tmp_path / f"alone {kind}"), kind=kind) for kind in kinds}
+    alone["sequences"] = run(str(tmp_path / "alone sequences"), kind="classifier", **SEQUENCES)
     ranks = on(2, tmp_path, cases)
     for case, options in cases.items():
-        assert_equal(ranks[0][case], alone[options.get("kind", "llama")])
+        assert_equal(ranks[0][case], alone["sequences" if case == "sequences" else options.get("kind", "llama")])
     assert_parted(ranks, "checkpointed", alone["llama"], 2)
     assert_parted(ranks, "legacy", alone["lora"], 2)
     assert ranks[0]["resumed"]["losses"] == ranks[0]["legacy"]["losses"]
