@@ -14,6 +14,7 @@ from ullage.engines.megatron.batch import get_batch_on_this_rank_for_sequence_pa
 from ullage.engines.megatron.cpu import on_cpu
 from ullage.engines.megatron.flops import transformer_terms
 from ullage.engines.megatron.settings import schedulers
+from ullage.engines.megatron.training import PackedTraining, pack_training
 from ullage.engines.megatron.wrapping import WrappedStep, packed_step, wrap_data_iterator
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PackedCoreAttention",
+    "PackedTraining",
     "WrappedStep",
     "get_batch_on_this_rank_for_sequence_packing",
     "on_cpu",
+    "pack_training",
     "packed_block_spec",
     "packed_layer_spec",
     "packed_step",

@@ -1,0 +1,154 @@
+"""torchrun --nproc_per_node N megatron_loop.py CASE...: a script packed by one call, against one sequence at a time.
+
+A case is written as for ``megatron_parity.py``. Ten steps and two of evaluation each; prints one line of JSON per case.
+"""
+
+import json
+import sys
+import time
+import warnings
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state as state  # noqa: E402
+
+from tests.support import megatron_script as script  # noqa: E402
+from tests.support.megatron_model import Optimizer, build, config_of  # noqa: E402
+from tests.support.megatron_parity import LENGTHS, sizes  # noqa: E402
+from ullage.datasets import MockSamples  # noqa: E402
+from ullage.engines.megatron import on_cpu, pack_training  # noqa: E402
+
+STEPS, EVALUATIONS, BATCH, LAYERS, CAPACITY = 10, 2, 24, 4, 48
+
+
+def samples_of(seed):
+    """The sequences of all steps, 1 to 40 tokens."""
+    config = {**LENGTHS, "mean_seq_len": 12, "lognormal_sigma": 0.9}
+    count = (STEPS + EVALUATIONS) * BATCH
+    data = MockSamples(config, n=count, seed=seed, vocab_size=64, pad_to_multiple_of=8)
+    return [data[i] for i in range(count)]
+
+
+def double(**options):
+    config = config_of(layers=LAYERS, params_dtype=torch.float64, **options)
+    config.pipeline_dtype = torch.float64
+    return config
+
+
+def one_by_one(samples):
+    """The losses of a plain loop in this process alone: no schedule, no padding, one sequence per forward pass."""
+    [model] = build(double(), wrapped=False)
+    optimizer = Optimizer([model])
+    losses = []
+    for step in range(STEPS + EVALUATIONS):
+        total, count = 0.0, 0
+        for sample in samples[step * BATCH : (step + 1) * BATCH]:
+            length = int(sample["original_seq_len"])
+            tokens, labels, positions, mask = (
+                sample[name][None, :length] for name in ("tokens", "labels", "position_ids", "loss_mask")
+            )
+            loss = (model(tokens, positions, None, labels=labels) * mask).sum()
+            if step < STEPS:
+                loss.backward()
+            total, count = total + float(loss.detach().double()), count + int(mask.sum())
+        losses.append(total / count)
+        if step < STEPS:
+            for parameter in model.parameters():
+                parameter.grad /= count
+            optimizer.step()
+    return losses
+
+
+def script_config(**options):
+    """A config as a script makes it, whose flags have no place for packing."""
+    config = double(**options)
+    config.variable_seq_lengths, config.max_seqlen_per_dp_cp_rank = False, None
+    del config.sequence_packing_scheduler
+    return config
+
+
+def set_arguments():
+    script.ARGS.__dict__.update(
+        global_batch_size=BATCH,
+        micro_batch_size=1,
+        seq_length=64,
+        train_iters=STEPS,
+        eval_iters=EVALUATIONS,
+        eval_global_batch_size=BATCH,
+        parameters=1000,
+        num_layers=LAYERS,
+        hidden_size=32,
+    )
+
+
+def counted(samples):
+    """Σlength, Σlength² and the script's FLOPs of the sequences one by one."""
+    lengths = [int(sample["original_seq_len"]) for sample in samples]
+    total, squares = sum(lengths), sum(length**2 for length in lengths)
+    return [total, squares, 3 * (2 * 1000 * total + 2 * LAYERS * 32 * squares)]
+
+
+def run_case(case, samples, expected):
+    """What the script's loop found under a layout, equal on every rank."""
+    options = sizes(case)
+    virtual = options.get("vpp")
+    state.initialize_model_parallel(
+        options.get("tp", 1), options.get("pp", 1), virtual, context_parallel_size=options.get("cp", 1)
+    )
+    begin = time.monotonic()
+    capacity, scheduler = options.pop("capacity", CAPACITY), options.pop("scheduler", None)
+    config = script_config(**options)
+    set_arguments()
+    model, before = build(config), script.get_batch
+    with pack_training(script.forward_step, capacity=capacity, scheduler=scheduler) as training:
+        iterators = script.data_iterators(samples, virtual)
+        losses, flops = script.train(script.forward_step, model, Optimizer(model), iterators)
+        losses += script.evaluate(script.forward_step, iterators, model)
+    step = training.step
+    mine = {
+        "losses": losses,
+        "counts": [step.num_tokens, step.sum_squared_lengths, flops[-1]],
+        "evaluated": training.evaluation.num_tokens,
+        "microbatches": step.num_microbatches,
+        "undone": script.get_batch is before and config.variable_seq_lengths is False,
+    }
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = [part["losses"] for part in everyone if part["losses"][0] is not None]
+    record = {
+        "case": case,
+        "processes": len(everyone),
+        "losses": found[0],
+        "expected": expected,
+        "error": max(abs(a - b) / abs(b) for part in found for a, b in zip(part, expected, strict=True)),
+        "counts": [part["counts"] for part in everyone],
+        "counted": counted(samples[(STEPS - 1) * BATCH : STEPS * BATCH]),
+        "evaluated": [training.evaluation.num_tokens, counted(samples[-BATCH:])[0]],
+        "microbatches": sorted({part["microbatches"] for part in everyone}),
+        "script's microbatches": BATCH // state.get_data_parallel_world_size(),
+        "undone": all(part["undone"] for part in everyone),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    state.destroy_model_parallel()
+    return record
+
+
+def main(cases):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    samples = samples_of(seed=11)
+    with on_cpu(required=True):
+        state.initialize_model_parallel()
+        expected = one_by_one(samples)
+        state.destroy_model_parallel()
+        for case in cases:
+            record = run_case(case, samples, expected)
+            if dist.get_rank() == 0:
+                print(json.dumps(record), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
