@@ -148,10 +148,10 @@ def test_flops_of_unequal_lengths_by_a_formula_of_equal_ones(lengths):
     assert found == pytest.approx(sum(one_sequence(length) for length in lengths), rel=1e-12)
 
 
-def check(record):
-    assert len(record["losses"]) == len(record["expected"]) == 12
+def check(record, count=12):
+    assert len(record["losses"]) == len(record["expected"]) == count
     assert record["error"] <= 2e-6, record
-    assert record["losses"][9] < record["losses"][0]
+    assert record["losses"][3] < record["losses"][0]
     assert all(counts == record["counted"] for counts in record["counts"]), record
     assert record["evaluated"][0] == record["evaluated"][1]
     assert record["undone"]
@@ -165,7 +165,7 @@ def test_two_processes_and_what_every_rank_refuses():
 
     ranks = values(run(megatron_refusals.everything, 2))
     for found in ranks:
-        check(found["packed"])
+        check(found["packed"], count=5)
         said = found["refused"]
         assert "calculate_per_token_loss" in said["mean loss"]
         assert "--calculate-per-token-loss" in said["mean loss"]
