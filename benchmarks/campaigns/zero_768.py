@@ -28,9 +28,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the writer is that of the tests
 
-from tests.support import real_zero, zero_grids  # noqa: E402
-
 import ullage  # noqa: E402
+from tests.support import real_zero, zero_grids  # noqa: E402
 from ullage import checkpoint  # noqa: E402
 
 #: How the model is cut: kind of checkpoint, and the sizes of tensor and pipeline parallel.
@@ -90,6 +89,18 @@ def measure(name: str, ranks: int, work: Path) -> dict[str, Any]:
     return row
 
 
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Write the figures of the grids so far, dated."""
+    record = {
+        "date": date.today().isoformat(),
+        "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
+        "versions": {"ullage": ullage.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "grids": rows,
+    }
+    path = ROOT / "benchmarks" / "results" / f"zero_768_{date.today().isoformat()}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=768, help="a multiple of 8")
@@ -113,16 +124,8 @@ def main() -> int:
         )
         for line in wrong[:10]:
             print(f"  WRONG  {line}")
-    if not arguments.no_results:
-        record = {
-            "date": date.today().isoformat(),
-            "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
-            "versions": {"ullage": ullage.__version__, "torch": torch.__version__, "python": platform.python_version()},
-            "grids": rows,
-        }
-        path = ROOT / "benchmarks" / "results" / f"zero_768_{date.today().isoformat()}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"written to {path.name}")
+        if not arguments.no_results:  # after each grid: the next one takes minutes
+            keep(rows)
     return 1 if failed else 0
 
 
