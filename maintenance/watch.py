@@ -1,7 +1,7 @@
 """What the adapters rely on in other frameworks, held against their sources; says what has changed.
 
-    make watch VERL=path MEGATRON=path ...      # checkouts; a framework that is not named is looked for where it is installed
-    python maintenance/watch.py --update VERL=path   # write what is there now as expected, after the adapter was changed
+    make watch VERL=path MEGATRON=path ...           # checkouts; the others are looked for where they are installed
+    python maintenance/watch.py --update VERL=path   # write what is there now as expected, once the adapter fits it
 
 Sources are read by ``ast``: nothing is imported, so nothing has to be installed but Python. What is expected is data,
 ``watched.json``: for each framework where it was read, on which day, and per file the signatures of functions

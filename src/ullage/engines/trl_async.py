@@ -6,8 +6,8 @@
         ullage.engines.trl_async.balance_by_squared_length
     )
 
-Our tests compare with TRL's as it is installed (1.16). AsyncGRPO's batchers share prefixes within a row there and have no
-such function; they are left as they are.
+Our tests compare with TRL's as it is installed (1.16). AsyncGRPO's batchers share prefixes within a row there and have
+no such function; they are left as they are.
 """
 
 from __future__ import annotations

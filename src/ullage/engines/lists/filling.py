@@ -21,6 +21,8 @@ from ullage.planning.plans import Plan
 from ullage.planning.request import refuse_large_groups, refuse_oversize
 
 _logger = logging.getLogger(__name__)
+#: Bits of the work of all sequences together: as exact as float64, and far from where sums of it would overflow.
+WORK_BITS = 52
 
 
 def bins(
@@ -102,7 +104,7 @@ def work_of(lengths: Int64, work: Any) -> Int64:
     """Work of each sequence, int64, by a cost model, by numbers, or by default. Raises ``InputError``."""
     model = TransformerCost() if work is None else work
     costs, _, _ = integer_costs(model if callable(model) else lambda _: np.asarray(model), lengths)
-    return costs
+    return costs >> max(0, int(costs.sum()).bit_length() - WORK_BITS)
 
 
 @dataclass(frozen=True)

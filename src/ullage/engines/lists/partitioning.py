@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ullage.engines.lists.filling import bins_of, fill_empty
+from ullage.engines.lists.filling import WORK_BITS, bins_of, fill_empty
 from ullage.engines.lists.grouping import Grouping
 from ullage.errors import InputError, require_int
+from ullage.layout import Int64
 from ullage.planning.planner import plan
 
 #: Differencing is left out where the largest partition is within this factor of the bound on every division,
@@ -53,7 +54,7 @@ def partitions(
         np.ones(len(sums), np.int64),
         ranks=k,
         capacity=len(sums) // k if equal_size else len(sums),
-        cost=lambda _: np.asarray(sums) if max(sums) < 2**62 else np.asarray(sums, np.float64),
+        cost=lambda _: _costs(sums),
     )
     found = fill_empty(bins_of(made), sums)
     # Differencing, where the plan is not at the bound; the more even division is taken.
@@ -76,6 +77,15 @@ def _numbers(values: Any, name: str) -> list[float]:
         if not 0 <= value < math.inf:
             raise InputError(f"{name} must be finite and not negative", where=f"item {i}", found=value)
     return found
+
+
+def _costs(values: Sequence[float]) -> Int64:
+    """``values`` as int64 costs of a plan: themselves, where they are integers and their sum is small enough."""
+    total = sum(values)
+    if isinstance(total, int):
+        shift = max(0, total.bit_length() - WORK_BITS)
+        return np.array([value >> shift for value in values], np.int64)
+    return np.array([value / total * 2.0**WORK_BITS if total else 0 for value in values]).astype(np.int64)
 
 
 def _share(total: float, k: int) -> float:
