@@ -17,7 +17,7 @@ padded batches over ranks, by that sampler's own cost.
     python benchmarks/planning.py                 # a few minutes; writes benchmarks/results/planning-DATE.json
     python benchmarks/planning.py --checkout slime=PATH --checkout prime-rl=PATH
     python benchmarks/planning.py --seeds 1 --no-large
-    python benchmarks/planning.py --peers-only    # the first size of every planner and no more, each call timed once
+    python benchmarks/planning.py --peers-only    # every planner and no other table, each call timed once
 """
 
 from __future__ import annotations
@@ -260,10 +260,11 @@ def main(
     console = Console(width=130)
     compile_all()
     names = [name for name in PLANNERS if trl or name != "TRL bfd"]
-    rows = of_size(console, names, *SIZES[0], seeds, 1 if peers_only else 5)
+    repeats = 1 if peers_only else 5
+    rows = of_size(console, names, *SIZES[0], seeds, repeats)
+    rows += of_size(console, [name for name in names if name not in _SMALL_ONLY], *SIZES[1], seeds, repeats)
     found, bins = [], []
     if not peers_only:
-        rows += of_size(console, [name for name in names if name not in _SMALL_ONLY], *SIZES[1], seeds, 5)
         found = show_rebalanced(console, seeds)
         untuned = [
             measure("ullage", w, n, r, 1000 + seed, 1) for n, r in UNTUNED for w in WORKLOADS for seed in range(seeds)
