@@ -1,18 +1,13 @@
 """What the ranks of the Megatron tests run of its newest calls: every stage with an iterator, ends, rows, degrees."""
 
-from unittest import mock
-
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as state
 
 from ullage.engines.megatron import (
-    dynamic,
     get_batch_on_this_rank_for_sequence_packing,
     packed_step,
     wrap_data_iterator,
 )
-from ullage.ranks import Axis
 
 
 def every_stage(config, sample, raised):
@@ -112,14 +107,5 @@ def degrees(config, raised):
     state.initialize_model_parallel(1, context_parallel_size=4, hybrid_context_parallel=True)
     *_, params, _ = get_batch_on_this_rank_for_sequence_packing(iter([row(2)]), dynamic_cp=True)
     found["theirs"] = params.cp_group is state.get_hybrid_data_context_parallel_groups(group_size=2)
-    # Made by their members alone, or by all ranks where groups are split off the world's; 3 do not divide 4.
-    axis = Axis.from_group(state.get_context_parallel_group(), "cp")
-    for name, bound in (("alone", False), ("everywhere", True)):
-        dynamic._made.clear()
-        with mock.patch.object(dynamic, "_bound", lambda bound=bound: bound):
-            made = dynamic.degree_groups(axis, [3, 2, 1])
-            made = dynamic.degree_groups(axis, [3, 4])
-        found[name] = {str(degree): dist.get_process_group_ranks(group) for degree, group in sorted(made.items())}
-    dynamic._made.clear()
     state.destroy_model_parallel()
     return found
