@@ -79,7 +79,7 @@ def _version(arguments: Any) -> int:
 
 def _require_data_parallel(arguments: Any) -> None:
     """Raise ``InputError`` for sizes of accelerate's ``ParallelismConfig`` that are not honoured here."""
-    sizes = getattr(arguments, "parallelism_config", None)
+    sizes: Any = getattr(arguments, "parallelism_config", None)
     if sizes is None and _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
         sizes = ParallelismConfig()
     if sizes is None:
@@ -159,8 +159,9 @@ def sharded_once(trainer: Any) -> Iterator[None]:
     if not (trainer.is_fsdp_enabled and accelerator.is_fsdp2):
         yield
         return
-    if isinstance(trainer.model, FSDPModule):
-        reshard(trainer.model)
+    model: Any = trainer.model
+    if isinstance(model, FSDPModule):
+        reshard(model)  # pyright: ignore[reportArgumentType]  it is both
 
         # A second run. accelerate would checkpoint each layer once more, and find the optimizer's parameters by their
         # addresses, which ranks with empty parts do not have. They are the model's already.
@@ -181,7 +182,7 @@ def sharded_once(trainer: Any) -> Iterator[None]:
     yield
     # What transformers asks before it generates: ranks whose sequences end early go on calling the model.
     if isinstance(trainer.model, FSDPModule):
-        trainer.model._is_fsdp_managed_module = True
+        setattr(trainer.model, "_is_fsdp_managed_module", True)  # noqa: B010  a name that FSDPModule does not have
 
 
 def shard_for_evaluation(trainer: Any) -> None:
