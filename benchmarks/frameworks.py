@@ -16,6 +16,7 @@ import __future__
 
 import ast
 import json
+import logging
 import math
 import platform
 import time
@@ -233,7 +234,7 @@ def of_swift(tree: Path) -> list[tuple]:
 
 
 def of_axolotl(tree: Path) -> list[tuple]:
-    code = read(tree / "src/axolotl/utils/samplers/multipack.py", get_logger=lambda name: None)
+    code = read(tree / "src/axolotl/utils/samplers/multipack.py", get_logger=logging.getLogger)
 
     def sampled(module: Any) -> Function:
         def call(lengths: list[int], cap: int) -> Bins:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ullage.engines.lists import Replacement, replace
-from ullage.engines.lists.packers import Packer, stand_for
+from ullage.engines.lists.packers import BinPacker, stand_for
 from ullage.errors import InputError
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.cost import Cost
@@ -38,7 +38,7 @@ ARRIVAL = "CONCATENATIVE"
 ALGORITHMS = (ARRIVAL, "FIRST_FIT_DECREASING", "FIRST_FIT_SHUFFLE", "MODIFIED_FIRST_FIT_DECREASING", "BALANCED")
 
 
-class SequencePacker(Packer):
+class SequencePacker(BinPacker):
     """Packer of sequences into as few bins as possible, with balanced work.
 
     Args:

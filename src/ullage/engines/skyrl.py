@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 
 from ullage.engines.lists import Replacement, replace
-from ullage.engines.lists.packers import Packer, stand_for
+from ullage.engines.lists.packers import BinPacker, stand_for
 from ullage.errors import InputError
 
 MODULE = "skyrl.train.dataset.bin_packing"
@@ -22,11 +22,11 @@ MODULE = "skyrl.train.dataset.bin_packing"
 ALGORITHMS = {"FIRST_FIT_DECREASING": ("FirstFitDecreasing", "error"), "BALANCED": ("Balanced", "alone")}
 
 
-class HardPacker(Packer):
+class HardPacker(BinPacker):
     """Packer that refuses a sequence above the capacity: SkyRL's ``first_fit_decreasing``, but balanced."""
 
 
-class SoftPacker(Packer):
+class SoftPacker(BinPacker):
     """Packer that leaves a sequence above the capacity alone in its bin: SkyRL's ``balanced``."""
 
 
@@ -35,7 +35,7 @@ def make_seq_packer(
     bin_capacity: int,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
-) -> Packer:
+) -> BinPacker:
     """Packer for an algorithm's name; replaces SkyRL's factory of this name.
 
     ``algorithm``: one of SkyRL's names in any case, or a member of its enum. Both are the plan; they differ in a

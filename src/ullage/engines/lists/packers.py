@@ -10,8 +10,8 @@ from ullage.layout import Integers
 from ullage.planning.cost import Cost
 
 
-class Packer:
-    """Packer of sequences into as few bins as possible, with balanced work.
+class BinPacker:
+    """BinPacker of sequences into as few bins as possible, with balanced work.
 
     Args:
         bin_capacity: most tokens in a bin.
