@@ -4,6 +4,7 @@ Jobs are those of ``fsdp_cases``. A plain Trainer runs on one process, the engin
 model on the same samples, so their losses can be compared, and each goes on from the other's checkpoint.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -13,11 +14,17 @@ import numpy as np
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from tests.support import fsdp_cases
 from ullage.engines import fsdp
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer, TrainingArguments, local_bytes
 
 VOCAB, SEQUENCES = 61, 12
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -26,12 +33,29 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "pa
 
 def make_model(kind="llama", **options):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **options}))
+    config = LlamaConfig(**{**SIZES, **HEADS, "num_labels": 3, **options})
+    if kind == "lora":
+        made = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        for name, parameter in made.named_parameters():  # which begins at zero
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return made
+    if kind == "sequence":
+        return LlamaForSequenceClassification(config)
+    if kind == "token":
+        return LlamaForTokenClassification(config)
+    return LlamaForCausalLM(config)
 
 
 def make_samples(kind="llama", count=48):
     draw = np.random.default_rng(5)
     ids = [draw.integers(3, VOCAB, n).tolist() for n in draw.integers(1, 40, count)]
+    if kind == "sequence":
+        return [{"input_ids": one, "label": sum(one) % 3} for one in ids]
+    if kind == "token":
+        return [{"input_ids": one, "labels": [-100 if i % 5 == 0 else i % 3 for i in one]} for one in ids]
+    if kind == "sft":  # as TRL prepares a prompt and its completion
+        return [{"input_ids": one, "completion_mask": [0] * (len(one) // 2) + [1] * -(-len(one) // 2)} for one in ids]
     return [{"input_ids": one, "labels": list(one)} for one in ids]
 
 
@@ -72,16 +96,55 @@ def plain(rank, world, folder, kind="llama", resume=None, model=None, **more):
     return {"losses": losses(trainer), "norms": losses(trainer, "grad_norm")}
 
 
-def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model=None, **more):
+def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model=None, replicate=1, **more):
     """The engine's Trainer on any layout."""
     as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     made = make_model(kind, **(model or {}))
+    held_out = make_samples(kind, 10) if "eval_strategy" in more else None
+    batch = SEQUENCES // mesh[0] // more.get("gradient_accumulation_steps", 1)
     trainer = fsdp.Trainer(
-        made, arguments(folder, SEQUENCES // mesh[0], **more), train_dataset=make_samples(kind), topology=topology
-    )
+        made, arguments(folder, batch, **more), train_dataset=make_samples(kind), eval_dataset=held_out,
+        topology=topology, dp_replicate=replicate, compute_metrics=metrics if held_out else None,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
-    return {"losses": losses(trainer), "norms": losses(trainer, "grad_norm")}
+    found = {"losses": losses(trainer), "norms": losses(trainer, "grad_norm")}
+    if held_out is not None:
+        found |= {"evaluated": [losses(trainer, f"eval_{name}") for name in ("loss", "accuracy", "samples")]}
+        found |= {"best": str(trainer.state.best_model_checkpoint), "now": trainer.evaluate()["eval_loss"]}
+    held = local_bytes(trainer.model, trainer.optimizer)
+    trainer.save_model()
+    return {**found, "parameters": held.parameters, "moments": held.moments}
+
+
+def metrics(prediction):
+    """Which class is the largest, of sequences or of the tokens that have one, and the number of samples."""
+    is_token = isinstance(prediction.predictions, list)
+    logits = np.concatenate(prediction.predictions) if is_token else prediction.predictions
+    labels = np.concatenate(prediction.label_ids) if is_token else prediction.label_ids
+    right = logits.argmax(-1) == labels
+    return {"accuracy": float(right[labels != -100].mean()), "samples": len(prediction.label_ids)}
+
+
+def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate=1):
+    """A model made in one of the ways, its losses, a digest of every tensor, and the bytes that this rank held of it."""
+    topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    torch.manual_seed(7)
+    with torch.device("cpu" if how == "full" or (how == "first" and rank == 0) else "meta"):
+        made = LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **(model or {})}))
+    before = sum(p.numel() * p.element_size() for p in made.parameters() if not p.is_meta)
+    given: dict[str, Any] = {"weights": folder} if how == "weights" else {"seed": 7} if how == "seed" else {}
+    made = fsdp.parallelize(made, topology, dp_replicate=replicate, **given)
+    after = local_bytes(made).parameters
+    if how == "full" and world == 1:
+        made.save_pretrained(folder)
+    whole = {**fsdp_cases.whole_state(made, torch.optim.SGD(made.parameters())), **dict(made.named_buffers())}
+    bits = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(whole.items())))
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    with fsdp_cases.steps_of(topology, 28) as steps:
+        results = [fsdp.train_step(made, optimizer, step, max_grad_norm=0.3) for step in steps]
+    found = [float(result.loss) for result in results]
+    return {"losses": found, "bits": bits.hexdigest(), "count": len(whole), "before": before, "after": after}
 
 
 if __name__ == "__main__":

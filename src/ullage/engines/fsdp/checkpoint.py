@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ullage.checkpoint.dcp_reading import LAYOUT
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.model import parallel_of, tied_names
+from ullage.engines.fsdp.model import parallel_of
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
 from ullage.engines.fsdp.trainer_checkpoint import TrainerCheckpoint, is_trainer_checkpoint
+from ullage.engines.fsdp.weights import tied_names
 from ullage.errors import CheckpointError, InputError
 from ullage.ranks import Axis, together
 from ullage.training.agreement import require_same_folder
@@ -61,14 +62,17 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
 
-    topology = parallel_of(model).topology
-    sizes = {axis.name: axis.size for axis in (topology.dp, topology.cp, topology.tp)}
+    parallel = parallel_of(model)
+    sizes = {axis.name: axis.size for axis in (parallel.topology.dp, parallel.topology.cp, parallel.topology.tp)}
+    sizes["dp_replicate"] = parallel.dp_replicate
 
     def write(place: Path) -> None:
         chunks.write(state, place)
         # Every rank writes its own chunks; what is the same everywhere is written by one.
         if _rank() == 0:
             model.config.save_pretrained(place)
+            for adapter in getattr(model, "peft_config", {}).values():
+                adapter.save_pretrained(place)
             (place / LAYOUT).write_text(json.dumps(sizes), encoding="utf-8")
             (place / STATES).write_text(text, encoding="utf-8")
 

@@ -85,6 +85,15 @@ def mesh_of(topology: Topology) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 
 
+def hybrid_mesh(mesh: DeviceMesh, dp_replicate: int) -> DeviceMesh:
+    """The ranks of a mesh of dp, cp and tp as ``dp_replicate``, what shards within each group, and tp.
+
+    A mesh of its own, since FSDP2 and DTensor want theirs cut from one. Collective over the world.
+    """
+    layout = mesh.mesh.reshape(dp_replicate, -1, mesh.mesh.shape[-1])
+    return DeviceMesh(device_type(), layout, mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"))
+
+
 def _join() -> None:
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return

@@ -6,24 +6,28 @@ import contextlib
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
-from ullage.engines.fsdp.mesh import device_of_rank, mesh_of
+from ullage.engines.fsdp.building import Source
+from ullage.engines.fsdp.mesh import device_of_rank, hybrid_mesh, mesh_of
+from ullage.engines.fsdp.objective import NEXT_TOKEN, objective_of, takes_row
 from ullage.errors import InputError, require_one_of
+from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
+from ullage.training.packable import make_packable, require_equal_calls
 
 _ATTRIBUTE = "_ullage_parallel"
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +38,13 @@ class Parallel:
         topology: of all ranks, with its groups.
         device: on which this rank computes.
         mesh: of dp, cp and tp; ``None`` on one process.
-        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged; ``None`` on
-            one process.
+        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged, or with
+            dp_replicate the two axes of HSDP; ``None`` on one process.
         cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
         autocast: dtype in which one process computes, where there is no FSDP to cast its weights.
+        dp_replicate: groups of dp ranks that each hold all parameters.
+        dp_cp: the ranks that have different tokens, as one axis.
+        objective: what the loss is a mean over, see :mod:`ullage.engines.fsdp.objective`.
     """
 
     topology: Topology
@@ -47,6 +54,9 @@ class Parallel:
     cp_method: str = "auto"
     cp_fallback: bool = True
     autocast: torch.dtype | None = None
+    objective: str = NEXT_TOKEN
+    dp_replicate: int = 1
+    dp_cp: DeviceMesh | None = None
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a forward of this model runs."""
@@ -62,6 +72,18 @@ class Parallel:
         return Axis.from_group(None if self.mesh is None else self.mesh.get_group("cp"), "cp")
 
     @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different microbatches."""
+        assert self.mesh is not None
+        return self.mesh.get_group("dp")
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses add up to the step's: dp·cp."""
+        assert self.dp_cp is not None
+        return self.dp_cp.get_group()
+
+    @property
     def averaged_over(self) -> int:
         """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
         return self.topology.dp.size * self.topology.cp.size
@@ -72,25 +94,38 @@ def parallelize(
     topology: Topology | None = None,
     *,
     dtype: torch.dtype | None = None,
+    weights: str | Path | None = None,
+    seed: int | None = None,
+    dp_replicate: int = 1,
     cp_method: str = "auto",
     cp_fallback: bool = True,
     reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
     sync_weights: bool = True,
 ) -> Model:
     """The same model, spread over ``topology``: FSDP2 over dp·cp, DTensor over tp, context parallel in its attention.
 
     Args:
-        model: a causal language model with its weights; changed in place.
+        model: a causal language model, or a classifier of tokens or sequences, also with PEFT's adapters in its
+            layers; changed in place.
         topology: the ranks of dp, cp and tp; one process if None.
         dtype: what layers compute in, for example ``torch.bfloat16``. Parameters and the optimizer stay as they are,
             and gradients are summed in float32.
+        weights: for a model built on meta: a folder of safetensors, of which each rank reads its own part.
+        seed: for a model built on meta: rank 0 makes it anew after ``torch.manual_seed(seed)``, and sends it.
+        dp_replicate: groups of dp ranks that each hold all parameters (HSDP): within a group they are sharded over
+            dp ÷ dp_replicate · cp, over the groups gradients are added up.
         cp_method: how cp shares attention: ``"ulysses"``, ``"gather"`` or ``"auto"``.
         cp_fallback: whether keys may be gathered where Ulysses cannot split the heads.
         reshard_after_forward: whether layers free their gathered weights between forward and backward.
+        cpu_offload: whether parameters, gradients and the optimizer's state lie on the host between their uses.
         sync_weights: whether rank 0's weights are sent to all first; leave it on unless every rank loaded the same
             file.
 
     Make the optimizer after this call: the model's parameters are other tensors then.
+
+    A model built on meta (``with torch.device("meta")``) gets its weights here, from ``weights`` or ``seed``; one that
+    is real on rank 0 and on meta elsewhere gets rank 0's. No rank but such a source ever holds the whole.
 
     Collective over the world; changes the model in place. Raises ``InputError`` or ``DistributedError`` on every rank,
     before anything is changed, for a topology that is not the world's, a model that packed rows cannot be trained
@@ -100,33 +135,49 @@ def parallelize(
     world = Axis.world()
     # All checks, on every rank together: what follows changes the model and is collective.
     with together(world, "preparing a model for its topology"):
-        _check(model, topology, world.size)
-        _put_attention(model)
-        _require_context(model, topology, cp_method, cp_fallback)
+        objective = _check(model, topology, world.size, dp_replicate)
+        _put_attention(bare(model), objective)
+        _require_context(bare(model), topology, cp_method, cp_fallback)
+        source = Source.of(model, weights, seed)
     device = device_of_rank()
     # One process has no FSDP to cast its weights; autocast takes the place of its mixed precision.
     if world.size == 1:
+        if source is not None:
+            source.take(model)
+            source.fill(model, device)
         model.to(device)  # pyright: ignore[reportArgumentType]
-        setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype))
+        setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype, objective=objective))
         return model
-    mesh, sharded = mesh_of(topology)
+    mesh, dp_cp = mesh_of(topology)
+    sharded, tp = dp_cp, mesh["tp"]
+    if dp_replicate > 1:
+        hybrid = hybrid_mesh(mesh, dp_replicate)
+        sharded, tp = hybrid["dp_replicate", "dp_shard_cp"], hybrid["tp"]
     # A topology of numbers alone gets the mesh's process groups.
     if any(axis.size > 1 and axis.group is None for axis in topology.axes):
         topology = Topology.from_device_mesh(mesh)
     # In this order: whole weights are sent before they are cut, tp cuts them, and FSDP shards what tp left to each
-    # rank.
-    if sync_weights:
+    # rank. Of a model on meta there is nothing yet to send or cut but the shapes.
+    if source is not None:
+        source.take(model)
+    elif sync_weights:
         _send_weights(model, device)
     if topology.tp.size > 1:
-        tensor_parallel.apply(model, mesh["tp"])
-        _share_seed(mesh["tp"])
+        tensor_parallel.apply(model, tp)
+        _share_seed(tp)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
     # Layers before the root, since fully_shard leaves out what a submodule manages already. Layers are gathered one at
     # a time; the root has the rest: embeddings, last norm and head.
+    shared: dict[str, Any] = {"mesh": sharded, "mp_policy": policy}
+    if cpu_offload:
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for layer in _layers(model):
-        fully_shard(layer, mesh=sharded, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=sharded, mp_policy=policy)
-    setattr(model, _ATTRIBUTE, Parallel(topology, device, mesh, sharded, cp_method, cp_fallback))
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **shared)
+    fully_shard(model, **shared)
+    if source is not None:
+        source.fill(model, torch.device("cpu") if cpu_offload else device)
+    made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, None, objective, dp_replicate, dp_cp)
+    setattr(model, _ATTRIBUTE, made)
     return model
 
 
@@ -138,33 +189,16 @@ def parallel_of(model: nn.Module) -> Parallel:
     return found
 
 
-def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def _check(model: Any, topology: Topology, world: int) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise InputError("a Hugging Face model is needed", expected="a PreTrainedModel", found=type(model).__name__)
+def _check(model: Any, topology: Topology, world: int, dp_replicate: int) -> str:
+    """The model's objective. Raises ``InputError`` for a model or topology that this engine does not take."""
+    inner: Any = bare(model)
+    if not isinstance(inner, PreTrainedModel):
+        found = type(model).__name__
+        raise InputError("a Hugging Face model is needed", expected="a PreTrainedModel, or PEFT's", found=found)
+    refuse_learned_prompt(model)
     if getattr(model, _ATTRIBUTE, None) is not None:
         raise InputError("this model is parallel already", found=type(model).__name__)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("this model has no weights yet", found="parameters on the meta device")
-    # A loss that transformers lists for another task is refused. One that it does not list is the model's own, and is
-    # taken for a next-token loss.
-    loss = model.loss_function
-    if "labels" not in inspect.signature(model.forward).parameters or (
-        loss is not ForCausalLMLoss and loss in LOSS_MAPPING.values()
-    ):
-        raise InputError(
-            "only causal language models are trained by this engine",
-            expected="a model whose loss predicts the next token",
-            found=type(model).__name__,
-            hint="ullage.training.Trainer trains the others",
-        )
+    objective = objective_of(inner)
     if topology.pp.size > 1:
         raise InputError("FSDP takes no pipeline stages", expected="pp 1", found=f"pp {topology.pp.size}")
     if topology.world_size != world:
@@ -173,8 +207,26 @@ def _check(model: Any, topology: Topology, world: int) -> None:
             expected=f"{world} ranks",
             found=" × ".join(f"{axis.name} {axis.size}" for axis in topology.axes) + f" = {topology.world_size}",
         )
+    if not isinstance(dp_replicate, int) or dp_replicate < 1 or topology.dp.size % dp_replicate:
+        raise InputError(
+            "dp_replicate does not divide the ranks of dp",
+            expected=f"a divisor of dp {topology.dp.size}",
+            found=dp_replicate,
+        )
     if topology.tp.size > 1:
+        if inner is not model:
+            raise InputError(
+                "tp does not cut adapters", where=type(model).__name__, expected="tp 1", hint="use dp and cp instead"
+            )
         tensor_parallel.require_tensor_parallel(model, topology.tp.size)
+    if topology.cp.size > 1 and objective != NEXT_TOKEN:
+        raise InputError(
+            "cp shares the rows of causal language models alone",
+            where=type(inner).__name__,
+            expected="cp 1",
+            found=f"cp {topology.cp.size}",
+        )
+    return objective
 
 
 def _require_context(model: Any, topology: Topology, method: str, fallback: bool) -> None:
@@ -199,9 +251,23 @@ def _require_context(model: Any, topology: Topology, method: str, fallback: bool
         )
 
 
-def _put_attention(model: Any) -> None:
+def _put_attention(model: Any, objective: str) -> None:
     """Set the attention that keeps packed sequences apart, unless the model's forward takes their lengths itself."""
-    if "cu_seq_lens_q" not in inspect.signature(model.forward).parameters:
+    if not takes_row(model, objective):
+        if getattr(model.config, "pad_token_id", None) is None:
+            raise InputError(
+                "a classifier of sequences is run on padded rows, and finds their ends by the id of padding",
+                where=f"{type(model).__name__}.config.pad_token_id",
+                expected="an id",
+                found=None,
+            )
+        return
+    if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
+        packed_attention.require_packing(model)
+    elif objective != NEXT_TOKEN:
+        make_packable(model)
+        require_equal_calls(model)
+    else:
         if model.config._attn_implementation != "ullage":
             with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
                 model.set_attn_implementation("ullage")
@@ -225,7 +291,8 @@ def _share_seed(mesh: DeviceMesh) -> None:
     torch.manual_seed(seed[0])
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _layers(model: Any) -> list[nn.Module]:
     """The blocks that are sharded each by itself: what the model says is not to be split."""
-    kinds = set(model._no_split_modules or ())
+    inner: Any = bare(model)
+    kinds = set(inner._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds and module is not model]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.model import tied_names
 from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
+from ullage.engines.fsdp.weights import tied_names
 from ullage.errors import CheckpointError
 
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."

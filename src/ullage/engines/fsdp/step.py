@@ -8,10 +8,10 @@ dp, so it does not depend on how the step was packed. Gradients are kept until t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
-from ullage.engines.fsdp.model import Parallel, parallel_of
+from ullage.engines.fsdp.model import parallel_of
+from ullage.engines.fsdp.objective import NEXT_TOKEN, count_labels, keywords, part_of_loss, runnable, with_labels
 from ullage.engines.fsdp.optimizer import require_optimizer, reshard
-from ullage.errors import InputError
 from ullage.exchange import PackedStep
-from ullage.schema import IGNORED_LABEL
+from ullage.mixers.wrappers import bare
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StepResult:
     """Result of a step, the same on every rank: tensors of dim 0 on the device, so that nothing waits for it.
 
     Attributes:
-        loss: the mean over the labels that count in the whole step.
-        num_labels: the number of those labels.
+        loss: the mean over the labels that count in the whole step, or over its sequences for a classifier of them.
+        num_labels: the number of those labels or sequences.
         grad_norm: of all gradients together, before clipping; ``None`` for an evaluation.
     """
 
@@ -77,90 +77,87 @@ def train_step(
     return StepResult(loss, num_labels, norm)
 
 
-@torch.no_grad()
 def evaluate_step(model: Any, step: PackedStep) -> StepResult:
     """The loss of a step in evaluation mode, without gradients. Collective, like :func:`train_step`."""
+    return evaluate_outputs(model, step, None)
+
+
+@torch.no_grad()
+def evaluate_outputs(model: Any, step: PackedStep, keep: Callable[[RaggedBatch, Any], None] | None) -> StepResult:
+    """As :func:`evaluate_step`; ``keep`` is called with each real microbatch of this rank and the model's outputs."""
     training = model.training
     model.eval()
     try:
-        loss, num_labels = _run(model, step)
+        loss, num_labels = _run(model, step, keep=keep)
     finally:
         model.train(training)
         reshard(model)
     return StepResult(loss, num_labels)
 
 
-def _run(model: Any, step: PackedStep, reduce_every_microbatch: bool = False) -> tuple[Tensor, Tensor]:
+def _run(
+    model: Any,
+    step: PackedStep,
+    reduce_every_microbatch: bool = False,
+    keep: Callable[[RaggedBatch, Any], None] | None = None,
+) -> tuple[Tensor, Tensor]:
     parallel = parallel_of(model)
-    batches = [_with_labels(batch) for batch in step.microbatches]
-    num_labels = torch.tensor(sum(map(_count_labels, batches)), device=parallel.device)
+    batches = [with_labels(batch, parallel.objective) for batch in step.microbatches]
+    counts = [count_labels(batch, parallel.objective) for batch in batches]
+    num_labels = torch.tensor(sum(counts), device=parallel.device)
     if parallel.mesh is not None:
         # Over dp alone: the ranks of cp and tp hold the same microbatches and have counted the same labels.
-        dist.all_reduce(num_labels, group=parallel.mesh.get_group("dp"))
+        dist.all_reduce(num_labels, group=parallel.dp_group)
     divisor = num_labels.clamp(min=1)
     total = torch.zeros((), device=parallel.device)
-    for k, batch in enumerate(batches):
+    for k, (batch, count) in enumerate(zip(batches, counts)):
         last = k == len(batches) - 1
         if isinstance(model, FSDPModule):
             # By default gradients add up on each rank, unsharded, until the last backward; then FSDP reduces them
             # once and waits for it.
             model.set_requires_gradient_sync(last or reduce_every_microbatch)
             model.set_is_last_backward(last)
-        loss = _loss(model, batch, step, divisor, parallel)
+        outputs, loss = _loss(model, batch, step, count, divisor)
         if torch.is_grad_enabled():
             # The loss is divided by the labels of the whole step, so gradients are to be summed; FSDP averages them.
             (loss * parallel.averaged_over).backward()
+        if keep is not None and len(batch):
+            keep(batch, outputs)
         total += loss.detach()
-    if parallel.sharded is not None:
+    if parallel.mesh is not None:
         # Over dp·cp alone: the ranks of tp have computed the same loss.
-        dist.all_reduce(total, group=parallel.sharded.get_group())
+        dist.all_reduce(total, group=parallel.loss_group)
     return total, num_labels
 
 
-def _loss(model: Any, batch: RaggedBatch, step: PackedStep, divisor: Tensor, parallel: Parallel) -> Tensor:
-    """This rank's part of the step's loss: the parts of all ranks and microbatches add up to it.
+def _loss(model: Any, batch: RaggedBatch, step: PackedStep, count: int, divisor: Tensor) -> tuple[Any, Tensor]:
+    """The model's outputs, and this rank's part of the step's loss: all parts add up to it.
 
     Args:
         model: the model, which runs one forward even for an empty microbatch.
         batch: the microbatch, a whole row on every rank of cp.
         step: the step that it belongs to.
+        count: its labels that count.
         divisor: labels that count in the whole step, over dp.
-        parallel: the model's distribution.
     """
+    parallel = parallel_of(model)
     cp = parallel.topology.cp.size
-    filled = (batch if len(batch) else batch.placeholder()).to(parallel.device, non_blocking=True)
-    keywords = {"num_items_in_batch": divisor, "use_cache": False}
+    filled = runnable(batch, parallel.objective).to(parallel.device, non_blocking=True)
+    fixed: dict[str, Any] = {}
+    if parallel.objective == NEXT_TOKEN:
+        fixed = {"num_items_in_batch": divisor, "use_cache": False}
     with warnings.catch_warnings(), parallel.context():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: we make none
         if parallel.mesh is not None and cp > 1:
             row = packed_attention.shard_batch(filled, parallel.cp, num_items=divisor)
-            outputs = model(**keywords | row)
+            outputs = model(**fixed | row)
         else:
-            outputs = model(**keywords, **filled.to_flattened())
+            outputs = model(**fixed, **keywords(bare(model), filled, parallel.objective))
     # The share of the step's real tokens that this call stands for; the cp ranks of a row divide it among themselves.
     share = batch.layout.num_tokens / max(step.num_tokens, 1) / cp
-    return _weigh_auxiliary(model, outputs, share)
-
-
-def _with_labels(batch: RaggedBatch) -> RaggedBatch:
-    if "labels" in batch:
-        return batch
-    if "input_ids" not in batch:
-        raise InputError("a microbatch has no labels", expected="labels or input_ids", found=list(batch.names))
-    ids = batch["input_ids"]
-    # Padding keeps -100. A sequence's first label, which nothing predicts, falls out when labels are shifted.
-    tokens = torch.from_numpy(batch.layout.token_index()).to(ids.device)
-    labels = torch.full_like(ids, IGNORED_LABEL).index_copy(0, tokens, ids.index_select(0, tokens))
-    values = {name: batch[name] for name in batch.names}
-    return RaggedBatch({**values, "labels": labels}, batch.layout, batch.per_sequence)
-
-
-def _count_labels(batch: RaggedBatch) -> int:
-    """Labels that some token predicts: not -100, and not the first of a sequence."""
-    labels, layout = batch["labels"], batch.layout
-    firsts = torch.from_numpy(np.asarray(layout.starts[layout.lengths > 0])).to(labels.device)
-    counted = labels != IGNORED_LABEL
-    return int(counted.sum()) - int(counted[firsts].sum())
+    if parallel.objective != NEXT_TOKEN:
+        return outputs, part_of_loss(outputs, parallel.objective, count, divisor)
+    return outputs, _weigh_auxiliary(model, outputs, share)
 
 
 def _weigh_auxiliary(model: Any, outputs: Any, share: float) -> Tensor:

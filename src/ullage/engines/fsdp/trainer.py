@@ -17,23 +17,27 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ullage.batch import RaggedBatch
 from ullage.checkpoint.locate import MODEL_AND_OPTIMIZER
 from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
+from ullage.engines.fsdp.evaluation import Evaluation
 from ullage.engines.fsdp.mesh import make_topology
-from ullage.engines.fsdp.model import parallelize
-from ullage.engines.fsdp.step import StepResult, evaluate_step, train_step
-from ullage.engines.fsdp.trainer_checkpoint import decaying_first
+from ullage.engines.fsdp.model import parallel_of, parallelize
+from ullage.engines.fsdp.objective import SEQUENCE
+from ullage.engines.fsdp.samples import PreparedSamples
+from ullage.engines.fsdp.step import StepResult, train_step
+from ullage.engines.fsdp.trainer_arguments import make_optimizer, require_supported
 from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
+from ullage.mixers.wrappers import bare
 from ullage.ranks import Topology
 from ullage.ranks.wire import device_of
-from ullage.training.arguments import AUTO, form_process_group, peak_flops_of
+from ullage.training.arguments import form_process_group, peak_flops_of
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.metering import TokenMeter
 from ullage.training.saving import save_checkpoint
@@ -44,26 +48,10 @@ WEIGHTS = MODEL_AND_OPTIMIZER
 _STATE = "trainer_state.json"
 #: Slots a rank holds in a microbatch unless packing_capacity is given: this engine always packs.
 _CAPACITY = 8192
-#: Arguments that this loop does not implement, and the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "deepspeed": (None,),
-    "fsdp": (None, "", [], False),
-    "fp16": (False,),
-    "torch_compile": (False,),
-    "label_smoothing_factor": (0, 0.0),
-    "load_best_model_at_end": (False,),
-    "group_by_length": (False,),
-    "push_to_hub": (False,),
-    "enable_jit_checkpoint": (False,),
-    "gradient_accumulation_steps": (1,),
-    "dataloader_drop_last": (False,),
-    "empty_step": ("warn",),
-    "packing_loss_weighting": ("token",),
-}
 
 
 class Trainer:
-    """Trains a Hugging Face causal language model on packed steps over dp, cp and tp.
+    """Trains a Hugging Face language model or classifier on packed steps over dp, cp and tp.
 
     The part of ``transformers.Trainer`` that a training run needs, by its names: :meth:`train`, :meth:`evaluate`,
     :meth:`save_model`, callbacks, ``state`` and ``args``. Override :meth:`training_step` to see each step::
@@ -74,15 +62,20 @@ class Trainer:
     Args:
         model: a model of transformers, changed in place by :func:`ullage.engines.fsdp.parallelize`.
         args: ``ullage.training.TrainingArguments``, or transformers' own, with the defaults of ours for packing. A step
-            has ``per_device_train_batch_size`` × dp sequences. Without ``packing_capacity`` a microbatch has 8192
-            slots.
-        data_collator: makes a RaggedBatch of a list of one sample, such as ``RaggedCollator()``; None takes samples as
-            they are: dicts with ``input_ids`` and, unless these are predicted too, ``labels``.
+            has ``per_device_train_batch_size`` × ``gradient_accumulation_steps`` × dp sequences. Without
+            ``packing_capacity`` a microbatch has 8192 slots.
+        data_collator: makes a RaggedBatch of a list of one sample; None is ``RaggedCollator()`` on the columns that the
+            model takes: ``input_ids``, and ``labels`` unless the ids are predicted, or TRL's ``completion_mask`` and
+            ``assistant_masks``.
         train_dataset: the samples by index, the same on every rank.
         eval_dataset: the samples that :meth:`evaluate` takes; None evaluates nothing.
         processing_class: a tokenizer, saved beside the model.
         callbacks: of transformers; those that it adds by itself are there already.
+        compute_metrics: of transformers' Trainer; called on every rank with the outputs of all samples, an array per
+            sample, or one array for classes of sequences.
+        preprocess_logits_for_metrics: of transformers' Trainer; called on one sample's logits as a batch of one.
         topology: the ranks of dp, cp and tp; None is all processes of ``torchrun`` as dp.
+        dp_replicate: groups of dp ranks that each hold all parameters, see :func:`parallelize`.
         cp_method: how cp shares attention: ``"auto"``, ``"ulysses"`` (heads) or ``"gather"`` (keys).
 
     Collective. Raises ``InputError`` on every rank for an argument that this loop does not implement, an empty
@@ -97,26 +90,34 @@ class Trainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = (),
         *,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         topology: Topology | None = None,
+        dp_replicate: int = 1,
         cp_method: str = "auto",
     ) -> None:
         self.args = args
         form_process_group(args)
-        _require_supported(args)
+        require_supported(args)
         if train_dataset is None or not len(train_dataset):
             raise InputError("there is nothing to train on", where="train_dataset", expected="at least one sample")
         self.topology = topology or make_topology()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator, self.processing_class = data_collator, processing_class
+        self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         if args.gradient_checkpointing:
-            model.activation_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            inner: Any = bare(model)
+            inner.activation_checkpointing_enable(args.gradient_checkpointing_kwargs)
         self._cost, self._num_parameters = cost_of(model), num_parameters(model)
         dtype = torch.bfloat16 if args.bf16 else None
-        self.model = parallelize(model, self.topology, dtype=dtype, cp_method=cp_method)
-        self.optimizer = _optimizer(self.model, args)
-        self.global_batch_size = args.per_device_train_batch_size * self.topology.dp.size
+        self.model = parallelize(model, self.topology, dtype=dtype, cp_method=cp_method, dp_replicate=dp_replicate)
+        self.optimizer = make_optimizer(self.model, args)
+        # Accumulated batches are one step: its plan says how many microbatches it has.
+        self.global_batch_size = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * self.topology.dp.size
+        )
         self.steps_per_epoch = math.ceil(len(train_dataset) / self.global_batch_size)
         self.state, self.control = self._first_state(), TrainerControl()
         self.scheduler = get_scheduler(
@@ -130,7 +131,7 @@ class Trainer:
         shown = PrinterCallback if args.disable_tqdm else ProgressCallback
         reporting = get_reporting_integration_callbacks(args.report_to)
         self._handler = CallbackHandler(
-            [DefaultFlowCallback, *reporting, *callbacks, shown],
+            [DefaultFlowCallback, *reporting, *(callbacks or ()), shown],
             self.model,
             processing_class,
             self.optimizer,
@@ -190,23 +191,27 @@ class Trainer:
         self.control = self._handler.on_train_begin(self.args, self.state, self.control)
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             self._train_epoch(self.state.global_step // self.steps_per_epoch)
+        self._load_best()
         self._count_empty_steps()
         closing = self.meter.closing()
         if closing:
             self._log(closing)
         self.control = self._handler.on_train_end(self.args, self.state, self.control)
 
-    def evaluate(self) -> dict[str, float]:
-        """The mean loss over the labels of the held-out texts; logged. Collective; waits for the device."""
-        began, loss, count = time.perf_counter(), 0.0, 0
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """The mean loss over the labels of the held-out samples, and the metrics of them; logged.
+
+        Collective; waits for the device. Raises ``InputError`` if there are no samples.
+        """
+        began, dataset = time.perf_counter(), self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None or not len(dataset):
+            raise InputError("there is nothing to evaluate on", where="eval_dataset", expected="at least one sample")
         batch = self.args.per_device_eval_batch_size * self.topology.dp.size
-        with self._steps(self.eval_dataset, batch) as steps:
-            for step in steps:
-                result = evaluate_step(self.model, step)
-                # A step's loss is a mean over its labels, so it counts by their number.
-                loss += float(result.loss) * int(result.num_labels)
-                count += int(result.num_labels)
-        metrics = {"eval_loss": loss / max(count, 1), "eval_runtime": round(time.perf_counter() - began, 3)}
+        evaluation = Evaluation(self.model, self.compute_metrics, self._preprocess)
+        with self._steps(dataset, batch, numbered=self.compute_metrics is not None) as steps:
+            found = evaluation.run(steps)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - began, 3)
         self._log(metrics)
         self.control = self._handler.on_evaluate(self.args, self.state, self.control, metrics=metrics)
         return metrics
@@ -279,10 +284,37 @@ class Trainer:
             self._since_log = []
             self._log({**logs, "learning_rate": float(self.scheduler.get_last_lr()[0]), **self.meter.rates()})
         if self.control.should_evaluate and self.eval_dataset is not None:
-            self.evaluate()
+            is_best = self._note_best(self.evaluate())
+            # As transformers: with save_strategy="best" the metric decides alone.
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = is_best
         if self.control.should_save:
             self._save()
             self.control = self._handler.on_save(self.args, self.state, self.control)
+
+    def _note_best(self, metrics: dict[str, float]) -> bool:
+        """Whether these metrics are the best so far; then the checkpoint of this step is, if one is written."""
+        chosen = self.args.metric_for_best_model
+        if chosen is None:
+            return False
+        name = chosen if chosen.startswith("eval_") else f"eval_{chosen}"
+        if name not in metrics:
+            raise InputError("metric_for_best_model is not among the metrics", expected=list(metrics), found=name)
+        value, best = metrics[name], self.state.best_metric
+        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+            return False
+        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        saves = self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
+        if saves:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir or ".") / folder)
+        return True
+
+    def _load_best(self) -> None:
+        """Load the weights of the best checkpoint. Raises ``CheckpointError`` if it is damaged."""
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            load(Path(best) / WEIGHTS, self.model)
 
     def _count_empty_steps(self) -> None:
         """Count the steps since the last log in which no label counted. Waits for the device."""
@@ -293,13 +325,23 @@ class Trainer:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self._handler.on_log(self.args, self.state, self.control, logs=logs)
 
-    def _steps(self, dataset: Any, global_batch_size: int) -> PackedIterator:
+    def _steps(self, dataset: Any, global_batch_size: int, *, numbered: bool = False) -> PackedIterator:
+        objective = parallel_of(self.model).objective
+        samples = PreparedSamples(
+            dataset,
+            self.model,
+            objective,
+            self.data_collator,
+            every_column=not getattr(self.args, "remove_unused_columns", True),
+            numbered=numbered,
+        )
         return PackedIterator(
-            dataset if self.data_collator is None else _Collated(dataset, self.data_collator),
+            samples,
             self.topology,
             global_batch_size=global_batch_size,
             capacity=getattr(self.args, "packing_capacity", None) or _CAPACITY,
             shared=True,
+            per_sequence=("labels",) if objective == SEQUENCE else (),
             cp_order=None,  # rows are cut where the model runs
             cost=self._cost,
             strategy=getattr(self.args, "packing_plan_strategy", "balanced"),
@@ -309,7 +351,8 @@ class Trainer:
     def _save(self) -> None:
         # A plain Trainer that goes on from here looks for its own entry.
         kept = [each for each in (*self._handler.callbacks, self.control) if isinstance(each, ExportableState)]
-        self.state.stateful_callbacks = {type(each).__name__: each.state() for each in kept}
+        states: Any = {type(each).__name__: each.state() for each in kept}
+        self.state.stateful_callbacks = states
 
         def write(place: Path) -> None:
             save(place / WEIGHTS, self.model, self.optimizer, scheduler=self.scheduler)
@@ -317,7 +360,8 @@ class Trainer:
                 self.model.config.save_pretrained(place)
                 self.state.save_to_json(str(place / _STATE))
 
-        save_checkpoint(Path(self.args.output_dir or "."), self.state.global_step, write, self.args)
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        save_checkpoint(Path(self.args.output_dir or "."), self.state.global_step, write, self.args, best=best)
 
     def _load(self, folder: Path, allow_changed: bool) -> None:
         saved = TrainerState.load_from_json(str(folder / _STATE))
@@ -327,6 +371,8 @@ class Trainer:
         load(place, self.model, self.optimizer, allow_changed=allow_changed, scheduler=self.scheduler)
         self.state.global_step, self.state.log_history = saved.global_step, saved.log_history
         self.state.epoch = saved.global_step / self.steps_per_epoch
+        self.state.best_metric, self.state.best_global_step = saved.best_metric, saved.best_global_step
+        self.state.best_model_checkpoint = saved.best_model_checkpoint
 
     def _require_same_steps(self, folder: Path, saved: TrainerState, is_ours: bool) -> None:
         """Raise ``CheckpointError`` for a run whose steps had another number of sequences."""
@@ -346,52 +392,3 @@ class Trainer:
                 f"{self.args.per_device_train_batch_size} each",
                 hint="choose per_device_train_batch_size and dp whose product is that of the run",
             )
-
-
-class _Collated:
-    """The samples of a dataset as a collator prepares them, one at a time."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], RaggedBatch]) -> None:
-        self._dataset, self._collate = dataset, collate
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._collate([self._dataset[index]]).samples()[0]
-
-
-def _require_supported(arguments: Any) -> None:
-    if getattr(arguments, "packing_capacity", None) == AUTO:
-        raise InputError(
-            "a capacity is not found by itself over ullage.engines.fsdp, which --dp, --cp and --tp use",
-            where="packing_capacity",
-            expected="a number",
-            found=AUTO,
-        )
-    for name, harmless in _UNSUPPORTED.items():
-        value = getattr(arguments, name, harmless[0])
-        if value not in harmless:
-            more = name == "gradient_accumulation_steps"
-            raise InputError(
-                f"{name} is not supported over ullage.engines.fsdp, which --dp, --cp and --tp use",
-                expected=harmless[0],
-                found=value,
-                hint="multiply per_device_train_batch_size instead" if more else "leave it out",
-            )
-
-
-def _optimizer(model: Any, arguments: Any) -> torch.optim.Optimizer:
-    """Trainer's optimizer of these arguments, with Trainer's two groups."""
-    parameters = dict(model.named_parameters())
-    groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": decay}
-        for names, decay in zip(decaying_first(model), (arguments.weight_decay, 0.0), strict=True)
-    ]
-    kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    # Factories, and optimizers that want more than groups of parameters (GaLore, LOMO, layer-wise ones), are made by
-    # code of Trainer that is not taken over here.
-    if not issubclass(kind, torch.optim.Optimizer) or {"params", "model", "optimizer_dict"} & set(options):
-        raise InputError("this optim is not supported over ullage.engines.fsdp", found=str(arguments.optim))
-    # Both, even where one has no parameters: then a checkpoint has the groups of Trainer's.
-    return kind(groups, **options)

@@ -18,10 +18,9 @@ import transformers
 from torch import Tensor
 
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.model import tied_names
 from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
 from ullage.engines.fsdp.optimizer_state import IMPLEMENTATION
-from ullage.engines.fsdp.weights import WeightFolder, names_in
+from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.errors import CheckpointError
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -171,7 +170,7 @@ class TrainerCheckpoint:
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for name, state in self._states_by_name(optimizer):
             for key, value in state.items():
-                there = self._saved[name].get(key)
+                there: Any = self._saved[name].get(key)
                 if isinstance(value, Tensor):
                     chunks.fill(value, lambda indices, there=there: there[indices] if indices else there)
                 elif there is not None:

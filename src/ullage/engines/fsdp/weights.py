@@ -118,3 +118,11 @@ def names_in(model: Any, held: WeightFolder, targets: dict[str, Tensor], tied: l
                 "read by from_pretrained: on rank 0, with the model on meta elsewhere",
             )
     return found
+
+
+def tied_names(model: Any) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
