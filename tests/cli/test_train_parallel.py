@@ -154,8 +154,8 @@ def test_what_cannot_be_is_said(folder, alone):
         here(*arguments(folder, "larger", "--dp", "1", *given, batch=16))
     with pytest.raises(InputError, match="do not multiply to the world"):
         here(*arguments(folder, "two", "--dp", "2"))
-    with pytest.raises(InputError, match="gradient_accumulation_steps is not supported over"):
-        here(*arguments(folder, "more", "--dp", "1", "--gradient_accumulation_steps", "2"))
+    with pytest.raises(InputError, match="label_smoothing_factor is not supported over"):
+        here(*arguments(folder, "more", "--dp", "1", "--label_smoothing_factor", "0.1"))
     with pytest.raises(InputError, match="empty_step is not supported over"):
         here(*arguments(folder, "strict", "--dp", "1", "--empty_step", "error"))
 

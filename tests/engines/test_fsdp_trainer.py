@@ -60,5 +60,33 @@ def test_it_trains_by_transformers_arguments_and_calls_callbacks(tmp_path):
 def test_what_it_cannot_do_is_refused(tmp_path):
     with pytest.raises(InputError, match="there is nothing to train on"):
         fsdp.Trainer(model(), arguments(tmp_path), train_dataset=[])
-    with pytest.raises(InputError, match="gradient_accumulation_steps is not supported over"):
-        fsdp.Trainer(model(), arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
+    with pytest.raises(InputError, match="label_smoothing_factor is not supported over"):
+        fsdp.Trainer(model(), arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=SAMPLES)
+    with pytest.raises(InputError, match=r"dp_replicate does not divide .* expected a divisor of dp 1, found 2"):
+        fsdp.Trainer(model(), arguments(tmp_path), train_dataset=SAMPLES, dp_replicate=2)
+    with torch.device("meta"):
+        bare = model()
+    with pytest.raises(InputError, match=r"has no weights yet: expected one of weights=FOLDER and seed=NUMBER"):
+        fsdp.parallelize(bare)
+    with pytest.raises(InputError, match="this model has its weights already"):
+        fsdp.parallelize(model(), seed=3)
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    runs = []
+    for batch, accumulated in ((4, 1), (2, 2)):
+        more = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
+        runs.append(fsdp.Trainer(model(), arguments(tmp_path, **more), train_dataset=SAMPLES))
+        runs[-1].train()
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_masks_say_what_is_learnt(tmp_path):
+    masked = [{**one, "completion_mask": [0, *[1] * (len(one["input_ids"]) - 1)], "text": "cut"} for one in SAMPLES]
+    labelled = [{**one, "labels": [-100, *one["input_ids"][1:]]} for one in SAMPLES]
+    runs = [fsdp.Trainer(model(), arguments(tmp_path), train_dataset=samples) for samples in (masked, labelled)]
+    for run in runs:
+        run.train()
+    assert losses(runs[0]) == losses(runs[1])
+    with pytest.raises(InputError, match=r"a mask has another length than its sample"):
+        fsdp.Trainer(model(), arguments(tmp_path), train_dataset=[{**SAMPLES[0], "completion_mask": [1]}]).train()

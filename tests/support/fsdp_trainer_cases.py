@@ -56,6 +56,8 @@ def make_samples(kind="llama", count=48):
         return [{"input_ids": one, "labels": [-100 if i % 5 == 0 else i % 3 for i in one]} for one in ids]
     if kind == "sft":  # as TRL prepares a prompt and its completion
         return [{"input_ids": one, "completion_mask": [0] * (len(one) // 2) + [1] * -(-len(one) // 2)} for one in ids]
+    if kind == "answers":
+        return [{"input_ids": one, "labels": [-100] * (len(one) // 2) + one[len(one) // 2 :]} for one in ids]
     return [{"input_ids": one, "labels": list(one)} for one in ids]
 
 

@@ -17,7 +17,8 @@ def parallel_trainer(command: TrainCommand, **others: Any) -> fsdp.Trainer:
     sizes = command.parallel
     form_process_group(command.training)  # before the axes are made of its ranks
     topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
-    return fsdp.Trainer(args=command.training, topology=topology, cp_method=sizes.cp_method, **others)
+    options = {"cp_method": sizes.cp_method, "dp_replicate": sizes.dp_replicate}
+    return fsdp.Trainer(args=command.training, topology=topology, **options, **others)
 
 
 def require_layout_of(checkpoint: Path | None, asked: bool) -> None:

@@ -106,6 +106,9 @@ class ParallelArguments:
     tp: int | None = field(
         default=None, metadata={"metavar": "N", "help": "ranks that share each layer (tensor parallel)"}
     )
+    dp_replicate: int = field(
+        default=1, metadata={"metavar": "N", "help": "groups of dp ranks that each hold all weights (HSDP)"}
+    )
     cp_method: str = field(
         default="auto", metadata={"help": "how cp shares attention: auto, ulysses (heads) or gather (keys)"}
     )
@@ -113,7 +116,7 @@ class ParallelArguments:
     @property
     def asked(self) -> bool:
         """Whether the run goes over ``ullage.engines.fsdp``."""
-        return any(size is not None for size in (self.dp, self.cp, self.tp))
+        return self.dp_replicate > 1 or any(size is not None for size in (self.dp, self.cp, self.tp))
 
     def data_ranks(self, world_size: int) -> int:
         """Ranks that read different sequences; those of cp and tp share them."""
