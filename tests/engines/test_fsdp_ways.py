@@ -60,6 +60,7 @@ def ran(folder):
             "continued, tp": engine("two-continued-tp", [1, 1, 2], resume=start),
             "continued lora": engine("two-lora-on", [2, 1, 1], kind="lora", resume=f"{folder}/plain-lora/checkpoint-5"),
             **{f"built {how}": build([2, 1, 1], how) for how in ("full", "weights", "seed", "first")},
+            "built offloaded": build([2, 1, 1], "weights", offload=True),
             "built tp": build([1, 1, 2], "weights"),
             "tied": build([2, 1, 1], "first", model={"tie_word_embeddings": True}),
             "evaluated": engine("two-evaluated", [2, 1, 1], kind="token", gradient_accumulation_steps=2, **CHOSEN),
@@ -133,7 +134,7 @@ def test_an_engines_checkpoint_is_shown(ran, folder):
     assert replicated.problems() == []
 
 
-@pytest.mark.parametrize("name", ["full", "weights", "seed", "first"])
+@pytest.mark.parametrize("name", ["full", "weights", "seed", "first", "offloaded"])
 def test_a_model_that_is_built_on_meta_is_the_same_bit_for_bit(ran, name):
     whole = ran[1][0]["full"]
     for index, rank in enumerate(ran[2]):

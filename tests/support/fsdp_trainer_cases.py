@@ -128,7 +128,7 @@ def metrics(prediction):
     return {"accuracy": float(right[labels != -100].mean()), "samples": len(prediction.label_ids)}
 
 
-def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate=1):
+def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate=1, offload=False):
     """A model made in one of the ways, its losses, a digest of every tensor, and the bytes that this rank held of it."""
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     torch.manual_seed(7)
@@ -136,7 +136,7 @@ def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate
         made = LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **(model or {})}))
     before = sum(p.numel() * p.element_size() for p in made.parameters() if not p.is_meta)
     given: dict[str, Any] = {"weights": folder} if how == "weights" else {"seed": 7} if how == "seed" else {}
-    made = fsdp.parallelize(made, topology, dp_replicate=replicate, **given)
+    made = fsdp.parallelize(made, topology, dp_replicate=replicate, cpu_offload=offload, **given)
     after = local_bytes(made).parameters
     if how == "full" and world == 1:
         made.save_pretrained(folder)

@@ -81,8 +81,10 @@ class Source:
         if Axis.world().rank == 0:
             source = model
             if seed is not None:
-                torch.manual_seed(seed)
-                source = type(_unwrapped(model))(model.config)
+                # The caller's random numbers go on as if nothing had been drawn.
+                with torch.random.fork_rng():
+                    torch.manual_seed(seed)
+                    source = type(_unwrapped(model))(model.config)
                 source.to(next(model.parameters()).dtype)
             held = {name: tensor.data for name, tensor in (*source.named_parameters(), *source.named_buffers())}
         return cls(model, None, held)

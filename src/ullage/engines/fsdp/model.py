@@ -138,10 +138,14 @@ def parallelize(
         objective = _check(model, topology, world.size, dp_replicate)
         _put_attention(bare(model), objective)
         _require_context(bare(model), topology, cp_method, cp_fallback)
+    # By itself: it asks all ranks what they have, and one that was refused above would not answer.
+    with together(world, "finding the weights of a model"):
         source = Source.of(model, weights, seed)
     device = device_of_rank()
     # One process has no FSDP to cast its weights; autocast takes the place of its mixed precision.
     if world.size == 1:
+        if cpu_offload:
+            raise InputError("one process does not offload: it has no FSDP", where="cpu_offload", expected=False)
         if source is not None:
             source.take(model)
             source.fill(model, device)
@@ -165,20 +169,30 @@ def parallelize(
     if topology.tp.size > 1:
         tensor_parallel.apply(model, tp)
         _share_seed(tp)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
-    # Layers before the root, since fully_shard leaves out what a submodule manages already. Layers are gathered one at
-    # a time; the root has the rest: embeddings, last norm and head.
-    shared: dict[str, Any] = {"mesh": sharded, "mp_policy": policy}
-    if cpu_offload:
-        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    for layer in _layers(model):
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **shared)
-    fully_shard(model, **shared)
+    _shard(model, sharded, dtype, device if cpu_offload else None, reshard_after_forward)
     if source is not None:
         source.fill(model, torch.device("cpu") if cpu_offload else device)
     made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, None, objective, dp_replicate, dp_cp)
     setattr(model, _ATTRIBUTE, made)
     return model
+
+
+def _shard(
+    model: Any, sharded: DeviceMesh, dtype: torch.dtype | None, offloaded_from: torch.device | None, reshard: bool
+) -> None:
+    """Shard parameters over a mesh of one dim, or of two with HSDP.
+
+    ``offloaded_from``: the device that parameters lie beside, on the host; None leaves them on it.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
+    shared: dict[str, Any] = {"mesh": sharded, "mp_policy": policy}
+    if offloaded_from is not None:
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=offloaded_from.type != "cpu")
+    # Layers before the root, since fully_shard leaves out what a submodule manages already. Layers are gathered one at
+    # a time; the root has the rest: embeddings, last norm and head.
+    for layer in _layers(model):
+        fully_shard(layer, reshard_after_forward=reshard, **shared)
+    fully_shard(model, **shared)
 
 
 def parallel_of(model: nn.Module) -> Parallel:
