@@ -21,7 +21,7 @@ CHOSEN = {
 }  # fmt: skip
 
 
-def work(jobs, timeout=280):
+def work(jobs, timeout=600):
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.fsdp_trainer_cases", json.dumps(jobs)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout,

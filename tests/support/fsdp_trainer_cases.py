@@ -33,7 +33,7 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "pa
 
 def make_model(kind="llama", **options):
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, **HEADS, "num_labels": 3, **options})
+    config = LlamaConfig(**{**SIZES, **HEADS, "num_labels": 3, "classifier_dropout": 0.0, **options})
     if kind == "lora":
         made = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
         for name, parameter in made.named_parameters():  # which begins at zero

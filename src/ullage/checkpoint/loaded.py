@@ -36,7 +36,8 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
         if theirs.format == "universal" and ours.format == "zero":
             found.universal()
         elif theirs.format == "safetensors":
-            found.safetensors()
+            if not trainer_folder.is_adapter(theirs.folder):
+                found.safetensors()
             if found.options.get("format") == "trainer":
                 found.trainer()
         elif theirs.format == "dcp":

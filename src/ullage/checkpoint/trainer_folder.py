@@ -11,6 +11,7 @@ Source: transformers 5.23 ``trainer.py``, ``_save_optimizer_and_scheduler`` and 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,24 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
     if adapter is None:
         targets = weights_targets(inventory, "model", {t.name: t for t in weights})
     else:
-        # PEFT's file has the adapter alone, without its own name in the names.
-        trained = {t.name.replace(".default.", "."): t for t in weights if t.kind == "parameter"}
-        targets = weights_targets(inventory, "adapter_model", trained)
+        targets = weights_targets(inventory, "adapter_model", {t.name: t for t in adapter_of(inventory).tensors})
     targets += [optimizer_target(inventory), archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT)]
     for name in _COPIED:
         text = _text(inventory.folder, name)
         if text is not None:
             targets.append(Target(name, len(text), texts=((0, text),)))
     return targets + companions(inventory)
+
+
+def adapter_of(inventory: Inventory) -> Inventory:
+    """The trained weights alone, by the names of PEFT's file, which leave out the adapter's own."""
+    trained = [t for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32"]
+    return replace(inventory, tensors=tuple(replace(t, name=t.name.replace(".default.", ".")) for t in trained))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a PEFT adapter."""
+    return (folder / "adapter_model.safetensors").is_file()
 
 
 def optimizer_target(inventory: Inventory) -> Target:

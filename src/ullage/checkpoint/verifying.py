@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ullage.checkpoint import loaded
+from ullage.checkpoint import loaded, trainer_folder
 from ullage.checkpoint.comparing import Pair, compare_pairs
 from ullage.checkpoint.converting import default_workers
 from ullage.checkpoint.dtypes import FLOATS
@@ -45,7 +45,10 @@ def verify(
     if problems:
         return problems
     found = loaded.compare_files(ours, theirs)
-    pairs, more = _pairs(ours, theirs)
+    is_adapter = loaded.options_of(theirs.folder).get("format") == "trainer" and trainer_folder.is_adapter(
+        theirs.folder
+    )
+    pairs, more = _pairs(trainer_folder.adapter_of(ours) if is_adapter else ours, theirs)
     problems = found.problems + more
     return problems + compare_pairs(ours, found.inventory, pairs + found.pairs, workers or default_workers(), progress)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ullage.batch import RaggedBatch
-from ullage.engines.fsdp.objective import SEQUENCE
+from ullage.engines.fsdp.objective import INDEX, SEQUENCE
 from ullage.errors import InputError
 from ullage.mixers.wrappers import bare
 from ullage.schema import IGNORED_LABEL
@@ -17,8 +17,6 @@ from ullage.training.collators import SEQ_LENGTHS, RaggedCollator
 
 #: Masks of a prepared conversation: where one is 0, nothing is learnt.
 MASKS = ("completion_mask", "assistant_masks")
-#: The number of a sample in its dataset, which goes with it through the exchange.
-INDEX = "ullage_index"
 _LABELS = ("labels", "label", "label_ids", "attention_mask", SEQ_LENGTHS)
 
 
