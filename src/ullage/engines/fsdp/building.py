@@ -57,9 +57,7 @@ class Source:
         if not any(lacking for lacking, _ in said):
             if weights is not None or seed is not None:
                 name = "weights" if weights is not None else "seed"
-                raise InputError(
-                    f"{name} are for a model on meta; this one has its own", where=name, hint="leave it out"
-                )
+                raise InputError("this model has its weights already", where=name, expected="a model on meta")
             return None
         lacking = [rank for rank, (lacks, _) in enumerate(said) if lacks]
         if any(not said[rank][1] for rank in lacking) or (0 not in lacking and len(lacking) < len(said) - 1):
