@@ -35,7 +35,7 @@ def read_dcp(folder: Path) -> Inventory:
     Of a tensor that is cut along dim 0 and one other dim at most; another is a problem of the inventory.
     """
     _, entries, places = read_metadata(folder)
-    reading = _Reading(folder, entries, places)
+    reading = _DcpReading(folder, entries, places)
     for flat, entry in entries.items():
         reading.add(flat, entry)
     details = Details({}, {}, reading.steps_by_group(), reading.settings)
@@ -50,7 +50,7 @@ def read_dcp(folder: Path) -> Inventory:
 
 
 @dataclass
-class _Reading:
+class _DcpReading:
     """A folder while it is read, item by item."""
 
     folder: Path
