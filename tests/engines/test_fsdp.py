@@ -181,7 +181,7 @@ def test_a_checkpoint_is_whole_or_the_old_one(quick):
 
 def test_saves_to_siblings_never_touch_each_other(quick):
     found = quick["beside"]
-    whole = [".metadata", "__0_0.distcp", "config.json", "manifest.json", "ullage_states.json"]
+    whole = [".metadata", "__0_0.distcp", "config.json", "manifest.json", "ullage_layout.json", "ullage_states.json"]
     assert found["beside"] == "saved"
     assert found["left"] == [whole, whole]
 
