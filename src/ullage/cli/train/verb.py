@@ -53,12 +53,12 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.folder import begin, finish, look_at
     from ullage.cli.train.layout import require_layout_of
     from ullage.cli.train.model import load_model, tokenizer_for
-    from ullage.training.arguments import require_sharding
     from ullage.training.costing import num_parameters
+    from ullage.training.fsdp import require_possible
 
     command = parse(argv)
     if not command.parallel.asked:
-        require_sharding(command.training)
+        require_possible(command.training)
     say = _Voice(first, command.output.json)
     situation = look_at(command)
     if situation.summary is not None:

@@ -82,9 +82,10 @@ def _numbers(values: Any, name: str) -> list[float]:
 def _costs(values: Sequence[float]) -> Int64:
     """``values`` as int64 costs of a plan: themselves, where they are integers and their sum is small enough."""
     total = sum(values)
-    if isinstance(total, int):
-        shift = max(0, total.bit_length() - WORK_BITS)
-        return np.array([value >> shift for value in values], np.int64)
+    whole = [value for value in values if isinstance(value, int)]
+    if len(whole) == len(values):
+        shift = max(0, sum(whole).bit_length() - WORK_BITS)
+        return np.array([value >> shift for value in whole], np.int64)
     return np.array([value / total * 2.0**WORK_BITS if total else 0 for value in values]).astype(np.int64)
 
 

@@ -29,8 +29,9 @@ def falling_order(keys: Int64) -> Int64:
     mask = (1 << digit) - 1
     shift = 0
     # One pass per digit, the least significant first. Each pass is stable, so it keeps the order of the passes before
-    # among equal digits. It ends with the last digit of the highest key.
-    while highest >> shift:
+    # among equal digits. It ends with the last digit of the highest key, or of int64: a shift by 64 bits or more is
+    # one by the remainder on some machines.
+    while shift < 63 and highest >> shift:
         # Count digits, then cumulate: ``starts[d]`` is where bucket d begins. ``mask - digit`` numbers the buckets
         # from the highest digit down, which sorts from high to low without losing stability.
         starts = np.zeros(mask + 2, np.int64)
