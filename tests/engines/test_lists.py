@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.lists import bins, partitions, replace, schedule
+from ullage.engines.lists import bins, partitions, schedule
+from ullage.engines.replacing import replace
 
 
 def check(found, lengths, cap, groups=None):

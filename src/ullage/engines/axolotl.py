@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from ullage.engines.lists import Replacement, bins, replace
+from ullage.engines.lists import bins
+from ullage.engines.replacing import Replacements, replace
 from ullage.layout import Integers, as_lengths
 
 
@@ -115,6 +116,6 @@ class MultipackBatchSampler(BatchSampler):
         return tokens / (len(rows) * self.batch_max_len) if rows else 0.0
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the sampler, wherever it was imported."""
     return replace({"axolotl.utils.samplers.multipack.MultipackBatchSampler": MultipackBatchSampler})

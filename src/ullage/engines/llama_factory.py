@@ -9,7 +9,8 @@ The signature is that of ``llamafactory/data/processor/processor_utils.py`` of A
 
 from __future__ import annotations
 
-from ullage.engines.lists import Replacement, bins, replace
+from ullage.engines.lists import bins
+from ullage.engines.replacing import Replacements, replace
 
 
 def greedy_knapsack(numbers: list[int], capacity: int) -> list[list[int]]:
@@ -25,6 +26,6 @@ def greedy_knapsack(numbers: list[int], capacity: int) -> list[list[int]]:
     return [sorted((numbers[i] for i in ids), reverse=True) for ids in found]
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the function, wherever it was imported."""
     return replace({"llamafactory.data.processor.processor_utils.greedy_knapsack": greedy_knapsack})

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.engines.lists import Replacement, replace
 from ullage.engines.lists.packers import BinPacker, stand_for
+from ullage.engines.replacing import Replacements, replace
 from ullage.errors import InputError
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.cost import Cost
@@ -320,6 +320,6 @@ def reorder_data(values: Any, reordered_indices: Sequence[int]) -> Any:
     return _select(values, np.argsort(np.asarray(reordered_indices, np.int64)).tolist())
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the factory, wherever it was imported."""
     return replace({f"{MODULE}.algorithms.get_packer": get_packer})

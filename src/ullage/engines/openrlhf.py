@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ullage.engines.lists import Replacement, bins, partitions, replace
+from ullage.engines.lists import bins, partitions
+from ullage.engines.replacing import Replacements, replace
 from ullage.engines.verl import get_seqlen_balanced_partitions as get_seqlen_balanced_partitions
 
 MODULE = "openrlhf.utils.seqlen_balancing"
@@ -38,7 +39,7 @@ def get_minimum_num_micro_batch_size(
     return count
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace both functions, wherever they were imported."""
     ours = (get_seqlen_balanced_partitions, get_minimum_num_micro_batch_size)
     return replace({f"{MODULE}.{function.__name__}": function for function in ours})

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import enum
 
-from ullage.engines.lists import Replacement, replace
 from ullage.engines.lists.packers import BinPacker, stand_for
+from ullage.engines.replacing import Replacements, replace
 from ullage.errors import InputError
 
 MODULE = "skyrl.train.dataset.bin_packing"
@@ -51,6 +51,6 @@ def make_seq_packer(
     return ours(bin_capacity, min_bin_count, bin_count_multiple, oversize=oversize)
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the factory, wherever it was imported."""
     return replace({f"{MODULE}.make_seq_packer": make_seq_packer})

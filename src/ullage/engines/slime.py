@@ -18,8 +18,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ullage.engines.lists import Replacement, bins, partitions, replace, schedule
+from ullage.engines.lists import bins, partitions, schedule
 from ullage.engines.lists.filling import work_of
+from ullage.engines.replacing import Replacements, replace
 from ullage.engines.verl import get_seqlen_balanced_partitions as get_seqlen_balanced_partitions
 from ullage.errors import InputError, require_one_of
 from ullage.layout import as_lengths
@@ -139,7 +140,7 @@ def _fixed(args: Any, lengths: Sequence[int], ranks: int, multiple: int) -> list
     return [[parts[k] for k in mine] for mine in partitions(weights, ranks, equal_size=True)]
 
 
-def install(package: str = "slime") -> Replacement:
+def install(package: str = "slime") -> Replacements:
     """Replace the functions of ``"slime"`` or ``"miles"`` by those of this module, wherever they were imported."""
     require_one_of(package, tuple(FLOPS_FLAGS), "package")
     # miles fills microbatches by the second of these; its plain first fit is left for comparison.

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ullage.engines.lists import Replacement, bins, replace
+from ullage.engines.lists import bins
+from ullage.engines.replacing import Replacements, replace
 from ullage.errors import require_one_of
 
 Packs = list[list[tuple[Any, int]]]
@@ -42,6 +43,6 @@ def calculate_matched_group(
     return [[given[i] for i in ids] for ids in found], [given[i] for i in left]
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the function, wherever it was imported."""
     return replace({"swift.dataset.packing.calculate_matched_group": calculate_matched_group})

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ullage.engines.lists import Replacement, partitions, replace
+from ullage.engines.lists import partitions
+from ullage.engines.replacing import Replacements, replace
 
 MODULE = "trl.experimental.async_distillation.async_distillation_trainer"
 
@@ -32,6 +33,6 @@ def balance_by_squared_length(examples: Sequence[Mapping[str, Any]], num_groups:
     return [[order[i] for i in part] for part in found]
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace the function, wherever it was imported."""
     return replace({f"{MODULE}._balance_by_squared_length": balance_by_squared_length})

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ullage.engines.lists import Replacement, partitions, replace
+from ullage.engines.lists import partitions
 from ullage.engines.lists.dynamic_cp import DynamicCPScheduler as DynamicCPScheduler
 from ullage.engines.lists.filling import Filling
+from ullage.engines.replacing import Replacements, replace
 from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.cost import LINEAR_7B
@@ -184,7 +185,7 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]])
     return _select(data, np.argsort(order).tolist())
 
 
-def install() -> Replacement:
+def install() -> Replacements:
     """Replace verl's functions, wherever they were imported, and the scheduler that its dynamic context parallelism
     asks Megatron-Core for."""
     ours = (calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches, restore_dynamic_batch)

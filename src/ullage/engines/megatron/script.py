@@ -1,4 +1,4 @@
-"""What a Megatron training script takes from ``get_batch``, read from its ``forward_step``; and names put in its place.
+"""What a Megatron training script takes from ``get_batch``, read from its ``forward_step``.
 
 ``get_batch`` returned six values in releases 0.16 and 0.17 of Megatron-LM, ten in 0.18 and later, seven on its dev
 branch, and others in the scripts of hybrid models. The names to which ``forward_step`` assigns them say which.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -148,28 +146,3 @@ def batch_values(batch: tuple[Any, ...], returns: tuple[str, ...]) -> tuple[Any,
     else:  # a script that has one kind of lengths uses them as positions in the row
         values["cu_seqlens"], values["max_seqlen"] = places, params.max_seqlen_q
     return tuple(values.get(name) for name in returns)
-
-
-class Replacements:
-    """Global names of modules that stand for something else until :meth:`undo`."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[dict[str, Any], str, Any, Any]] = []
-
-    def put(self, scope: dict[str, Any], name: str, value: Any) -> None:
-        """Let a global name of one module stand for ``value``."""
-        self._made.append((scope, name, scope[name], value))
-        scope[name] = value
-
-    def put_everywhere(self, name: str, original: Any, value: Any) -> None:
-        """Let ``name`` stand for ``value`` in every loaded module that has imported ``original`` under it."""
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and vars(module).get(name) is original:
-                self.put(vars(module), name, value)
-
-    def undo(self) -> None:
-        """Put back what was there, unless something else has been put in its place since."""
-        for scope, name, original, value in reversed(self._made):
-            if scope.get(name) is value:
-                scope[name] = original
-        self._made.clear()

@@ -23,8 +23,9 @@ from ullage.engines.megatron import batch as batches
 from ullage.engines.megatron import wrapping
 from ullage.engines.megatron.flops import flops_of_lengths
 from ullage.engines.megatron.packable import require_packable
-from ullage.engines.megatron.script import GET_BATCH, GET_PACKED_BATCH, Replacements, Script, batch_values, read_script
+from ullage.engines.megatron.script import GET_BATCH, GET_PACKED_BATCH, Script, batch_values, read_script
 from ullage.engines.megatron.wrapping import WrappedStep
+from ullage.engines.replacing import Replacements
 from ullage.errors import InputError
 
 _LOOP, _UPSTREAM = "megatron.training.training", "megatron.core.datasets.data_schedule"
@@ -85,8 +86,8 @@ class PackedTraining:
         from megatron.core.pipeline_parallel import schedules
 
         put = self._replaced
-        name = "get_forward_backward_func"
-        put.put_everywhere(name, getattr(schedules, name), self._getter(getattr(schedules, name)))
+        getter = schedules.get_forward_backward_func
+        put.put_everywhere(getter, self._getter(getter))
         scope = self._script.scope
         if self._script.returns is not None:
             put.put(scope, GET_BATCH, self._get_batch(scope[GET_BATCH]))
@@ -94,7 +95,7 @@ class PackedTraining:
         loops = [vars(sys.modules[name]) for name in (_LOOP,) if name in sys.modules]
         counts = {id(loop[_COUNT]): loop[_COUNT] for loop in (scope, *loops) if _COUNT in loop}
         for count in counts.values():
-            put.put_everywhere(_COUNT, count, self._counting(count))
+            put.put_everywhere(count, self._counting(count))
         # Where megatron-core has entry points for packing of its own, scripts call ours.
         if _UPSTREAM in sys.modules:
             upstream = vars(sys.modules[_UPSTREAM])
@@ -103,7 +104,7 @@ class PackedTraining:
                 GET_PACKED_BATCH: batches.get_batch_on_this_rank_for_sequence_packing,
             }
             for name in served.keys() & upstream.keys():
-                put.put_everywhere(name, upstream[name], served[name])
+                put.put_everywhere(upstream[name], served[name])
         _active.append(self)
 
     def _getter(self, original: Callable[..., Any]) -> Callable[..., Any]:
