@@ -26,7 +26,8 @@ OWN = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("alone"))
-    return {name: packing_script.run(name, folder) for name in MODELS}
+    packed = {name: packing_script.run(name, folder) for name in MODELS}
+    return {**packed, "unpacked llama": packing_script.run("llama", folder, **UNPACKED)}
 
 
 def on_two(folder, cases, **extra):
@@ -238,8 +239,8 @@ def test_a_sequence_over_the_capacity_is_named_by_the_rank_that_has_it(pair):
 
 def test_fsdp_trains_as_one_process(alone, pair):
     assert_uneven([[rank] for rank in pair["sharded"]], 0)
-    for case in ("sharded", "sharded unpacked"):
-        assert_same(pair[case][0], alone["llama"])
+    assert_same(pair["sharded"][0], alone["llama"])
+    assert_same(pair["sharded unpacked"][0], alone["unpacked llama"])
 
 
 def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, pair):

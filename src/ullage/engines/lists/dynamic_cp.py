@@ -1,4 +1,4 @@
-"""Microbatches in which each sequence runs on 1, 2, 4, ... ranks: the interface of Megatron-Core's scheduler."""
+"""Microbatches in which sequences run on 1, 2, 4, ... or all ranks: the interface of Megatron-Core's scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ullage.errors import InputError, require_int
 from ullage.layout import as_lengths
-from ullage.planning.placement import slots_of
+from ullage.planning.placement import free_degrees, slots_of
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
 
@@ -22,7 +22,7 @@ class _SharedBin:
 
 
 class DynamicCPScheduler:
-    """Scheduler of microbatches in which each sequence runs on 1, 2, 4, ... ranks, as verl calls Megatron-Core's.
+    """Scheduler of microbatches in which sequences run on 1, 2, 4, ... or all ranks, as verl calls Megatron-Core's.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that a rank holds in one microbatch.
@@ -55,15 +55,15 @@ class DynamicCPScheduler:
 
         ``sample_id_seqlens``: pairs of an id and a length in tokens. Ranks that share samples are consecutive and begin
         at a multiple of their number; they list the same ids. No rank is without samples: where the plan leaves one
-        idle, a bin is divided or shared by more ranks. Raises ``InputError`` for an id that occurs twice, a sequence
-        that all ranks together cannot hold, and too few sequences to keep every rank busy.
+        idle, a bin is divided or shared by more ranks, at last by all of them. Raises ``InputError`` for an id that
+        occurs twice, a sequence that all ranks together cannot hold, and too few sequences to keep every rank busy.
         """
         pairs = list(sample_id_seqlens)
         names = [name for name, _ in pairs]
         if len(set(names)) != len(names):
             raise InputError("an id occurs twice", found=next(name for name in names if names.count(name) > 1))
         lengths = as_lengths([length for _, length in pairs], "lengths")
-        # Blocks of ``min_cp_size`` ranks are the ranks of the plan, which then gives each bin 1, 2, 4, ... of them.
+        # Blocks of ``min_cp_size`` ranks are the ranks of the plan, which gives each bin 1, 2, 4, ... or all of them.
         num_blocks, capacity = self.ranks // self.min_cp_size, self.max_seqlen_per_dp_cp_rank * self.min_cp_size
         made = plan(
             lengths,
@@ -102,33 +102,51 @@ def _occupied(made: Plan, microbatch: int) -> list[_SharedBin]:
 def _occupy_all(steps: list[list[_SharedBin]], made: Plan) -> None:
     """Occupy the idle ranks of every microbatch, most expensive bin first.
 
-    A bin of several sequences is halved, and one half goes to the idle ranks; a bin of one sequence gets twice as many
-    ranks; where no bin fits the idle ranks, they get a sequence of another bin, of any microbatch. Changes ``steps``.
+    A bin of several sequences is halved, and one half goes to the idle ranks; a bin of one sequence gets the next
+    degree; where no bin fits the idle ranks, they get a sequence of another bin, of any microbatch, and where there is
+    none, all ranks share the microbatch. Changes ``steps``.
     """
-    costs = made.costs.tolist()
+    costs, degrees = made.costs.tolist(), free_degrees(made.ranks)
 
     def cost_per_rank(part: _SharedBin) -> float:
         return sum(costs[i] for i in part.ids) / part.degree
 
+    def wider(part: _SharedBin, idle: int) -> int | None:
+        """The next degree of a bin of one sequence, if the idle ranks suffice for it."""
+        following = next((degree for degree in degrees if degree > part.degree), None)
+        if following is None or following - part.degree > idle or len(part.ids) > 1:
+            return None
+        return following if _fits(made, part.ids, following) else None
+
     for step in steps:
         while idle := made.ranks - sum(part.degree for part in step):
             fitting = [
-                part
-                for part in step
-                if part.degree <= idle and (len(part.ids) > 1 or _fits(made, part.ids[0], 2 * part.degree))
+                part for part in step if (len(part.ids) > 1 and part.degree <= idle) or wider(part, idle) is not None
             ]
-            if not fitting:
-                step.append(_taken(steps, idle, made, cost_per_rank))
+            if fitting:
+                expensive = max(fitting, key=cost_per_rank)
+                following = wider(expensive, idle)
+                if following is None:
+                    step.append(_SharedBin(expensive.degree, _halve(expensive.ids, costs)))
+                else:
+                    expensive.degree = following
                 continue
-            expensive = max(fitting, key=cost_per_rank)
-            if len(expensive.ids) > 1:
-                step.append(_SharedBin(expensive.degree, _halve(expensive.ids, costs)))
+            spare = _taken(steps, idle, made, cost_per_rank)
+            together = [i for part in step for i in part.ids]
+            if spare is not None:
+                step.append(spare)
+            elif together and _fits(made, together, made.ranks):
+                step[:] = [_SharedBin(made.ranks, together)]
             else:
-                expensive.degree *= 2
+                raise InputError(
+                    "there are too few sequences to keep every rank busy",
+                    expected="for each rank of each microbatch a sequence, or a share of one",
+                    found=f"{made.num_sequences} sequences",
+                )
 
 
-def _fits(made: Plan, i: int, degree: int) -> bool:
-    return int(slots_of(made.lengths[i : i + 1], made.pad_to_multiple_of, degree)[0]) <= made.capacity * degree
+def _fits(made: Plan, ids: list[int], degree: int) -> bool:
+    return int(slots_of(made.lengths[ids], made.pad_to_multiple_of, degree).sum()) <= made.capacity * degree
 
 
 def _halve(ids: list[int], costs: list[int]) -> list[int]:
@@ -145,19 +163,13 @@ def _halve(ids: list[int], costs: list[int]) -> list[int]:
 
 def _taken(
     steps: list[list[_SharedBin]], idle: int, made: Plan, cost_per_rank: Callable[[_SharedBin], float]
-) -> _SharedBin:
+) -> _SharedBin | None:
     """Bin of one sequence that fits on at most ``idle`` ranks, from the most expensive bin that has several."""
     rich = [part for step in steps for part in step if len(part.ids) > 1]
     for part in sorted(rich, key=cost_per_rank, reverse=True):
         for i in sorted(part.ids, key=lambda i: -int(made.costs[i])):
-            degree = 1
-            while degree <= idle and not _fits(made, i, degree):
-                degree *= 2
-            if degree <= idle:
-                part.ids.remove(i)
-                return _SharedBin(degree, [i])
-    raise InputError(
-        "there are too few sequences to keep every rank busy",
-        expected="for each rank of each microbatch a sequence, or a power-of-two share of one",
-        found=f"{made.num_sequences} sequences",
-    )
+            for degree in free_degrees(made.ranks):
+                if degree <= idle and _fits(made, [i], degree):
+                    part.ids.remove(i)
+                    return _SharedBin(degree, [i])
+    return None

@@ -40,7 +40,7 @@ def partitions(
     >>> partitions([8, 7, 6, 5, 4], 2)
     [[2, 3, 4], [0, 1]]
     >>> partitions([8, 7, 6, 5, 4], 2, groups=[[0, 1, 2]])
-    [[0, 1, 2], [3, 4]]
+    [[3, 4], [0, 1, 2]]
     """
     given, k = _numbers(values, name), require_int(parts, "parts", least=1)
     grouping = Grouping.read(groups, len(given))
