@@ -107,8 +107,8 @@ def test_the_lines_of_python_in_the_summary_run(run, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment(), cwd=tmp_path
     )
     assert written.returncode == 0, written.stderr
+    # The text is drawn, and a model of two epochs may draw its end at once.
     assert written.stdout.startswith("Return the ")
-    assert len(written.stdout) > len("Return the \n")
 
 
 def test_a_second_call_reports_the_finished_run_and_changes_nothing(run, capsys):
