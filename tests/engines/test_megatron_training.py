@@ -13,7 +13,8 @@ from tests.support.launch import ROOT, torchrun
 from tests.support.processes import run, values
 from ullage import InputError
 from ullage.engines.megatron.flops import flops_of_lengths
-from ullage.engines.megatron.script import Replacements, batch_values, read_script
+from ullage.engines.megatron.script import batch_values, read_script
+from ullage.engines.replacing import Replacements
 
 pytest.importorskip("megatron.core")
 
@@ -129,7 +130,7 @@ def test_names_are_put_back_unless_they_changed_again():
     put = Replacements()
     sys.modules.update(modules)
     try:
-        put.put_everywhere("original", original, print)
+        put.put_everywhere(original, print)
     finally:
         for name in modules:
             del sys.modules[name]
