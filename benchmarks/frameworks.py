@@ -12,9 +12,7 @@ are geometric means; time is one thread's, the best of three.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
 import json
 import logging
 import math
@@ -23,10 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkouts
 import numpy as np
 import torch
 import typer
@@ -58,26 +58,12 @@ class Row:
     milliseconds: tuple[float, float]
 
 
-def read(path: Path, *, only: tuple[str, ...] = (), **given: Any) -> SimpleNamespace:
-    """The names of a source file, run statement by statement; what needs an import that is missing is left out.
-
-    ``only``: the functions to run, and nothing else.
-    """
-    space: dict[str, Any] = {"__name__": path.stem, **given}
-    for node in ast.parse(path.read_text()).body:
-        if only and getattr(node, "name", None) not in only:
-            continue
-        code = compile(ast.Module([node], []), str(path), "exec", __future__.annotations.compiler_flag)
-        try:
-            exec(code, space)
-        except (ImportError, NameError, AttributeError):
-            continue
-        space.update(given)
-    return SimpleNamespace(**space)
-
-
 def work(lengths: Sequence[int], ids: Sequence[int]) -> int:
     return sum(24576 * lengths[i] + lengths[i] ** 2 for i in ids)
+
+
+#: Also what needs an import that is missing is left out.
+read = partial(checkouts.read, left_out=(ImportError, NameError, AttributeError))
 
 
 def spread(lengths: Sequence[int], bins: Bins, ranks: int) -> float:

@@ -7,17 +7,15 @@ estimate its own.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
+from checkouts import read
 
 import ullage
 
@@ -28,19 +26,6 @@ Planner = Callable[[np.ndarray, int, int], Rows]
 PRIME_RL, REBALANCE = "prime-rl prepare_batch", "transformers batch_rebalance, packed"
 #: Rows that torchtitan keeps open, by default.
 _OPEN_ROWS = 8
-
-
-def read(path: Path, **given: Any) -> SimpleNamespace:
-    """The names of a source file, run statement by statement: an import that fails is left out, and ``given`` stand."""
-    space: dict[str, Any] = {"__name__": __name__, **given}
-    for node in ast.parse(path.read_text()).body:
-        code = compile(ast.Module([node], []), str(path), "exec", __future__.annotations.compiler_flag)
-        try:
-            exec(code, space)
-        except ImportError:
-            continue
-        space.update(given)
-    return SimpleNamespace(**space)
 
 
 def as_plan(lengths: np.ndarray, ranks: int, capacity: int, rows: Rows) -> ullage.Plan:

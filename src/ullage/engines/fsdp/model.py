@@ -142,16 +142,10 @@ def parallelize(
     with together(world, "finding the weights of a model"):
         source = Source.of(model, weights, seed)
     device = device_of_rank()
-    # One process has no FSDP to cast its weights; autocast takes the place of its mixed precision.
     if world.size == 1:
-        if cpu_offload:
-            raise InputError("one process does not offload: it has no FSDP", where="cpu_offload", expected=False)
-        if source is not None:
-            source.take(model)
-            source.fill(model, device)
-        model.to(device)  # pyright: ignore[reportArgumentType]
-        setattr(model, _ATTRIBUTE, Parallel(topology, device, autocast=dtype, objective=objective))
-        return model
+        return _on_one_process(
+            model, Parallel(topology, device, autocast=dtype, objective=objective), source, cpu_offload
+        )
     mesh, dp_cp = mesh_of(topology)
     sharded, tp = dp_cp, mesh["tp"]
     if dp_replicate > 1:
@@ -174,6 +168,18 @@ def parallelize(
         source.fill(model, torch.device("cpu") if cpu_offload else device)
     made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, None, objective, dp_replicate, dp_cp)
     setattr(model, _ATTRIBUTE, made)
+    return model
+
+
+def _on_one_process(model: Model, parallel: Parallel, source: Source | None, cpu_offload: bool) -> Model:
+    """A model on its device. There is no FSDP to cast its weights: autocast takes the place of mixed precision."""
+    if cpu_offload:
+        raise InputError("one process does not offload: it has no FSDP", where="cpu_offload", expected=False)
+    if source is not None:
+        source.take(model)
+        source.fill(model, parallel.device)
+    model.to(parallel.device)  # pyright: ignore[reportArgumentType]
+    setattr(model, _ATTRIBUTE, parallel)
     return model
 
 
