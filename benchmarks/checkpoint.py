@@ -122,7 +122,7 @@ def write_source(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -
 def write_sparse(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
     """The same with holes for data: files of full size that take no room, for what reads no tensor data."""
     import ullage
-    from ullage.checkpoint.archive import TensorCopy, archive
+    from ullage.checkpoint.files.archive import TensorCopy, archive
     from ullage.checkpoint.inventory import Tensor
 
     tag = folder / "global_step7"
@@ -191,7 +191,7 @@ class Run:
 
 def timed(command: list[str], target: Path, *, sync: bool = False) -> Run:
     """Runs a process, and syncs what it wrote if it did not; memory is sampled over its whole tree (resident)."""
-    from ullage.checkpoint.journal import sync_files
+    from ullage.checkpoint.conversion.journal import sync_files
 
     peak, stop = [0], threading.Event()
     before = os.times()

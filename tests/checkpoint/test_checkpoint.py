@@ -78,7 +78,7 @@ def test_progress_counts_every_byte_once(written, tmp_path):
 
 
 def test_a_second_conversion_to_the_same_target_is_refused(written, tmp_path):
-    from ullage.checkpoint.journal import Journal
+    from ullage.checkpoint.conversion.journal import Journal
 
     inventory = checkpoint.read(written.folder)
     held = []

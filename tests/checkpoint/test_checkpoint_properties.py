@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.drawing import lengths as drawn
 from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy, on_paper
-from ullage.checkpoint.archive import Constant, archive
-from ullage.checkpoint.crc import combine
+from ullage.checkpoint.files.archive import Constant, archive
+from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.torchfile import TensorRef, read_torch_file
 from ullage.checkpoint.inventory import Band, Merge
 from ullage.checkpoint.reading import cast, count_not_finite
-from ullage.checkpoint.torchfile import TensorRef, read_torch_file
 
 pytestmark = pytest.mark.property
 
@@ -87,7 +87,7 @@ def test_torch_loads_what_we_write_and_we_read_it_back(tmp_path_factory, value, 
 
 def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
     """Sparse files: two tensors of more than 4 GiB, and one that begins beyond them."""
-    from ullage.checkpoint.archive import TensorCopy
+    from ullage.checkpoint.files.archive import TensorCopy
 
     def tensor(numel):
         part = Slice(0, (numel,), Fragments.one(0, 0, numel))

@@ -64,7 +64,7 @@ def test_a_process_without_a_share_that_is_slow_to_start_neither_hangs_nor_distu
     """One unit for two processes: the second one has nothing to do but to meet the first."""
     small = real_zero.write(tmp_path / "written", Recipe(stage=1, dp=1, groups=[{"a.weight": (3, 4)}]))
     code = (
-        "import sys, time; from ullage import checkpoint; from ullage.checkpoint import meeting\n"
+        "import sys, time; from ullage import checkpoint; from ullage.checkpoint.conversion import meeting\n"
         "meeting.PATIENCE, sleep = 10.0, time.sleep\n"
         "time.sleep = lambda seconds: sleep(float(sys.argv[4]))\n"
         "checkpoint.convert(sys.argv[1], sys.argv[2], format='safetensors', rank=int(sys.argv[3]), world_size=2)\n"
@@ -189,7 +189,7 @@ def test_processes_begin_when_all_have_met_and_know_their_launch(tmp_path):
     """What an earlier launch left, words and failures, counts for nothing; process 0 may come last."""
     import threading
 
-    from ullage.checkpoint.meeting import Meeting
+    from ullage.checkpoint.conversion.meeting import Meeting
 
     folder = tmp_path / "out.partial" / ".journal"
     folder.mkdir(parents=True)

@@ -12,6 +12,8 @@ from tests.checkpoint.test_bad_checkpoints import contents, edit
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.files import torchfile
+from ullage.checkpoint.formats import dcp, safetensors
 from ullage.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
@@ -84,17 +86,17 @@ def test_each_changed_value_is_told(converted, format):
 def _places(path, data, target):
     """An offset in every value that a loader takes from the file."""
     if path.suffix == ".pt":
-        described = checkpoint.torchfile.read_torch_file(path)
+        described = torchfile.read_torch_file(path)
         records = {**described.records, **described.others}
         records.pop(".data/serialization_id", None)  # for torch's own statistics
         return [r.offset + r.num_bytes // 2 for r in records.values() if r.num_bytes]
     if path.suffix == ".safetensors":
-        start, header, _ = checkpoint.safetensors.read_header(path)
+        start, header, _ = safetensors.read_header(path)
         return [8, *(start + e["data_offsets"][0] for label, e in header.items() if label != "__metadata__")]
     if path.suffix == ".distcp":
-        _, _, places = checkpoint.dcp.read_metadata(target)
+        _, _, places = dcp.read_metadata(target)
         found = {(p.offset, p.length) for held in places.values() for p in held if p.file == path.name}
-        files = [checkpoint.torchfile.read_torch_file(path, *place) for place in sorted(found)]
+        files = [torchfile.read_torch_file(path, *place) for place in sorted(found)]
         return [r.offset for f in files for r in [*f.records.values(), *f.others.values()] if r.num_bytes]
     return [data.index(b'"') + 1] if path.suffix == ".json" else [data.index(b"embed.weight"), len(data) // 2]
 
@@ -130,7 +132,7 @@ def test_model_states_that_are_copied_are_compared_with_their_checksums(written,
     """A weight of the module is read by no conversion: it is copied with its file, and was not looked at."""
     run = shutil.copytree(written.tag_folder, tmp_path / "run")
     path = run / "mp_rank_00_model_states.pt"
-    held = checkpoint.torchfile.read_torch_file(path)
+    held = torchfile.read_torch_file(path)
     at = {
         "module": held.place(held.root["module"]["layers.0.weight"]) + 4 * 7,
         "description": held.others["data.pkl"].offset + 50,
@@ -156,7 +158,7 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
     edit(path, lambda content: content["module"].pop("tail"))
     checkpoint.convert(run, tmp_path / "good", format="safetensors")
     assert checkpoint.verify(run, tmp_path / "good") == []
-    held = checkpoint.torchfile.read_torch_file(path)
+    held = torchfile.read_torch_file(path)
     data = bytearray(path.read_bytes())
     data[held.place(held.root["module"]["base"]) + 3] ^= 1
     path.write_bytes(data)
@@ -167,7 +169,7 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
 def test_a_step_in_a_shard_is_compared_with_its_checksum(written, tmp_path):
     run = shutil.copytree(written.tag_folder, tmp_path / "run")
     for path in run.glob("*optim_states.pt"):  # in all shards alike, so that they do not contradict one another
-        held = checkpoint.torchfile.read_torch_file(path)
+        held = torchfile.read_torch_file(path)
         data = bytearray(path.read_bytes())
         for state in held.root["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             data[held.place(state["step"]) + 2] ^= 1

@@ -15,9 +15,9 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint import reading
+from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.checkpoint.inventory import File, Inventory, WrittenBy
-from ullage.checkpoint.modules import whole_tensor
-from ullage.checkpoint.torchfile import read_torch_file
+from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.errors import CheckpointError
 
 

@@ -10,8 +10,8 @@ Only numpy is needed: neither torch nor DeepSpeed is imported.
 
 from __future__ import annotations
 
-from ullage.checkpoint.converting import Report, convert
-from ullage.checkpoint.formats import read, targets
+from ullage.checkpoint.conversion.converting import Report, convert
+from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import (
     File,
     Fragments,
@@ -24,7 +24,7 @@ from ullage.checkpoint.inventory import (
     WrittenBy,
 )
 from ullage.checkpoint.paper import on_paper
-from ullage.checkpoint.verifying import verify
+from ullage.checkpoint.conversion.verifying import verify
 from ullage.errors import CheckpointError
 
 __all__ = [

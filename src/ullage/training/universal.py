@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ullage.checkpoint.torchfile import read_torch_file
+from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.errors import CheckpointError
 
 _LATEST = "latest_universal"

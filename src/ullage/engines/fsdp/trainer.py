@@ -23,7 +23,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ullage.batch import RaggedBatch
-from ullage.checkpoint.locate import MODEL_AND_OPTIMIZER
+from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
 from ullage.engines.fsdp.evaluation import Evaluation
 from ullage.engines.fsdp.mesh import make_topology

@@ -1,0 +1,295 @@
+"""Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
+
+The work is cut into units: a part of one large file, or some small files together. Units go to threads (reading,
+writing, summing and casting all release the interpreter) and, under torchrun, to processes; any process may do any
+unit, since each knows its place in the target. A unit that is done is a line in the journal. Checksums come last, from
+the sums of the parts.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.conversion.journal import Journal
+from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, row_elements, stream
+
+#: Targets up to this size are composed in memory and written at once.
+SMALL_BYTES = 1 << 20
+#: A unit of a large file, and of small files together.
+UNIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Part of the work: small targets ``[first, last)`` whole, or a range of target ``first``.
+
+    Attributes:
+        number: place of the unit among all units; its name in the journal.
+        first: number of the first target.
+        last: number after that of the last target.
+        payload: None for small targets, -1 for a plain copy, else number of the payload of target ``first``.
+        start: first of the range: a byte of a plain copy, an element of a payload.
+        stop: end of the range, in the same unit.
+        num_bytes: bytes that are written.
+    """
+
+    number: int
+    first: int
+    last: int
+    payload: int | None = None
+    start: int = 0
+    stop: int = 0
+    num_bytes: int = 0
+
+
+def is_small(target: Target) -> bool:
+    """Whether the target is composed in memory and written at once."""
+    return target.num_bytes <= SMALL_BYTES and target.copy_of is None
+
+
+def split(targets: list[Target]) -> list[Unit]:
+    """The units of work for ``targets``; the same in every process for the same targets."""
+    units: list[Unit] = []
+    first = held = 0
+
+    def close(last: int) -> None:
+        nonlocal first, held
+        if last > first:
+            units.append(Unit(len(units), first, last, num_bytes=held))
+        first, held = last + 1, 0  # target ``last`` is a large one, with units of its own
+
+    for index, target in enumerate(targets):
+        # Small targets are gathered into a unit until it is worth a line in the journal.
+        if is_small(target):
+            held += target.num_bytes
+            # At most 256 files: their time is that of opening them, not of their bytes.
+            if held >= UNIT_BYTES // 4 or index - first >= 255:
+                close(index + 1)
+                first = index + 1  # no large target stands between
+            continue
+        # A large target closes the unit of small ones and is cut into ranges, at whole rows of each payload.
+        close(index)
+        if target.copy_of is not None:
+            for start in range(0, max(1, target.num_bytes), UNIT_BYTES):
+                stop = min(start + UNIT_BYTES, target.num_bytes)
+                units.append(Unit(len(units), index, index + 1, -1, start, stop, stop - start))
+        for number, payload in enumerate(target.payloads):
+            row = row_elements(payload.tensor)
+            step = max(1, UNIT_BYTES // (row * ITEM_BYTES[payload.dtype])) * row
+            for start in range(0, payload.tensor.numel, step):
+                stop = min(start + step, payload.tensor.numel)
+                size = (stop - start) * ITEM_BYTES[payload.dtype]
+                units.append(Unit(len(units), index, index + 1, number, start, stop, size))
+    close(len(targets))
+    return units
+
+
+def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tuple[int, int]:
+    """(file, byte) at which a unit begins to read; units are done in this order, that of the disk."""
+    target = targets[unit.first]
+    if target.copy_of is not None:
+        return target.copy_of, unit.start
+    if not target.payloads or not target.payloads[unit.payload or 0].tensor.slices:
+        return -1, 0
+    fragments = target.payloads[unit.payload or 0].tensor.slices[0].fragments
+    if not len(fragments):
+        return -1, 0
+    # The last fragment that begins at or before the unit.
+    i = max(0, int(np.searchsorted(fragments.start, unit.start, side="right")) - 1)
+    return int(fragments.file[i]), int(fragments.offset[i])
+
+
+def prepare(partial: Path, targets: list[Target]) -> None:
+    """Make the folders, and the large files at full size with their fixed texts. May be repeated."""
+    for folder in {(partial / t.name).parent for t in targets}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for target in targets:
+        if is_small(target):
+            continue
+        fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(fd).st_size != target.num_bytes:
+                # The full size at once, as a hole: units are written into it in any order, by any process.
+                os.ftruncate(fd, target.num_bytes)
+            for offset, text in target.texts:
+                write_at(fd, memoryview(text), offset)
+        finally:
+            os.close(fd)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however little the system takes at a time."""
+    while len(data):
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+class _Worker:
+    """One thread's buffers and open files."""
+
+    def __init__(self, inventory: Inventory, targets: list[Target], partial: Path) -> None:
+        self.inventory, self.targets, self.partial = inventory, targets, partial
+        self.sources = Sources(inventory)
+        self.buffer = np.empty(CHUNK_BYTES, np.uint8)
+
+    def run(self, unit: Unit) -> dict[str, Any]:
+        """Do one unit; returns its line in the journal."""
+        tally = Tally()
+        line: dict[str, Any] = {"unit": unit.number}
+        not_finite: list[tuple[int, int, int]] = []
+        if unit.payload is None:
+            for index in range(unit.first, unit.last):
+                not_finite += self._small(index, tally)
+        elif unit.payload < 0:
+            self._copy(unit, tally)
+        else:
+            line["crc"] = self._range(unit, tally)
+            if tally.not_finite:
+                not_finite.append((unit.first, unit.payload, tally.not_finite))
+        if not_finite:
+            line["not_finite"] = not_finite
+        if tally.runs:
+            line["runs"] = tally.runs
+        return line
+
+    def _small(self, index: int, tally: Tally) -> list[tuple[int, int, int]]:
+        """Compose a small target and write it; returns (target, payload, elements not finite) of each payload."""
+        target = self.targets[index]
+        whole = np.zeros(target.num_bytes, np.uint8)
+        view = whole.data
+        for offset, text in target.texts:
+            view[offset : offset + len(text)] = text
+        found = []
+        for number, payload in enumerate(target.payloads):
+            tally.not_finite = 0
+            at = payload.offset
+            for chunk in stream(self.sources, payload.tensor, 0, payload.tensor.numel, self.buffer, tally):
+                data = cast(chunk, payload.tensor.dtype, payload.dtype)
+                whole[at : at + len(data)] = data
+                at += len(data)
+            # A small target is summed here and is complete; ``checksums.fill_checksums`` sees only the large ones.
+            crc = zlib.crc32(view[payload.offset : at]).to_bytes(4, "little")
+            for place in payload.crc_at:
+                view[place : place + 4] = crc
+            if tally.not_finite:
+                found.append((index, number, tally.not_finite))
+        with open(self.partial / target.name, "wb", buffering=0) as file:
+            write_at(file.fileno(), view, 0)
+        return found
+
+    def _range(self, unit: Unit, tally: Tally) -> int:
+        """Copy a range of elements of one payload; returns the CRC-32 of the bytes written."""
+        payload = self.targets[unit.first].payloads[unit.payload or 0]
+        at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
+        before = len(tally.runs)
+        # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
+        as_read = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
+        fd = os.open(self.partial / self.targets[unit.first].name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
+                data = cast(chunk, payload.tensor.dtype, payload.dtype)
+                if not as_read:
+                    crc = zlib.crc32(data.data, crc)
+                write_at(fd, data.data, at)
+                at += len(data)
+        finally:
+            os.close(fd)
+        if as_read:
+            # Runs are (file, offset, bytes, crc), in the order of the elements.
+            _, _, sizes, crcs = np.array(tally.runs[before:], np.int64).T
+            crc = int(combine(crcs, sizes, np.zeros(len(sizes), np.int64))[0])
+        return crc
+
+    def _copy(self, unit: Unit, tally: Tally) -> None:
+        """Copy a range of a source file; the parts that lie in its records are summed, record by record."""
+        target = self.targets[unit.first]
+        assert target.copy_of is not None
+        file = target.copy_of
+        records = self.inventory.records.get(file, np.zeros((0, 3), np.int64))
+        begins, ends = records[:, 0], records[:, 0] + records[:, 1]
+        fd = os.open(self.partial / target.name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for start in range(unit.start, unit.stop, CHUNK_BYTES):
+                view = self.buffer[: min(CHUNK_BYTES, unit.stop - start)].data
+                self.sources.read(file, start, view)
+                write_at(fd, view, start)
+                stop = start + len(view)
+                # Records that end after ``start`` and begin before ``stop``; of each, what this chunk holds is summed.
+                first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop)
+                for begin, end in zip(begins[first:last].tolist(), ends[first:last].tolist()):
+                    low, high = max(begin, start), min(end, stop)
+                    tally.runs.append((file, low, high - low, zlib.crc32(view[low - start : high - start])))
+        finally:
+            os.close(fd)
+
+
+def run_units(
+    inventory: Inventory,
+    targets: list[Target],
+    partial: Path,
+    units: list[Unit],
+    journal: Journal,
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> dict[int, dict[str, Any]]:
+    """Do ``units`` on threads; returns their lines in the journal by number. Raises the error of the first that fails.
+
+    Args:
+        inventory: the source.
+        targets: all files of the target.
+        partial: the folder in which they are written.
+        units: the units to do.
+        journal: gets a line per finished unit.
+        workers: threads; each holds one chunk of memory and its own open files.
+        progress: called with the bytes of each finished unit, never by two threads at once.
+    """
+    local = threading.local()
+    made: list[_Worker] = []
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def one(unit: Unit) -> dict[str, Any] | None:
+        if stop.is_set():
+            return None
+        worker: _Worker | None = getattr(local, "worker", None)
+        if worker is None:
+            worker = local.worker = _Worker(inventory, targets, partial)
+            with lock:
+                made.append(worker)
+        line = worker.run(unit)
+        journal.add(line, unit.num_bytes)
+        if "runs" in line:  # 32 bytes a run, not 300
+            line["runs"] = np.array(line["runs"], np.int64)
+        if progress is not None:
+            with lock:
+                progress(unit.num_bytes)
+        return line
+
+    # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.
+    ordered = sorted(units, key=lambda u: _source_order(inventory, targets, u))
+    pool = ThreadPoolExecutor(workers)
+    try:
+        futures = [pool.submit(one, unit) for unit in ordered]
+        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in finished:
+            future.result()
+        return {line["unit"]: line for line in (f.result() for f in futures) if line}
+    finally:
+        # Also after an error: units that have begun end first, since they hold files and write; the others are dropped.
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in made:
+            worker.sources.close()

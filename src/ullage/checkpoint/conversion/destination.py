@@ -1,0 +1,81 @@
+"""Checks that a target can be written, made before anything is written, and the errors where it cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+from ullage.checkpoint.conversion.journal import FOLDER
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.inventory import Inventory
+from ullage.errors import InputError
+
+#: Bytes of the longest path of a file.
+_LONGEST_PATH = 4095
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def partial_of(target: Path) -> Path:
+    """The folder in which a conversion to ``target`` works."""
+    return target.with_name(target.name + ".partial")
+
+
+def require_paths(targets: list[Target], target: Path) -> None:
+    """Raise ``InputError`` where two files would have one name, or a path would be too long."""
+    names = {t.name for t in targets}
+    folders = {parent for name in names for parent in map(str, PurePosixPath(name).parents)}
+    clash = sorted(names & folders) or sorted(n for n, count in Counter(t.name for t in targets).items() if count > 1)
+    if clash:
+        raise InputError("two files of the target would have one name", where=clash[0])
+    longest = max(names, key=lambda name: len(os.fsencode(name)), default="")
+    size = len(os.fsencode(partial_of(target) / longest))
+    if size > _LONGEST_PATH:
+        raise InputError(
+            "a path would be too long", where=longest[:80], expected=f"{_LONGEST_PATH} bytes", found=f"{size}"
+        )
+
+
+def require_writable(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
+    """Raise ``InputError`` where the target exists, lies inside the source, cannot be written, or has no room."""
+    if os.path.lexists(target):
+        raise InputError("the target exists", where=str(target), hint="remove it, or name another")
+    source = inventory.folder.resolve()
+    if target.resolve().is_relative_to(source):
+        raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
+    if partial.exists() and not (partial / FOLDER).is_dir():
+        raise InputError("a folder of this name is there, and it is not an interrupted conversion", where=str(partial))
+    above = next(p for p in target.parents if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
+    # What an interrupted run has written already counts as free. In blocks: files are holes until units fill them.
+    held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
+    free = shutil.disk_usage(above).free + held
+    if free < num_bytes:
+        raise InputError(
+            "the disk is full",
+            where=str(above),
+            expected=f"{num_bytes} bytes free",
+            found=f"{free}",
+            hint="free some space",
+        )
+
+
+def point_to(target: Path) -> None:
+    """Write ``latest_universal`` beside the target, with its name."""
+    pointer = target.parent / "latest_universal"
+    # Written aside and renamed, so that a loader never reads half a name.
+    new = pointer.with_name(f".latest_universal.{os.getpid()}")
+    new.write_text(target.name)
+    os.replace(new, pointer)
+
+
+def disk_error(error: OSError, where: Path) -> InputError:
+    """The error to raise where the system refuses to write."""
+    if error.errno in _NO_ROOM:
+        hint = "what is done is kept: run the same command again once there is room, or remove the .partial"
+    else:
+        hint = "what is done is kept: run the same command again once it can be written, or remove the .partial"
+    return InputError(f"cannot write: {error.strerror or error}", where=str(error.filename or where), hint=hint)

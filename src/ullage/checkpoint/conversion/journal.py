@@ -1,0 +1,151 @@
+"""Journal of a conversion: the units that are done, so that an interrupted conversion can go on.
+
+A conversion is a list of units, numbered, the same for the same source and options. As units are finished, lines are
+appended to ``TARGET.partial/.journal/<process>.jsonl``. The first line is a fingerprint of the plan and of the source
+files (names, sizes, times): a journal of another source is not followed. A line may be believed while the machine has
+not been restarted, for what was written to files outlives the process; after a restart only lines before a mark
+``synced`` count, which is written after the file system was synced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.inventory import Inventory
+from ullage.errors import InputError
+
+FOLDER = ".journal"
+#: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.
+_SYNC_EVERY_BYTES = 8 << 30
+_SYNC_EVERY_SECONDS = 30.0
+#: Part of the fingerprint: a change of how units are cut or numbered makes older journals those of another plan.
+_VERSION = 2
+
+
+def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
+    """A digest that changes when any source file, any target file, or any option does."""
+    # Inode and time too: a file that was replaced by one of the same size is another source.
+    files = []
+    for file in inventory.files:
+        status = os.stat(inventory.folder / file.name)
+        files.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    names = [
+        (t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets
+    ]
+    text = json.dumps([_VERSION, options, str(inventory.folder), files, names], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _boot() -> str:
+    # A name of this run of the kernel, another one after each restart; empty where the system has none.
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def sync_files(folder: Path) -> None:
+    """Write what the file system of ``folder`` holds in memory to the disk, and wait for it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(folder))
+    except AttributeError:  # no syncfs on this system
+        os.sync()
+    finally:
+        os.close(fd)
+
+
+class Journal:
+    """This process's journal. ``add`` may be called by several threads."""
+
+    def __init__(self, partial: Path, process: int, mark: str) -> None:
+        folder = partial / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._partial = partial
+        path = folder / f"{process}.jsonl"
+        fresh = not path.exists()
+        self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        try:
+            # Held until the stream is closed or the process dies, so a killed conversion leaves no stale lock.
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._stream.close()
+            raise InputError("another conversion is writing this target", where=str(partial)) from None
+        except OSError:
+            pass  # a file system without locks
+        # A line that a killed process left half written must not swallow the next: begin on a new line.
+        self._stream.write(json.dumps({"mark": mark}) + "\n" if fresh else "\n")
+        self._stream.write(json.dumps({"boot": _boot()}) + "\n")
+        self._stream.flush()
+        self._lock = threading.Lock()
+        self._bytes, self._time = 0, time.monotonic()
+
+    def add(self, line: dict[str, Any], num_bytes: int) -> None:
+        """Record a finished unit; from time to time sync the files written, and record that too."""
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        with self._lock:
+            self._stream.write(text)
+            self._stream.flush()
+            self._bytes += num_bytes
+            # A sync covers all that this process has written before, so a mark vouches for all lines above it. The lock
+            # keeps lines of later units from slipping in between.
+            late = time.monotonic() - self._time > _SYNC_EVERY_SECONDS
+            if self._bytes >= _SYNC_EVERY_BYTES or (late and self._bytes):
+                sync_files(self._partial)
+                self._stream.write('{"synced":true}\n')
+                self._stream.flush()
+                self._bytes, self._time = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Close the file, which also gives its lock back."""
+        self._stream.close()
+
+
+def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
+    """Lines of finished units by number, of all processes; None when the journals are of another plan or source.
+
+    Only lines whose bytes must be in the files: those before a ``synced`` mark, and all since the machine started.
+    """
+    done: dict[int, dict[str, Any]] = {}
+    here = _boot()
+    for path in sorted((partial / FOLDER).glob("*.jsonl")):
+        pending: list[dict[str, Any]] = []  # not yet followed by a mark
+        boot, seen_mark = "", False
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if not lines:  # just opened by another process
+            continue
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:  # empty, or half written
+                continue
+            if "mark" in line:
+                if line["mark"] != mark:
+                    return None
+                seen_mark = True
+            elif "boot" in line:
+                if boot and boot != here:
+                    pending = []  # written before a restart and never synced
+                boot = line["boot"]
+            elif "synced" in line:
+                done |= {unit["unit"]: unit for unit in pending}
+                pending = []
+            else:
+                pending.append(line)
+        if not seen_mark:
+            return None
+        # What this boot wrote need not be synced: a killed process leaves its pages to the kernel, a restart does not.
+        if boot == here and here:
+            done |= {unit["unit"]: unit for unit in pending}
+    return done

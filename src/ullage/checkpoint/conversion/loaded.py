@@ -1,0 +1,306 @@
+"""Comparison of all that a loader reads beside the tensors: laid out from the source, looked for in the target.
+
+============  ======================================================================================================
+universal     every state file's description, the steps, ``optimizer_state.pt``, the model states
+safetensors   the indexes, what the headers say beside tensors, ``config.json`` and its like
+dcp           ``.metadata`` and every item that it names
+trainer       as safetensors, and ``optimizer.pt`` and ``scheduler.pt``
+============  ======================================================================================================
+
+A target that a conversion of ours made (``ullage.json`` says so) must hold all that we write. Of another's, such as
+DeepSpeed's own converter, what only we write is not missed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.conversion.comparing import Pair
+from ullage.checkpoint.conversion.contents import Walk
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
+from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert, TensorRef
+from ullage.checkpoint.formats import dcp, safetensors, trainer_folder, universal
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
+from ullage.checkpoint.zero.modules import whole_tensor
+from ullage.errors import CheckpointError
+
+
+def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
+    """Compare all that a loader of ``theirs`` reads beside the tensors with what ``ours`` would be converted to."""
+    found = FileComparison(ours, theirs)
+    try:
+        if theirs.format == "universal" and ours.format == "zero":
+            found.universal()
+        elif theirs.format == "safetensors":
+            if not trainer_folder.is_adapter(theirs.folder):
+                found.safetensors()
+            if found.options.get("format") == "trainer":
+                found.trainer()
+        elif theirs.format == "dcp":
+            found.dcp()
+    except CheckpointError as error:  # the source cannot be converted to this
+        found.problems.append(Problem.of_error(error, error.where))
+    return found
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    """The options in ``ullage.json`` of a target; empty for a target that another tool wrote."""
+    try:
+        said = json.loads((folder / "ullage.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def has_optimizer(theirs: Inventory) -> bool:
+    """Whether a target holds optimizer state, or was converted with it."""
+    held = any(t.kind == "parameter" and t.key != "fp32" for t in theirs.tensors)
+    options = options_of(theirs.folder)
+    # A Trainer's folder has the state by number, in a file that is compared by itself.
+    return held or bool(options.get("optimizer") and options.get("format") != "trainer")
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+class FileComparison:
+    """The files of a target, compared: ``problems`` are the differences, ``pairs`` the tensors still to compare."""
+
+    def __init__(self, ours: Inventory, theirs: Inventory) -> None:
+        self.ours, self.theirs, self.folder = ours, theirs, theirs.folder
+        self.options = options_of(theirs.folder)
+        self.problems: list[Problem] = []
+        self.pairs: list[Pair] = []
+        self._files = list(theirs.files)
+
+    @property
+    def inventory(self) -> Inventory:
+        """The target with all files that the pairs lie in."""
+        return replace(self.theirs, files=tuple(self._files))
+
+    def _file(self, name: str) -> int:
+        size = (self.folder / name).stat().st_size
+        self._files.append(File(name, size, "weights"))
+        return len(self._files) - 1
+
+    def _add(self, what: str, file: str, found: object = None, expected: object = None) -> None:
+        self.problems.append(Problem(what, file, expected=_text(expected), found=_text(found)))
+
+    def _walk(self, planned: Target, source: TorchFile, name: str, known: bool) -> None:
+        """Compare the description in a file with the planned one; ``known``: its main tensor is in the inventory."""
+        walk = Walk(source, planned.stored)
+        walk.compare(planned.root, source.root)
+        self._conclude(walk, source, name, known)
+
+    def _conclude(self, walk: Walk, source: TorchFile | None, name: str, known: bool = False) -> None:
+        # Three are enough to recognise the file; a file of another layout would give thousands.
+        for line in walk.differences[:3]:
+            self._add("the file holds something else", name, found=line)
+        file = None
+        for stream, ref, where in walk.tensors:
+            # Tensors that the inventory of the target has are compared from there, and only once.
+            if source is None or (known and where == "param"):
+                continue
+            file = self._file(name) if file is None else file
+            try:
+                made = whole_tensor(where or name, "value", ref, file, source)
+            except CheckpointError as error:
+                self._add(error.what, name, found=error.found)
+                continue
+            self.pairs.append((replace(stream.tensor, name=where or name, key="value"), made, name))
+
+    # Universal
+
+    def universal(self) -> None:
+        """Every file of the plan: copies byte for byte, archives object by object."""
+        for planned in universal.universal_targets(self.ours):
+            path = self.folder / planned.name
+            if not path.is_file():
+                if self.options or not self._is_ours_alone(planned.name):
+                    self._add("a file is missing in the target", planned.name)
+            elif planned.copy_of is not None:
+                self._copy(planned, path)
+            else:
+                try:
+                    source = read_torch_file(path)
+                except CheckpointError as error:
+                    self._add(error.what, planned.name, found=error.found)
+                    continue
+                if not self.options and isinstance(source.root, TensorRef) and isinstance(planned.root, dict):
+                    continue  # DeepSpeed's at stage 3: the tensor alone, which the inventory has
+                self._walk(planned, source, planned.name, known=planned.name.startswith("zero/"))
+
+    def _is_ours_alone(self, name: str) -> bool:
+        """Files that DeepSpeed's converter does not write: for the other stages, and steps at stage 3."""
+        stage3 = self.ours.written_by.stage == 3
+        return (
+            name.endswith("step.pt")
+            if stage3 and name.startswith("zero/")
+            else name.startswith("mp_rank_" if stage3 else "zero_pp_rank_")
+        )
+
+    def _copy(self, planned: Target, path: Path) -> None:
+        file, size = planned.copy_of or 0, path.stat().st_size
+        if size != planned.num_bytes:
+            self._add("a copied file has another size", planned.name, found=size, expected=planned.num_bytes)
+            return
+        # A copy is compared as one tensor of bytes, by the code that compares tensors.
+        both = (_bytes_of(file, size), _bytes_of(self._file(planned.name), size))
+        self.pairs.append((*both, planned.name))
+
+    # Safetensors
+
+    def safetensors(self) -> None:
+        """Indexes and headers agree with the files that are there; small files are the source's."""
+        said = {"model": {"format": "pt", **safetensors.weights_header(self.ours)}}
+        stems = {"model": "model"}
+        if has_optimizer(self.theirs):
+            said["optimizer"] = {"format": "pt", **safetensors.optimizer_header(self.ours)}
+            stems["optimizer"] = "optimizer/optimizer"
+        for which, stem in stems.items():
+            self._indexed(stem, said[which])
+        for planned in safetensors.companions(self.ours):
+            path = self.folder / planned.name
+            if not path.is_file():
+                self._add("a file is missing in the target", planned.name)
+            elif path.read_bytes() != planned.texts[0][1]:
+                self._add("the file is not the source's", planned.name)
+
+    def _indexed(self, stem: str, said: dict[str, str]) -> None:
+        where: dict[str, str] = {}
+        paths = sorted((self.folder / stem).parent.glob(f"{Path(stem).name}*.safetensors"))
+        for path in paths:
+            _, header, _ = safetensors.read_header(path)
+            where |= {label: path.name for label in header if label != "__metadata__"}
+            held = metadata.mapping(header.get("__metadata__"), "__metadata__", path.name)
+            for key, value in said.items():
+                if held.get(key) != value and (self.options or key == "format"):
+                    self._add(
+                        f"the header says something else of {key}",
+                        path.name,
+                        metadata.brief(held.get(key)),
+                        value,
+                    )
+        index = self.folder / f"{stem}.safetensors.index.json"
+        name = str(index.relative_to(self.folder))
+        if not index.is_file():
+            if self.options or len(paths) > 1:
+                self._add("a file is missing in the target", name)
+            return
+        try:
+            listed = json.loads(index.read_bytes())
+        except (ValueError, RecursionError) as error:
+            self._add("the index cannot be read", name, found=error)
+            return
+        if not isinstance(listed, dict) or listed.get("weight_map") != where:
+            self._add("the index names other tensors or files than are there", name)
+        elif self.options:
+            total = sum(t.num_bytes for t in self.theirs.tensors if (t.key == "fp32") == (stem == "model"))
+            held = metadata.mapping(listed.get("metadata"), "metadata", name)
+            wanted = {"total_size": total, **{k: v for k, v in said.items() if k != "format"}}
+            if held != wanted:
+                self._add("the index says something else", name, metadata.brief(held), metadata.brief(wanted))
+
+    # A Trainer's folder
+
+    def trainer(self) -> None:
+        """The archives beside the weights, object by object, with the optimizer's tensors."""
+        for planned in trainer_folder.trainer_targets(self.ours):
+            if planned.root is None:
+                continue
+            if not (self.folder / planned.name).is_file():
+                self._add("a file is missing in the target", planned.name)
+                continue
+            self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
+
+    # Distributed checkpoints
+
+    def dcp(self) -> None:
+        """Every item that the source gives is named, and is what it must be."""
+        root, entries, places = dcp.read_metadata(self.folder)
+        paths = metadata.mapping(root.get("planner_data"), "planner_data", ".metadata")
+        if self.options:
+            self._conclude(_compared(dcp.CONSTANTS, root.state, "the metadata"), None, ".metadata")
+        # Settings may be there without any state tensor (SGD without momentum).
+        has = has_optimizer(self.theirs) or any(flat.startswith("optim.") for flat in entries)
+        planned = dcp.items(self.ours, optimizer=has)
+        owners = {path[1]: value for path, value in planned if path[0] == "model"}
+        tied = [(("model", alias), owners[own]) for alias, own in self.ours.aliases.items() if own in owners]
+        for path, value in [*planned, *tied]:
+            flat = ".".join(map(str, path))
+            entry = entries.get(flat)
+            if entry is None:
+                self._add(f"{flat} is missing in the target", ".metadata")
+                continue
+            if paths.get(flat) != path and (self.options or flat in paths):
+                self._add(f"{flat} has another path", ".metadata", metadata.brief(paths.get(flat)), path)
+            self._item(flat, path, value, entry, places.get(flat, []))
+
+    def _item(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
+        self._described(flat, path, value, entry, places)
+        if isinstance(value, TensorCopy) and path[1] not in self.ours.aliases:
+            return  # among the tensors of the inventory
+        if len(places) != 1:
+            self._add(f"{flat} is in {len(places)} places", ".metadata", expected=1)
+            return
+        try:
+            source = places[0].open(self.folder)
+        except CheckpointError as error:
+            self._add(f"{flat}: {error.what}", places[0].file, found=error.found)
+            return
+        walk = Walk(source)
+        if isinstance(value, TensorCopy) and isinstance(source.root, TensorRef):
+            value = replace(value, dtype=source.root.dtype)  # perhaps cast
+        walk.compare(value, source.root, flat)
+        self._conclude(walk, source, places[0].file)
+
+    def _described(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
+        """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places.
+
+        Args:
+            flat: name of the item, its path joined by dots.
+            path: keys that lead to it in the state dict.
+            value: what it must be.
+            entry: its description in ``.metadata``.
+            places: where ``.metadata`` says that it lies.
+        """
+        if isinstance(value, TensorCopy):
+            keys = ("fp32", "frozen") if path[0] == "model" else (value.tensor.key,)
+            # The entry must have the dtype of the target, which may have been cast; the bytes are compared elsewhere.
+            key = next((key for key in keys if (value.tensor.name, key) in self.theirs), None)
+            value = value if key is None else replace(value, dtype=self.theirs.tensor(value.tensor.name, key).dtype)
+        walk = Walk(None)
+        if self.options:
+            walk.compare(dcp.entry_of(value), entry, flat)
+            for place in places:
+                planned = dcp.index_of(flat, value), dcp.storage_of(place.file, place.offset, place.length)
+                walk.compare(planned, place.said, flat)
+        elif isinstance(value, (TensorCopy, Constant)):
+            shape = value.shape if isinstance(value, Constant) else value.tensor.shape
+            walk.compare(tuple(shape), metadata.shape(entry.get("size"), f"size of {flat}", ".metadata"), flat)
+        self._conclude(walk, None, ".metadata")
+        what = f"chunks of {flat}"
+        chunks = [
+            tuple(metadata.integers(chunk.get("offsets"), what, ".metadata")) if isinstance(chunk, Inert) else ()
+            for chunk in metadata.sequence(entry.get("chunks"), what, ".metadata")
+        ]
+        # torch's loader goes by the chunks, our reader by the places: a chunk without a place is seen only here.
+        if chunks and sorted(chunks) != sorted(place.offsets for place in places):
+            self._add(f"{flat} has chunks without a place", ".metadata")
+
+
+def _compared(planned: Any, found: Any, where: str) -> Walk:
+    walk = Walk(None)
+    walk.compare(planned, found, where)
+    return walk
+
+
+def _bytes_of(file: int, size: int) -> Tensor:
+    """A file as a tensor of bytes, without a name."""
+    return Tensor("", "bytes", (size,), "uint8", "buffer", (Slice(0, (size,), Fragments.one(file, 0, size)),))

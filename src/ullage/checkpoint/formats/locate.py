@@ -1,0 +1,68 @@
+"""The folder that holds the files of a checkpoint, and its format, from the folder or parent that a user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.errors import CheckpointError
+
+#: Bytes of a pointer that are read: no folder has a longer name.
+_LONGEST_TAG = 4096
+#: In a checkpoint of ``ullage.engines.fsdp.Trainer``, the folder of torch's format with model and optimizer.
+MODEL_AND_OPTIMIZER = "model_and_optimizer"
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+
+
+def locate(folder: str | Path) -> tuple[Path, str]:
+    """(folder of the files, format). The folder may be the tag's or its parent, which says which tag is the latest.
+
+    Raises ``CheckpointError`` for a folder that is missing or not a checkpoint.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
+    found = _format(folder)
+    # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
+    if found and not (found == "safetensors" and any((folder / pointer).is_file() for pointer in _POINTERS)):
+        return folder, found
+    inner = folder / MODEL_AND_OPTIMIZER
+    if not found and inner.is_dir() and _format(inner) == "dcp":
+        return inner, "dcp"
+    for pointer in _POINTERS:
+        path = folder / pointer
+        if not path.is_file():
+            continue
+        with as_checkpoint_error(str(path)), open(path, "rb") as stream:
+            tag = stream.read(_LONGEST_TAG).decode("utf-8", "replace").strip()
+        candidates = [tag]
+        if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
+            # Megatron's file holds the bare number; its folders are named iter_0000010, DeepSpeed's global_step10.
+            candidates += [f"global_step{tag}", f"iter_{int(tag):07d}"]
+        for name in candidates:
+            with as_checkpoint_error(str(path)):
+                there = bool(name) and (folder / name).is_dir()
+            if there and _format(folder / name):
+                return folder / name, _format(folder / name) or ""
+        raise CheckpointError(
+            f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag[:200] or "nothing"
+        )
+    names = sorted(p.name for p in folder.iterdir())[:4]
+    raise CheckpointError(
+        "the folder is not a checkpoint",
+        where=str(folder),
+        expected="*_optim_states.pt, zero/, *.safetensors or .metadata in it, or a file named latest",
+        found=", ".join(names) or "an empty folder",
+    )
+
+
+def _format(folder: Path) -> str | None:
+    with as_checkpoint_error(str(folder)):
+        names = [p.name for p in folder.iterdir()]
+    if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
+        return "zero"
+    if "zero" in names and (folder / "zero").is_dir():
+        return "universal"
+    if any(n.endswith(".safetensors") for n in names):
+        return "safetensors"
+    return "dcp" if ".metadata" in names else None

@@ -1,0 +1,222 @@
+"""The safetensors format: a Hugging Face folder of ``model*.safetensors``, an index, and optionally optimizer state.
+
+A safetensors file is 8 bytes of header length, a JSON header with dtype, shape and byte range of each tensor, and the
+bytes. Weights are the master copies, cast if asked; tied names are left out, as the field does. The optimizer's state
+goes to ``optimizer/``, under names ``<key>:<parameter>``, where no loader of weights looks for it.
+Source: the format's description in the safetensors repository; ``transformers/modeling_utils.py`` for the index.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.archive import Payload, Target
+from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.zero.details import Details, kept_by_group
+from ullage.errors import CheckpointError, InputError
+
+#: Bytes of tensors in one file at most, unless one tensor is larger.
+MAX_FILE_BYTES = 5 << 30
+#: The safetensors library refuses headers beyond 100 MB, so a larger number is damage.
+_MAX_HEADER_BYTES = 100 << 20
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64", "complex64": "C64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+#: Small files that make a folder of weights a model; copied when they lie in the source folder or beside it.
+_COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json",
+)  # fmt: skip
+
+
+def cast_of(tensor: Tensor, dtype: str | None) -> str:
+    """The dtype that a weight is written in. Raises ``InputError`` for a dtype that weights cannot be cast to."""
+    if dtype is None:
+        return tensor.dtype
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in FLOATS[1:]:
+        raise InputError("cannot cast weights to this dtype", expected=" or ".join(FLOATS[1:]), found=dtype)
+    return dtype if tensor.dtype in FLOATS else tensor.dtype
+
+
+def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
+    """The files of the folder, without the tensors' bytes."""
+    weights = [(t.name, t, cast_of(t, dtype)) for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
+    targets = _files("model", weights, weights_header(inventory))
+    if optimizer:
+        states = [
+            (f"{t.key}:{t.name}", t, t.dtype) for t in inventory.tensors if t.kind == "parameter" and t.key != "fp32"
+        ]
+        targets += _files("optimizer/optimizer", states, optimizer_header(inventory))
+    return targets + companions(inventory)
+
+
+def weights_targets(inventory: Inventory, stem: str, tensors: dict[str, Tensor]) -> list[Target]:
+    """The files ``stem*.safetensors`` of these tensors, by the names that they are to have, and the index."""
+    return _files(stem, [(name, t, t.dtype) for name, t in tensors.items()], weights_header(inventory))
+
+
+def weights_header(inventory: Inventory) -> dict[str, str]:
+    """Metadata in the header of a file of weights: the tied names."""
+    return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
+
+
+def optimizer_header(inventory: Inventory) -> dict[str, str]:
+    """Metadata in the header of a file of optimizer state: by group, the step and other numbers."""
+    steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
+    said = {"steps": json.dumps(steps)}
+    kept = kept_by_group(inventory.details) if isinstance(inventory.details, Details) else {}
+    numbers = {
+        str(group): {key: value for key, value in held.items() if isinstance(value, (bool, int, float, str))}
+        for group, held in kept.items()
+    }
+    return said | ({"numbers": json.dumps(numbers)} if numbers else {})
+
+
+def companions(inventory: Inventory) -> list[Target]:
+    """Small files beside the weights, as they lie in the source folder or beside it."""
+    targets = []
+    for name in _COMPANIONS:
+        for folder in (inventory.folder, inventory.folder.parent):
+            if (folder / name).is_file():
+                with as_checkpoint_error(str(folder / name)):
+                    text = (folder / name).read_bytes()
+                targets.append(Target(name, len(text), texts=((0, text),)))
+                break
+    return targets
+
+
+def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, str]) -> list[Target]:
+    shards: list[list[tuple[str, Tensor, str]]] = [[]]
+    held = 0
+    for entry in named:
+        size = entry[1].numel * ITEM_BYTES[entry[2]]
+        # A tensor that is larger than the limit gets a file for itself.
+        if held and held + size > MAX_FILE_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += size
+    targets, where = [], {}
+    for number, shard in enumerate(shards, 1):
+        many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        name = f"{stem}{many}.safetensors"
+        targets.append(_file(name, shard, metadata))
+        # The index names files relative to itself.
+        where |= {label: name.rpartition("/")[2] for label, _, _ in shard}
+    total = sum(t.numel * ITEM_BYTES[d] for _, t, d in named)
+    index = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": where}, indent=2).encode() + b"\n"
+    targets.append(Target(f"{stem}.safetensors.index.json", len(index), texts=((0, index),)))
+    return targets
+
+
+def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, str]) -> Target:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for label, tensor, dtype in shard:
+        size = tensor.numel * ITEM_BYTES[dtype]
+        if dtype not in _NAMES:
+            raise CheckpointError(
+                "safetensors has no name for this dtype", where=label, found=dtype, hint="convert it with --to dcp"
+            )
+        header[label] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces after the JSON are allowed; with them the data begin at a multiple of 8, as in files of the library.
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    payloads = tuple(Payload(tensor, start + header[label]["data_offsets"][0], dtype) for label, tensor, dtype in shard)
+    return Target(name, start + at, payloads, ((0, struct.pack("<Q", len(text)) + text),))
+
+
+def read_safetensors(folder: Path) -> Inventory:
+    """The inventory of a folder of safetensors. Raises ``CheckpointError`` for a folder that cannot be read."""
+    files: list[File] = []
+    tensors: dict[tuple[str, str], Tensor] = {}
+    problems: list[Problem] = []
+    for path in weight_files(folder):
+        name = str(path.relative_to(folder))
+        try:
+            start, header, size = read_header(path)
+            made = [
+                _tensor(label, entry, len(files), name, start, size)
+                for label, entry in header.items()
+                if label != "__metadata__"
+            ]
+        except CheckpointError as error:
+            problems.append(Problem.of_error(error, name, parameter=error.where))
+            continue
+        # Loaders refuse a file of which any byte belongs to no tensor, or to two.
+        ranges = sorted((t.slices[0].fragments.offset[0], t.num_bytes) for t in made if t.numel)
+        ends = [start, *(int(at) + length for at, length in ranges)]
+        if [int(at) for at, _ in ranges] != ends[:-1] or ends[-1] != size:
+            problems.append(
+                Problem("the tensors do not fill their file", name, expected=f"{ends[-1]} bytes", found=f"{size}")
+            )
+        for tensor in made:
+            if (tensor.name, tensor.key) in tensors:
+                problems.append(Problem("two files hold one tensor", name, parameter=tensor.name))
+            tensors[tensor.name, tensor.key] = tensor
+        files.append(File(name, size, "weights"))
+    return Inventory(
+        folder, "safetensors", WrittenBy(), tuple(files), tuple(tensors.values()), read_problems=tuple(problems)
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights, then those of optimizer state."""
+    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("optimizer/*.safetensors"))]
+
+
+def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int) -> Tensor:
+    """A tensor as the header of its file says. Raises ``CheckpointError``.
+
+    Args:
+        label: its name in the header; in ``optimizer/``, ``<key>:<parameter>``.
+        entry: dtype, shape and byte range.
+        file: number of the file in the inventory.
+        name: of the file, relative to the folder.
+        start: byte of the file at which the data begin, to which the range is relative.
+        size: bytes of the file.
+    """
+    key, _, parameter = label.partition(":") if name.startswith("optimizer/") else ("fp32", "", label)
+    entry = metadata.mapping(entry, "a tensor's entry", label)
+    dtype = _DTYPES.get(entry.get("dtype") if isinstance(entry.get("dtype"), str) else "")
+    if dtype is None:
+        raise CheckpointError("a tensor of an unknown dtype", where=label, found=metadata.brief(entry.get("dtype")))
+    shape = metadata.shape(entry.get("shape"), "the shape", label)
+    offsets = metadata.integers(entry.get("data_offsets"), "data_offsets", label)
+    numel = math.prod(shape)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != numel * ITEM_BYTES[dtype] or start + offsets[1] > size:
+        raise CheckpointError("a tensor lies outside its file", where=label, found=f"{offsets[:2]} in {size} bytes")
+    part = Fragments.one(file, start + offsets[0], numel)
+    return Tensor(parameter, key, shape, dtype, "parameter", (Slice(0, shape, part),))
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
+    """(where the data begin, the header, bytes of the file). Raises ``CheckpointError``."""
+    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
+        size = path.stat().st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            found = f"a header of {length} bytes in {size}"
+            raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found)
+        text = stream.read(length)
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            found = f"{type(error).__name__}: {str(error)[:100]}"
+            raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found) from None
+    return 8 + length, metadata.mapping(header, "the header", str(path)), size

@@ -1,0 +1,109 @@
+"""The formats of a checkpoint: which function reads each, and which lays out the files of each.
+
+To add a format, name its reader in ``_READERS``, and what lays out its files in :func:`targets`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.formats.dcp import dcp_targets
+from ullage.checkpoint.formats.dcp_reading import read_dcp
+from ullage.checkpoint.formats.locate import locate
+from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
+from ullage.checkpoint.formats.trainer_folder import trainer_targets
+from ullage.checkpoint.formats.universal import read_universal, universal_targets
+from ullage.checkpoint.inventory import Inventory, Problem
+from ullage.checkpoint.zero.reading import read_zero
+from ullage.errors import CheckpointError, InputError
+
+_READERS = {
+    "zero": read_zero,
+    "universal": read_universal,
+    "safetensors": read_safetensors,
+    "dcp": read_dcp,
+}
+#: The formats that a checkpoint can be converted to.
+FORMATS = ("universal", "safetensors", "dcp", "trainer")
+
+
+def read(folder: str | Path) -> Inventory:
+    """The inventory of a checkpoint: logical tensors and their fragments, parallel sizes, paddings.
+
+    ``folder`` is the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder; or ``checkpoint-N`` of
+    ``ullage.engines.fsdp.Trainer``, which has such a folder in it. No tensor data is read, and no
+    code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
+
+    Raises ``CheckpointError`` for a folder that is not a checkpoint, for expert files, and for a file that asks to run
+    code.
+    """
+    path, format = locate(folder)
+    return _READERS[format](path)
+
+
+def targets(
+    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
+) -> list[Target]:
+    """The files that a conversion would write, without the tensors' bytes. Writes nothing.
+
+    ``dtype`` and ``optimizer`` are those of :func:`ullage.checkpoint.convert`. Raises ``InputError`` for options that
+    the format does not have, and ``CheckpointError`` for what it cannot hold: optimizer state that belongs to the
+    layout it was saved on, or parameters whose names cannot be names of files.
+    """
+    require_format(format)
+    if carries_optimizer(format, optimizer):
+        require_none(inventory, optimizer_problems(inventory, format))
+    if format == "safetensors":
+        return safetensors_targets(inventory, dtype=dtype, optimizer=bool(optimizer))
+    if format == "dcp":
+        return dcp_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
+    article = "a universal" if format == "universal" else "a Trainer's"
+    if optimizer is False:
+        raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
+    if dtype is not None:
+        raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
+    return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
+
+
+def require_format(format: str) -> None:
+    """Raise ``InputError`` for a format that nothing can be converted to."""
+    if format not in FORMATS:
+        raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+
+
+def carries_optimizer(format: str, optimizer: bool | None) -> bool:
+    """Whether a conversion carries the optimizer's state: by default not to safetensors."""
+    return bool(optimizer) if format == "safetensors" else optimizer is not False
+
+
+def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
+    """Reasons why the optimizer's state cannot be carried to ``format``; ``[]`` when it can."""
+    problems = list(inventory.optimizer_problems)
+    if format == "universal":
+        return problems
+    hint = "convert the weights only, with --weights-only, or --to universal"
+    for rank, uncut in getattr(inventory.details, "uncut", {}).items():
+        problems += [
+            Problem(f"{format} has no place for optimizer state {key}, which is not a partition", rank=rank, hint=hint)
+            for key in sorted(uncut.keys)
+        ]
+    return problems
+
+
+def require_none(inventory: Inventory, problems: list[Problem]) -> None:
+    """Raise ``CheckpointError`` with the first problem and the number of all; its ``problems`` lists all of them."""
+    if not problems:
+        return
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more; `ullage inspect` lists them)" if len(problems) > 1 else ""
+    error = CheckpointError(
+        first.what + more,
+        where=f"{inventory.folder.name}: {first.where or inventory.folder}",
+        expected=first.expected,
+        found=first.found,
+        hint=first.hint,
+    )
+    error.problems = problems  # pyright: ignore[reportAttributeAccessIssue]
+    raise error

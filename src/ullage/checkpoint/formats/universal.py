@@ -1,0 +1,324 @@
+"""The universal format of DeepSpeed: one file per state of a parameter, in its true shape, for any number of ranks.
+
+    zero/<parameter>/{fp32, exp_avg, ...}.pt    {"param": tensor, "cat_dim": ..., "vocab_tensor": ...}
+    zero/<parameter>/step.pt                    the optimizer's step, as it was saved
+    zero/optimizer_state.pt                     hyperparameters of the groups, loss scale, and what is not a tensor
+    mp_rank_XX_model_states.pt                  read by engines at stages 1 and 2
+    zero_pp_rank_0_mp_rank_XX_model_states.pt   read by engines at stage 3
+    latest_universal                            beside the folder: its name
+
+Beyond what DeepSpeed's converter writes: shapes and steps at stage 3 too, so that any stage can load it; frozen
+parameters and buffers as ``zero/<name>/fp32.pt``, in their own dtype; no shard of rank 0 in ``optimizer_state.pt``.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``; the loaders in ``zero/stage3.py`` and
+``base_optimizer.py`` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.dtypes import NUMBER_CODES
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.archive import Constant, Instance, Target, TensorCopy, archive, is_writable
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.unpickling import TensorRef
+from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
+from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.folder import record_table
+from ullage.checkpoint.zero.modules import whole_tensor
+from ullage.checkpoint.zero.parallel import SubParameters
+from ullage.checkpoint.zero.shards import ModelFile
+from ullage.checkpoint.zero.states import kept_whole
+from ullage.errors import CheckpointError
+from ullage.layout import Int64
+
+#: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
+_SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+#: Bytes of the longest name of a file on the file systems in use.
+_LONGEST_NAME = 255
+
+
+def universal_targets(inventory: Inventory) -> list[Target]:
+    """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
+    details = inventory.details
+    if inventory.format != "zero" or not isinstance(details, Details):
+        raise CheckpointError(
+            "only a ZeRO checkpoint can be made universal", where=str(inventory.folder), found=inventory.format
+        )
+    if inventory.written_by.stage == 0:
+        raise CheckpointError(
+            "only a ZeRO checkpoint can be made universal",
+            where=str(inventory.folder),
+            found="ZeRO stage 0, without parameter groups",
+            hint="convert it with --to safetensors or --to dcp",
+        )
+    targets = [_state_file(tensor) for tensor in inventory.tensors]
+    targets += _step_files(inventory)
+    targets.append(_optimizer_file(details))
+    targets += _model_files(inventory, details)
+    return targets
+
+
+def safe_name(name: str) -> str:
+    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that cannot be one."""
+    where = repr(name if len(name) <= 80 else f"{name[:80]}...")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or "/" in name or "\0" in name or name in (".", ".."):
+        raise CheckpointError("a name that cannot be a file's", where=where)
+    if len(encoded) > _LONGEST_NAME:
+        found = f"{len(encoded)} bytes"
+        raise CheckpointError("a name too long to be a file's", where=where, expected=f"{_LONGEST_NAME}", found=found)
+    if name == "optimizer_state.pt":
+        raise CheckpointError(
+            "a parameter has the name of a file of the universal format", where=where, hint="rename the parameter"
+        )
+    return name
+
+
+def _state_file(tensor: Tensor) -> Target:
+    # What no optimizer holds has one state, its value, under the name that loaders of weights look for.
+    stem = tensor.key if tensor.kind == "parameter" else "fp32"
+    content: dict[str, Any] = {"param": TensorCopy(tensor, tensor.dtype)}
+    for key, value in tensor.extra.items():
+        if isinstance(value, SubParameters):
+            fields = {"patterns": value.patterns, "shape": value.shape, "partition_dim": value.partition_dim}
+            value = Instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
+        content[key] = value
+    return archive(f"zero/{safe_name(tensor.name)}/{safe_name(stem)}.pt", content, stem=stem)
+
+
+def number(value: Any, dtype: str | None) -> Any:
+    """A number as it was saved: a tensor of no dims, or a Python number."""
+    if dtype is None or dtype not in NUMBER_CODES:
+        return value
+    code = NUMBER_CODES[dtype]
+    return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
+
+
+def _step_files(inventory: Inventory) -> list[Target]:
+    steps = inventory.details.steps
+    group_of = {t.name: t.group for t in inventory.tensors if t.kind == "parameter"}
+    targets = []
+    for name, group in group_of.items():
+        value, dtype = steps.get(group, (None, None))
+        if isinstance(value, (int, float)):
+            targets.append(archive(f"zero/{safe_name(name)}/step.pt", number(value, dtype), stem="step"))
+    return targets
+
+
+def _optimizer_file(details: Details) -> Target:
+    """``optimizer_state.pt`` with what the loaders of all stages ask for."""
+    rank = min(details.shards)
+    shard = details.shards[rank]
+    saved = shard.root["optimizer_state_dict"]
+    content = {key: value for key, value in saved.items() if key not in _SHARDED}
+    groups = details.param_groups  # never empty: the loader walks them, and with none it would load nothing
+    state: dict[int, Any] = {}
+    for i, scalars in enumerate(shard.scalars):
+        # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.
+        state[i] = {"step": None}
+        if "step" in scalars:
+            state[i]["step"] = number(scalars["step"], shard.step_dtypes[i])
+        if rank in details.uncut:
+            state[i] |= kept_whole(shard, i, details.uncut[rank])
+    content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
+    # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
+    content["param_groups"] = groups
+    content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
+    return _described("zero/optimizer_state.pt", content, shard.source, shard.file)
+
+
+def _described(name: str, content: dict[str, Any], source: TorchFile | None, file: int) -> Target:
+    """An archive of what ``source`` describes. Tensors in it are carried over from there."""
+
+    def stored(ref: TensorRef) -> TensorCopy:
+        assert source is not None
+        return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
+
+    with _in_file(source):
+        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source))
+
+
+def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
+    """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
+    # Client state may hold objects that only torch can make. Such an entry is left out, rather than all of the states.
+    limit = _limit(model.source)
+    content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
+    left_out = [k for k, v in content.items() if not is_writable(v, limit)]
+    kept = {k: v for k, v in model.root.items() if k != "frozen_param_fragments" and k not in left_out}
+    return kept, [str(k) for k in left_out]
+
+
+def notes_on_left_out(inventory: Inventory) -> list[str]:
+    """One note per file of model states with entries that a universal checkpoint leaves out."""
+    found = []
+    for model in inventory.details.models.values():
+        with _in_file(model.source):
+            _, left_out = _kept(model)
+        if left_out:
+            stages = "any stage" if inventory.written_by.stage == 3 else "stage 3"
+            names = ", ".join(left_out[:5])
+            found.append(f"{names} of {model.name} cannot be written again; left out for engines of {stages}")
+    return found
+
+
+def _limit(source: TorchFile | None) -> int:
+    """Most bytes of a description that is written again: an object that the source names often is written as often."""
+    return (1 << 20) + 64 * (source.description_bytes if source else 0)
+
+
+@contextmanager
+def _in_file(source: TorchFile | None) -> Iterator[None]:
+    """A context in which an error that names no file names ``source``."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.where is None and source is not None:
+            raise CheckpointError(
+                error.what, where=source.path, expected=error.expected, found=error.found, hint=error.hint
+            ) from None
+        raise
+
+
+def _model_files(inventory: Inventory, details: Details) -> list[Target]:
+    targets = []
+    stage3 = inventory.written_by.stage == 3
+    held = OrderedDict((t.name, TensorCopy(t, t.dtype)) for t in inventory.tensors if t.kind != "parameter")
+    for model_rank, model in details.models.items():
+        whole, slim = (
+            f"mp_rank_{model_rank:02d}_model_states.pt",
+            f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt",
+        )
+        if not stage3:
+            # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
+            targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
+        with _in_file(model.source):
+            content, _ = _kept(model)
+        if model.module is not None:
+            # Trained weights are loaded from zero/; of the module only what no optimizer holds is written again.
+            others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
+            content["module"] = OrderedDict({**held, **others})
+        content["shared_params"] = inventory.aliases or content.get("shared_params")
+        names = [whole, slim] if stage3 else [slim]
+        targets += [_described(name, content, model.source, model.file) for name in names]
+    for index, file in enumerate(inventory.files):
+        if shards.LAYER.fullmatch(file.name):
+            targets.append(Target(file.name, file.num_bytes, copy_of=index))
+    return targets
+
+
+def read_universal(folder: Path) -> Inventory:
+    """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
+    found = _Reading(folder)
+    models = found.models()
+    groups = [shapes for model in models for shapes in model.param_shapes or []]
+    settings = found.settings()
+    # The n-th entry of ``param_shapes`` is taken for the n-th parameter group only where the numbers agree.
+    one_to_one = len(models) == 1 and len(groups) == len(settings)
+    group_of = {name: i for i, named in enumerate(groups) for name in named} if one_to_one else {}
+    shapes = {name: shape for named in groups for name, shape in named.items()}
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        found.add(path, shapes, group_of)
+    steps: dict[int, tuple[Any, str | None]] = {}
+    for name, step in found.steps.items():
+        if name in group_of and steps.setdefault(group_of[name], step) != step:
+            found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
+    optimizer_problems = []
+    if not one_to_one:
+        what = "which parameter belongs to which group of the optimizer is not in the files"
+        size = f"{len(groups)} groups of parameters, {len(settings)} of settings"
+        optimizer_problems.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
+    notes = [] if shapes else ["no model states: shapes are those of the state files"]
+    return Inventory(
+        folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
+        steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
+        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
+        details=Details({}, {}, steps, settings),
+    )  # fmt: skip
+
+
+class _Reading:
+    """A universal folder while it is read, file by file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[File] = []
+        self.tensors: list[Tensor] = []
+        self.problems: list[Problem] = []
+        self.records: dict[int, Int64] = {}
+        self.steps: dict[str, tuple[Any, str | None]] = {}
+
+    def _tried(self, path: Path, read: Callable[[], Any]) -> Any:
+        """The result of ``read``; None and a problem where the file cannot be read."""
+        try:
+            return read()
+        except RefusedFile:
+            raise
+        except CheckpointError as error:
+            self.problems.append(Problem.of_error(error, str(path.relative_to(self.folder))))
+            return None
+
+    def models(self) -> list[ModelFile]:
+        """The model states: of the stages below 3 where there are some."""
+        paths = sorted(self.folder.glob("*mp_rank_*_model_states.pt"))
+        whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]
+        files = [File(p.name, p.stat().st_size, "model", 0, 0) for p in whole]
+        # The number of the file is 0 for all: nothing is read from them but shapes.
+        read = [self._tried(p, partial(shards.read_model, self.folder, 0, f)) for p, f in zip(whole, files)]
+        return [model for model, _ in filter(None, read)]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group."""
+        path = self.folder / "zero" / "optimizer_state.pt"
+        if not path.is_file():
+            return []
+
+        def read() -> list[dict[str, Any]]:
+            root = metadata.mapping(read_torch_file(path).root, "the content", str(path))
+            saved = metadata.sequence(root.get("param_groups"), "param_groups", str(path))
+            return [metadata.mapping(group, "param_groups", str(path)) for group in saved]
+
+        return self._tried(path, read) or []
+
+    def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
+        """Read one state file, or the step, of a parameter, and add what it holds."""
+        name, key = path.parent.name, path.stem
+        source = self._tried(path, lambda: read_torch_file(path))
+        if source is None:
+            return
+        if key == "step":
+            value = self._tried(path, lambda: (as_number(source.root, source),))
+            if value is not None:
+                self.steps[name] = value[0], source.root.dtype if isinstance(source.root, TensorRef) else None
+            return
+        ref = source.root.get("param") if isinstance(source.root, dict) else source.root
+        where = str(path.relative_to(self.folder))
+        if not isinstance(ref, TensorRef):
+            self.problems.append(Problem("a state file without a tensor", where, parameter=name))
+            return
+        # ``param_shapes`` lists what an optimizer trains; without model states, everything counts as trained.
+        kind = "parameter" if name in shapes or not shapes else "frozen"
+        shape = tuple(ref.shape)
+        if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat
+            shape = shapes.get(name, shape)
+        made = self._tried(path, lambda: whole_tensor(name, key, ref, len(self.files), source, kind))
+        if made is None:
+            return
+        part = made.slices[0]
+        part = part if made.merge.kind == "strided" else replace(part, shape=shape)
+        key = key if kind == "parameter" else kind
+        self.tensors.append(replace(made, key=key, shape=shape, slices=(part,), group=group_of.get(name)))
+        self.records[len(self.files)] = record_table(source)
+        self.files.append(File(where, source.num_bytes, "weights"))

@@ -1,0 +1,98 @@
+"""State of the reading of a ZeRO folder: its files, the content of each, and every problem found."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
+from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero.shards import ModelFile, ShardFile
+from ullage.errors import CheckpointError
+from ullage.layout import Int64
+
+
+@dataclass
+class Folder:
+    """A ZeRO folder while it is read; readers add to what they find.
+
+    Attributes:
+        path: the folder (the tag's).
+        files: those whose names are known; elsewhere a file is named by its number in this list.
+        shards: optimizer files by (model rank, data-parallel rank).
+        models: files of model states by (model rank, data-parallel rank).
+        records: by file, offset, bytes and CRC-32 of each record, see :func:`record_table`.
+        problems: what is wrong.
+        notes: what is worth a line and hinders nothing.
+        groups: the flat buffers of all model ranks.
+    """
+
+    path: Path
+    files: list[Any]
+    shards: dict[tuple[int, int], ShardFile] = field(default_factory=dict)
+    models: dict[tuple[int, int], ModelFile] = field(default_factory=dict)
+    records: dict[int, Int64] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def add_problem(self, what: str, shard: ShardFile | None = None, **more: Any) -> None:
+        """Add a problem of ``shard``'s file and rank, or of the folder."""
+        name, rank = (shard.name, shard.dp_rank) if shard else (None, None)
+        self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
+
+
+def read_files(folder: Folder) -> None:
+    """Read the descriptions of all files, on four threads; a file that cannot be read is a problem."""
+
+    def one(index: int) -> Any:
+        file = folder.files[index]
+        try:
+            if file.kind == "optimizer":
+                return shards.read_shard(folder.path, index, file)
+            return shards.read_model(folder.path, index, file) if file.kind == "model" else None
+        except RefusedFile:
+            raise
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(one, range(len(folder.files))))
+    # A dict for a set that keeps its order, so that the note reads the same every time.
+    strangers: dict[str, None] = {}
+    for index, result in enumerate(results):
+        file = folder.files[index]
+        if result is None:
+            continue
+        if isinstance(result, CheckpointError):
+            folder.problems.append(Problem.of_error(result, file.name, file.dp_rank))
+            continue
+        parsed, source = result
+        strangers |= dict.fromkeys(source.strangers)
+        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, ShardFile) else folder.models
+        # Files of one rank, such as zero_pp_rank_0 and bf16_zero_pp_rank_0: nothing tells which of them is current.
+        key = (parsed.model_rank, parsed.dp_rank)
+        if key in table:
+            both = f"{table[key].name} and {parsed.name}"
+            folder.problems.append(Problem("two files claim one rank", both, parsed.dp_rank))
+            continue
+        table[key] = parsed
+        folder.records[index] = record_table(source)
+
+    if strangers:
+        listed = ", ".join(list(strangers)[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+        folder.notes.append(
+            f"names of other packages, not looked into: {listed}; a loader of the model states imports them"
+        )
+
+
+def record_table(source: TorchFile) -> Int64:
+    """Offset, bytes and CRC-32 of each record of a file, by offset; empty for a file saved without checksums."""
+    every = [*source.records.values(), *source.others.values()] if source.has_crcs else []
+    rows = sorted((r.offset, r.num_bytes, r.crc) for r in every if r.num_bytes)
+    return np.array(rows, np.int64).reshape(-1, 3)

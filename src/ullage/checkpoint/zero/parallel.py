@@ -1,0 +1,306 @@
+"""Joining of the slices that tensor-parallel ranks hold, by the patterns of ``universal_checkpoint_info``.
+
+Megatron-DeepSpeed saves lists of regular expressions (``re.match``, at most one match a list) that say, by the name of
+a parameter, what its slices are: replicas, parts along dim 0 (the default) or dim 1 (row parallel), parts of several
+sub-parameters (SwiGLU halves, fused QKV), or values to average; and which tensors carry padding rows of a vocabulary.
+Versions 0.2 to 0.4 of the description are supported.
+
+Every one of these is bands along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
+before that dim, a band is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
+Source: ``deepspeed/checkpoint/ds_to_universal.py`` (merge_tp_slices) and ``constants.py`` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
+from ullage.errors import CheckpointError
+
+_MAX_VERSION = 0.4
+#: Sub-parameters of one parameter: a larger number is damage, and would be allocated.
+_MAX_SUB_PARAMETERS = 1 << 16
+_INFO = "universal_checkpoint_info"
+
+
+@dataclass(frozen=True)
+class SubParameters:
+    """One entry of ``parameter_with_sub_params``: a view of the parameter and the dim that is cut."""
+
+    patterns: list[str]
+    shape: tuple[Any, ...]
+    partition_dim: int
+
+
+def _fused_parameters(info: dict[str, Any], where: str) -> list[SubParameters]:
+    entry = f"parameter_with_sub_params of {_INFO}"
+    found = []
+    for given in metadata.sequence(info.get("parameter_with_sub_params"), entry, where):
+        held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
+        shape = tuple(
+            tuple(metadata.integers(d, entry, where))
+            if isinstance(d, (list, tuple))
+            else metadata.integer(d, entry, where, least=-1)
+            for d in metadata.sequence(held.get("shape"), entry, where)
+        )
+        dim = metadata.integer(held.get("partition_dim"), entry, where)
+        if dim >= len(shape):
+            raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
+        found.append(SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim))
+    return found
+
+
+def _shard_widths(info: dict[str, Any], where: str) -> dict[Any, list[list[int]]]:
+    entry = f"sub_param_shard_widths of {_INFO}"
+    return {
+        pattern: [metadata.integers(row, entry, where) for row in metadata.sequence(rows, entry, where)]
+        for pattern, rows in metadata.mapping(info.get("sub_param_shard_widths"), entry, where).items()
+    }
+
+
+@dataclass
+class Patterns:
+    """``universal_checkpoint_info``, looked up by the name of a parameter.
+
+    Attributes:
+        info: the entry as it was saved.
+        where: the folder, for errors.
+        used: patterns that have matched a name so far.
+    """
+
+    info: dict[str, Any]
+    where: str = ""
+    used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        version = self.info.get("universal_checkpoint_version", 0.2)
+        if not isinstance(version, (int, float)) or not 0 <= version <= _MAX_VERSION:
+            raise CheckpointError(
+                "universal_checkpoint_info is of an unknown version",
+                where=self.where or None,
+                expected=f"up to {_MAX_VERSION}",
+                found=metadata.brief(version),
+            )
+        self.version = float(version)
+        unsupported = self.info.get("autotp_unsupported_parameter_patterns")
+        if unsupported:
+            raise CheckpointError(
+                "the writer says that it cannot describe how these were cut",
+                where=self.where or None,
+                found=str(unsupported)[:200],
+            )
+        self._lists = {
+            key: metadata.regexes(value, f"{key} of {_INFO}", self.where)
+            for key, value in self.info.items()
+            if isinstance(key, str) and key.endswith(("_patterns", "_cat_dim_0"))
+        }
+        self.vocab_size = 0
+        if self._lists.get("vocabulary_parameter_patterns"):
+            size = self.info.get("original_vocab_size")
+            self.vocab_size = metadata.integer(size, f"original_vocab_size of {_INFO}", self.where)
+        self._fused = _fused_parameters(self.info, self.where)
+        self.widths = _shard_widths(self.info, self.where)
+
+    def match(self, which: str, name: str) -> str | None:
+        """The pattern of list ``which`` that matches ``name``. Raises ``CheckpointError`` when more than one does."""
+        listed = self._lists.get(f"{which}_patterns", self._lists.get(which, []))
+        found = [p for p in listed if re.match(p, name)]
+        if len(found) > 1:
+            raise CheckpointError(f"more than one pattern of {which} matches", where=name, found=found)
+        self.used.update(found)
+        return found[0] if found else None
+
+    def sub_parameters(self, name: str) -> tuple[SubParameters, str] | None:
+        """The fused parameter that ``name`` is, and the pattern that says so; None for any other parameter."""
+        for fused in self._fused:
+            for pattern in fused.patterns:
+                if re.match(pattern, name):
+                    self.used.add(pattern)
+                    return fused, pattern
+        return None
+
+    def unused(self) -> list[str]:
+        """Patterns that matched no name."""
+        # Patterns of what pipeline stages repeat are looked up only where there are several stages.
+        lists = [patterns for key, patterns in self._lists.items() if not key.startswith("pipeline")]
+        return sorted({pattern for patterns in lists for pattern in patterns} - self.used)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The whole tensor: its shape, its slices, their merge, and the entries of a universal file beside it."""
+
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    merge: Merge
+    extra: dict[str, Any]
+
+
+def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) -> Joined:
+    """Join the slices of tensor-parallel ranks 0, 1, ... of one tensor.
+
+    Raises ``CheckpointError`` that names the tensor, for slices that do not fit together.
+    """
+    first = slices[0].shape
+    tp = len(slices)
+    extra: dict[str, Any] = {}
+    # 1. The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
+    sub = patterns.sub_parameters(name)
+    bands: list[Band]
+    if patterns.match("tp_replicated_parameter", name):
+        _same_shapes(name, slices)
+        shape, merge = first, Merge("replicated") if tp > 1 else Merge()
+    elif patterns.match("parameter_to_average", name):
+        _same_shapes(name, slices)
+        shape, merge = first, Merge("average") if tp > 1 else Merge()
+    else:
+        if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
+            if not all(s.shape for s in slices):
+                raise CheckpointError("a parameter of two halves without a dim", where=name)
+            # ``torch.chunk(slice, 2)``: the first half is the larger one.
+            halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
+            dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
+            extra |= {"cat_dim": 0, "param_n_sub_params": 2}
+        elif sub is not None:
+            dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
+            bands = _interleaved(widths)
+            extra["sub_param_shape"] = normal
+        else:
+            dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
+            shape = _stacked(name, slices, dim)
+            bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
+            extra["cat_dim"] = dim
+        # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands))
+    # 2. Padding rows of a vocabulary are cut off.
+    if patterns.match("vocabulary_parameter", name):
+        if not shape:
+            raise CheckpointError("a vocabulary without rows", where=name)
+        # The bands stay those of the padded whole: rows beyond ``shape`` are simply never read.
+        shape = (min(shape[0], patterns.vocab_size), *shape[1:])
+        extra["vocab_tensor"] = True
+    # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
+    if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
+        joined = _flattened(slices, merge, math.prod(shape), item_bytes)
+        return Joined(shape, (Slice(slices[0].model_rank, shape, joined),), Merge(), extra)
+    if merge.kind == "flat":
+        cut = slices[0].fragments.window(0, math.prod(shape), item_bytes)
+        return Joined(shape, (Slice(slices[0].model_rank, shape, cut),), merge, extra)
+    return Joined(shape, tuple(slices), merge, extra)
+
+
+def _same_shapes(name: str, slices: list[Slice]) -> None:
+    if len({s.shape for s in slices}) > 1:
+        raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
+
+
+def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
+    first = slices[0].shape
+    if not first and len(slices) == 1:
+        return first
+    for part in slices:
+        if len(part.shape) <= dim or part.shape[:dim] + part.shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            found = [list(s.shape) for s in slices]
+            raise CheckpointError(f"slices cannot be joined along dim {dim}", where=name, found=found)
+    return (*first[:dim], sum(s.shape[dim] for s in slices), *first[dim + 1 :])
+
+
+def _interleaved(widths: list[list[int]]) -> list[Band]:
+    """Bands of ``widths[j][i]``, those of sub-parameter j in slice i.
+
+    A slice holds its parts of all sub-parameters, one after the other. The whole holds sub-parameter 0 of all slices,
+    then sub-parameter 1 of all slices, and so on.
+    """
+    bands, at = [], 0
+    begins = [0] * len(widths[0])
+    for row in widths:
+        for i, width in enumerate(row):
+            bands.append(Band(i, begins[i], at, width))
+            begins[i] += width
+            at += width
+    return bands
+
+
+def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str, patterns: Patterns):
+    """Shape and cut of a fused parameter, such as QKV in one matrix: several sub-parameters along one dim.
+
+    Args:
+        name: of the parameter.
+        slices: those of tensor-parallel ranks 0, 1, ...
+        sub: the view that the writer recorded: a shape in which the cut dim may be a tuple of sizes.
+        pattern: the pattern that matched, under which widths are recorded.
+        patterns: the whole of ``universal_checkpoint_info``.
+
+    Returns the dim that is cut, the shape of the whole, the widths [sub-parameter][slice], and the entry for the
+    universal file. Raises ``CheckpointError`` where slices, view and widths do not fit together.
+    """
+    # 1. The sizes of the sub-parameters along the dim that is cut: listed, or equal parts.
+    dim, spec, tp = sub.partition_dim, sub.shape[sub.partition_dim], len(slices)
+    numel = sum(math.prod(s.shape) for s in slices)
+    if any(len(s.shape) <= dim for s in slices):
+        raise CheckpointError("a fused parameter has fewer dims than its view", where=name, expected=f"more than {dim}")
+    if isinstance(spec, tuple):
+        sizes = spec
+    elif patterns.version >= 0.4:
+        sizes = (spec,)
+    else:  # before 0.4 a number is how many equal sub-parameters there are
+        total = sum(s.shape[dim] for s in slices)
+        if not 0 < spec <= _MAX_SUB_PARAMETERS or total % spec:
+            raise CheckpointError("sub-parameters do not divide their dim", where=name, expected=spec, found=total)
+        sizes = (total // spec,) * spec
+    # 2. The width of each sub-parameter in each slice: recorded since version 0.4, equal before.
+    if patterns.version >= 0.4:
+        widths = patterns.widths.get(pattern)
+        if widths is None:
+            raise CheckpointError("sub_param_shard_widths lacks a fused parameter", where=name)
+    elif any(size % tp for size in sizes):
+        raise CheckpointError("sub-parameters are cut unevenly and no widths are recorded", where=name, found=sizes)
+    else:
+        widths = [[size // tp] * tp for size in sizes]
+    if [sum(w) for w in widths] != list(sizes) or any(len(w) != tp for w in widths):
+        raise CheckpointError("the widths of sub-parameters do not add up", where=name, expected=sizes, found=widths)
+    # 3. The shape of the whole, with one dim that may be left open; every slice must have its part of it.
+    shape = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
+    shape[dim] = sum(sizes)
+    if shape.count(-1) == 1:
+        shape[shape.index(-1)] = numel // max(1, math.prod(d for d in shape if d >= 0))
+    if math.prod(shape) != numel:
+        raise CheckpointError("a fused parameter does not fit its view", where=name, expected=shape, found=numel)
+    for i, part in enumerate(slices):
+        # Elements of the other dims, times the indices that this rank holds of all sub-parameters.
+        held = math.prod(shape) // shape[dim] * sum(w[i] for w in widths) if shape[dim] else 0
+        if held != math.prod(part.shape):
+            raise CheckpointError(
+                "a slice does not have the recorded width",
+                where=f"{name}, model rank {part.model_rank}",
+                expected=held,
+                found=math.prod(part.shape),
+            )
+    kept = list(sub.shape)
+    kept[dim] = tuple(sizes)
+    return dim, tuple(shape), widths, SubParameters(sub.patterns, tuple(kept), dim)
+
+
+def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
+    """The fragments of bands that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
+    parts = []
+    for band in merge.bands:
+        whole = merge.outer if len(slices) == 1 else 1
+        if len(slices) == 1 and len(merge.bands) == 1:  # nothing was cut: the slice is the whole
+            parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
+            break
+        if whole > 1:  # one slice: its sub-parameters already lie in order
+            parts.append(slices[0].fragments.window(0, limit, item_bytes))
+            break
+        # Nothing comes before the dim, so a band is one run: of its slice from ``begin`` on, of the whole from ``at``
+        # on. ``moved`` shifts its fragments from the one address to the other.
+        begin, at = band.begin * merge.inner, band.at * merge.inner
+        width = max(0, min(band.width * merge.inner, limit - at))
+        piece = slices[band.slice].fragments.window(begin, begin + width, item_bytes)
+        parts.append(piece.moved(at - begin))
+    return Fragments.join(parts)

@@ -1,0 +1,208 @@
+"""Reading of a ZeRO checkpoint into an inventory. The layout is derived, never read from a mapping.
+
+Stages 1 and 2 and BF16_Optimizer lay the parameters of a group end to end in one flat buffer, in the order of
+``param_shapes`` (the order of memory, also under ``round_robin_gradients``), each followed by its alignment padding,
+and cut the buffer into equal partitions: F = ceil(sum / 2W)·2W elements for W ranks, F/W each. That is
+``Layout.from_slots(numels, numels + paddings).pieces(cuts)``, and the tail, whether it fills part of one partition or
+several hundred, is what no piece covers. ``group_paddings`` is recorded and never used; ``param_slice_mappings`` is
+compared and, where it disagrees because of ``round_robin_gradients``, reported and not followed.
+
+Stage 3 cuts each parameter by itself into W parts of ceil(numel / W) elements, and lays the parts of one rank end to
+end, sub-group by sub-group. Again a :class:`~ullage.layout.Layout`, one per parameter.
+
+Source: ``stage_1_and_2.py``, ``stage3.py`` and ``bf16_optimizer.py`` of DeepSpeed 0.19; files of before 0.16.4, which
+book all padding on the last rank, read the same, because the booking is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.inventory import Group, Inventory, Slice, WrittenBy
+from ullage.checkpoint.zero import modules, plain, shards
+from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
+from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.folder import Folder, read_files
+from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
+from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group
+from ullage.checkpoint.zero.shards import ShardFile
+from ullage.checkpoint.zero.states import Uncut, compare_uncut
+from ullage.errors import CheckpointError
+
+
+def read_zero(path: Path) -> Inventory:
+    """The inventory of a ZeRO folder (the tag's), or of stage 0. Raises ``CheckpointError`` when it is neither."""
+    # 1. The description of every file, and whether all files are there and agree.
+    folder = Folder(path, shards.sort_files(path))
+    read_files(folder)
+    if plain.is_plain(folder):
+        return plain.read_plain(folder)
+    first = _first(folder)
+    world = max(first.world, default=0)
+    model_ranks = sorted({m for m, _ in folder.shards} | {m for m, _ in folder.models})
+    tp, pp = parallel_sizes(folder, len(model_ranks))
+    require_plausible(folder, "ranks hold a shard", world, len({d for _, d in folder.shards}))
+    require_ranks(folder, world, range(tp * pp))
+    require_agreement(folder)
+    saved = first.root.get("optimizer_state_dict", {})
+    info = folder.models[min(folder.models)].info or saved.get("universal_checkpoint_info")
+    patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
+    if tp > 1 and not info:
+        folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
+    # 2. Slices of trained parameters, rank by rank, then joined over tensor- and pipeline-parallel ranks.
+    found = _Found()
+    for model_rank in model_ranks:
+        _read_model_rank(folder, model_rank, world, tp, found)
+    tensors, twins = join_stages(folder, found.slices, patterns, tp)
+    # 3. Tensors that no optimizer holds.
+    untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
+    modules.note_left_out_parameters(folder)
+    if patterns.info.get("affine_map"):
+        folder.notes.append("affine_map is ignored: slices join by the lists of patterns that the file also has")
+    if unused := patterns.unused():
+        folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
+    steps = _steps(folder)
+    return Inventory(
+        folder=path,
+        format="zero",
+        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp),
+        files=tuple(folder.files),
+        tensors=(*tensors, *untrained),
+        groups=tuple(folder.groups),
+        steps={group: value for group, (value, _) in steps.items()},
+        aliases=modules.aliases_of(folder),
+        notes=tuple(dict.fromkeys(folder.notes)),
+        read_problems=tuple(folder.problems),
+        records=folder.records,
+        twins=(*twins, *more),
+        optimizer_problems=tuple(p for uncut in found.uncut.values() for p in uncut.problems),
+        details=Details(
+            {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
+            {m: s for (m, d), s in sorted(folder.models.items()) if d == 0},
+            steps,
+            _param_groups(first),
+            found.uncut,
+        ),
+    )
+
+
+def _first(folder: Folder) -> ShardFile:
+    """The first shard. Raises ``CheckpointError`` for a folder of which no shard or no model states can be read."""
+    found = str(folder.problems[0]) if folder.problems else None
+    if not folder.shards:
+        raise CheckpointError(
+            "the folder holds no readable ZeRO shard",
+            where=str(folder.path),
+            expected="*_optim_states.pt",
+            found=found,
+        )
+    if not any(dp_rank == 0 for _, dp_rank in folder.models):
+        raise CheckpointError(
+            "no readable model states: nothing says which parameters there are",
+            where=str(folder.path),
+            expected="*_model_states.pt",
+            found=found,
+        )
+    return folder.shards[min(folder.shards)]
+
+
+@dataclass
+class _Found:
+    """Content of the model ranks.
+
+    Attributes:
+        slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
+        uncut: by model rank, the state that is not cut like the weights.
+    """
+
+    slices: Stages = field(default_factory=dict)
+    uncut: dict[int, Uncut] = field(default_factory=dict)
+
+
+def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
+    """Add the slices of one model rank to ``found``, parameter by parameter and key by key.
+
+    Args:
+        folder: the files read; gets groups, problems and notes.
+        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
+        world: number of data-parallel ranks.
+        tp: number of tensor-parallel ranks.
+        found: gets the slices, and the state that is not cut.
+    """
+    model = folder.models.get((model_rank, 0))
+    # Shards of ranks beyond the world size are problems already (``require_ranks``), and have no partition here.
+    mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}
+    if model is None or not mine:
+        return
+    shapes = model.param_shapes or []
+    for rank, shard in sorted(mine.items()):
+        if len(shapes) != len(shard.flats):
+            folder.add_problem(
+                "groups disagree with param_shapes", shard, expected=str(len(shapes)), found=str(len(shard.flats))
+            )
+            del mine[rank]
+    if not mine:
+        return
+    lead = mine[min(mine)]
+    groups = [_group(folder, index, model_rank, named, mine, world) for index, named in enumerate(shapes)]
+    folder.groups += groups
+    uncut = found.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
+    folder.notes += uncut.notes
+    for group, named in zip(groups, shapes):
+        for key in lead.flats[group.index]:
+            # State that is no partition has no place in the layout; ``kept_whole`` carries it.
+            if key in uncut.keys:
+                continue
+            dtype, fragments = fragments_of(folder, group, key, mine)
+            for name, pieces in zip(named, fragments):
+                # A model rank is pipeline stage · tp + tensor-parallel rank.
+                parts = found.slices.setdefault((name, key), {}).setdefault(model_rank // tp, {})
+                parts[model_rank % tp] = (Slice(model_rank, named[name], pieces), dtype, lead.group_of[group.index])
+    # Stage 3 writes no mappings.
+    if lead.stage < 3:
+        compare_mappings(folder, model_rank, mine)
+
+
+def _group(
+    folder: Folder,
+    index: int,
+    model_rank: int,
+    named: dict[str, tuple[int, ...]],
+    mine: dict[int, ShardFile],
+    world: int,
+) -> Group:
+    lead = mine[min(mine)]
+    if lead.stage == 3:
+        return stage3_group(index, model_rank, named, world)
+    alignments = lead.alignments[index] if index < len(lead.alignments) else []
+    booked = tuple(s.paddings[index] for _, s in sorted(mine.items()) if index < len(s.paddings))
+    alignments = alignments if len(alignments) == len(named) else []
+    # The size that the rule gives, then the size that is seen: a writer that aligned further left longer partitions.
+    least = stage12_group(index, model_rank, named, world, alignments).shard_size
+    # A state of a full partition tells its size; the shortest does, since longer ones need not be partitions at all.
+    seen = min((p.numel for p in mine[0].flats[index].values() if p.numel >= least), default=0) if 0 in mine else 0
+    group = stage12_group(index, model_rank, named, world, alignments, seen, booked)
+    if group.shard_size > least:  # some version aligned to more than 2W; the mappings will be compared
+        folder.notes.append(f"group {index}: partitions of {group.shard_size} elements, where {least} would do")
+    return group
+
+
+def _param_groups(shard: ShardFile) -> list[dict[str, Any]]:
+    """Hyperparameters by group; an elastic file holds no hyperparameters, and gets one entry per group."""
+    step = shard.root.get("optimizer_state_dict", {}).get("base_optimizer_state_step")
+    return shard.settings or [
+        {"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))
+    ]
+
+
+def _steps(folder: Folder) -> dict[int, tuple[Any, str | None]]:
+    """Step and its dtype by parameter group, from the first shard that has the group."""
+    steps: dict[int, tuple[Any, str | None]] = {}
+    for _, shard in sorted(folder.shards.items()):
+        for scalar, dtype, group in zip(shard.scalars, shard.step_dtypes, shard.group_of):
+            steps.setdefault(group, (scalar.get("step"), dtype))
+    return steps

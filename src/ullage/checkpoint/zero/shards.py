@@ -1,0 +1,329 @@
+"""Reading of the files of a ZeRO checkpoint, one by one, each reduced to names, shapes and places.
+
+Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor- and pipeline-parallel ranks):
+
+    [bf16_]zero_pp_rank_{DP}_mp_rank_{MP}_optim_states.pt    optimizer shards, one per rank
+    mp_rank_{MP}_model_states.pt                             the module, stages 1 and 2
+    zero_pp_rank_{DP}_mp_rank_{MP}_model_states.pt           the module, stage 3
+    layer_{L}-model_{TP}-model_states.pt                     layers of a pipeline module
+
+Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.metadata import Shapes
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert, TensorRef
+from ullage.checkpoint.inventory import File
+from ullage.errors import CheckpointError
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+#: Group 1: number of the layer; group 2: tensor-parallel rank.
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_.*|expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*")
+
+
+#: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
+_SMALL_STATE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A flat tensor in a file.
+
+    Attributes:
+        dtype: of its elements.
+        numel: number of elements.
+        offset: byte of the file at which the first lies.
+        digest: of its content, for a small tensor whose length is not the partition's; else None.
+    """
+
+    dtype: str
+    numel: int
+    offset: int
+    digest: str | None = None
+
+
+@dataclass
+class ShardFile:
+    """One optimizer file: the flat tensors of each group, and the layout that its writer recorded."""
+
+    file: int
+    name: str
+    dp_rank: int
+    model_rank: int
+    stage: int
+    wrapper: str
+    world: list[int]
+    #: by group: state key -> flat tensor; ``fp32`` is the master copy
+    flats: list[dict[str, FlatTensor]]
+    #: by group: what is not a flat tensor, as numbers where it is one
+    scalars: list[dict[str, Any]]
+    #: by group: dtype of the step as it was saved, None for a Python number
+    step_dtypes: list[str | None]
+    paddings: list[int]
+    alignments: list[list[int]]
+    #: by group: {parameter: (elements, start in this shard)} as the file books it
+    mappings: list[dict[str, tuple[int, int]]]
+    round_robin: bool | None
+    #: how many updates the loss scale has seen, where it counts them
+    scaled: int | None
+    #: the group that each flat tensor belongs to (stage 3 cuts a group into sub-groups)
+    group_of: list[int]
+    #: hyperparameters by parameter group, as they were saved
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    #: by group: the state as it was saved, kept for rank 0 only
+    states: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    #: everything else of the file, kept for rank 0 only
+    root: dict[str, Any] = field(default_factory=dict, repr=False)
+    source: TorchFile | None = field(default=None, repr=False)
+
+
+@dataclass
+class ModelFile:
+    """One file of model states, its entries in the types that they must have. ``root`` has all of them as they are."""
+
+    file: int
+    name: str
+    dp_rank: int
+    model_rank: int
+    source: TorchFile
+    root: dict[str, Any] = field(repr=False)
+    #: None for a pipeline module, whose layers have files of their own
+    module: dict[str, Any] | None = field(default_factory=dict, repr=False)
+    #: by group; None where no ZeRO optimizer wrote the file
+    param_shapes: list[Shapes] | None = None
+    buffer_names: frozenset[str] = frozenset()
+    aliases: dict[str, str] = field(default_factory=dict)
+    #: None where frozen parameters were left out, or belong to ``module`` (stage 1)
+    frozen_shapes: Shapes | None = None
+    frozen_fragments: dict[str, TensorRef] = field(default_factory=dict, repr=False)
+    dp_world_size: int | None = None
+    #: (tp, pp), where the file says so
+    degrees: tuple[int, int] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def sort_files(folder: Path) -> list[File]:
+    """The files of a ZeRO folder whose names are known, by kind. Raises ``CheckpointError`` for expert files."""
+    files = []
+    experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
+    if experts:
+        raise RefusedFile(
+            "a mixture of experts: its expert files are not supported",
+            where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
+            hint="convert it with DeepSpeed's own converter",
+        )
+    # By number, not by letter: rank 2 comes before rank 10.
+    for path in sorted(
+        folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
+    ):
+        name = path.name
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        if match := _OPTIMIZER.fullmatch(name):
+            files.append(File(name, size, "optimizer", int(match[1]), int(match[2])))
+        elif match := _MODEL.fullmatch(name):
+            files.append(File(name, size, "model", 0, int(match[1])))
+        elif match := _MODEL3.fullmatch(name):
+            files.append(File(name, size, "model", int(match[1]), int(match[2])))
+        elif match := LAYER.fullmatch(name):
+            files.append(File(name, size, "layer", 0, int(match[2])))
+    return files
+
+
+def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFile]:
+    """One file of model states. Raises ``CheckpointError``."""
+    source = read_torch_file(folder / file.name)
+    root, where = source.root, str(folder / file.name)
+    if not isinstance(root, dict) or "module" not in root:
+        raise CheckpointError("not model states: no module in it", where=where)
+    for key in ("ds_autoep_layers", "autoep_layers", "num_experts"):
+        if root.get(key):
+            raise RefusedFile(
+                f"a mixture of experts ({key}) is not supported",
+                where=where,
+                hint="convert it with DeepSpeed's own converter",
+            )
+    given = root.get("param_shapes")
+    given = [given] if isinstance(given, dict) else given
+    degrees = metadata.mapping(root.get("checkpoint_parallel_dimensions"), "checkpoint_parallel_dimensions", where)
+    sizes = [degrees.get(key) or 0 for key in ("tp_degree", "pp_degree")]
+    tp, pp = (metadata.integer(n, "checkpoint_parallel_dimensions", where) for n in sizes)
+    frozen = root.get("frozen_param_shapes")
+    world = root.get("dp_world_size")
+    model = ModelFile(
+        index, file.name, file.dp_rank or 0, file.model_rank or 0, source, root,
+        module=None if root["module"] is None else metadata.mapping(root["module"], "module", where),
+        param_shapes=None if given is None else [
+            metadata.shapes(g, "param_shapes", where) for g in metadata.sequence(given, "param_shapes", where)
+        ],
+        buffer_names=frozenset(metadata.names(root.get("buffer_names"), "buffer_names", where)),
+        aliases=metadata.shared_params(root.get("shared_params"), where),
+        frozen_shapes=None if frozen is None else metadata.shapes(frozen, "frozen_param_shapes", where),
+        frozen_fragments=metadata.tensors(root.get("frozen_param_fragments"), "frozen_param_fragments", where),
+        dp_world_size=None if world is None else metadata.integer(world, "dp_world_size", where),
+        degrees=(tp, pp) if tp and pp else None,
+        info=metadata.mapping(root.get("universal_checkpoint_info"), "universal_checkpoint_info", where),
+    )  # fmt: skip
+    return model, source
+
+
+def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFile]:
+    """One optimizer file, reduced to numbers. Raises ``CheckpointError``."""
+    source = read_torch_file(folder / file.name)
+    where = str(folder / file.name)
+    optimizer = source.root.get("optimizer_state_dict") if isinstance(source.root, dict) else None
+    if not isinstance(optimizer, dict):
+        raise CheckpointError("not a ZeRO shard: no optimizer_state_dict in it", where=where)
+    if optimizer.get("ds_zero_partition_groups"):
+        raise RefusedFile("a mixture of experts (ds_zero_partition_groups) is not supported", where=where)
+    stage = _stage(optimizer, where)
+    # The master weights of this rank, flat: of each parameter group, or at stage 3 of each sub-group.
+    masters = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    if not isinstance(masters, (list, tuple)):
+        raise CheckpointError("not a ZeRO shard: it holds no master weights", where=where)
+    states, groups, settings = _states(optimizer, stage, len(masters), where)
+    flats, scalars, dtypes = [], [], []
+    for i, (master, state) in enumerate(zip(masters, states)):
+        if not isinstance(master, TensorRef):
+            raise CheckpointError(
+                "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
+            )
+        flat, scalar = _split(source, master, state, f"{where}, group {i}")
+        flats.append(flat)
+        scalars.append(scalar)
+        step = state.get("step")
+        dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
+    # One number, or one per parameter group: the ranks over which it is cut.
+    count = optimizer.get("partition_count", 0)
+    counts = list(count) if isinstance(count, (list, tuple)) else [count] * len(masters)
+    paddings = metadata.sequence(optimizer.get("param_alignment_paddings"), "param_alignment_paddings", where)
+    mappings = metadata.sequence(optimizer.get("param_slice_mappings"), "param_slice_mappings", where)
+    shard = ShardFile(
+        file=index,
+        name=file.name,
+        dp_rank=file.dp_rank or 0,
+        model_rank=file.model_rank or 0,
+        stage=stage,
+        wrapper="BF16_Optimizer" if "zero_stage" not in optimizer else f"ZeRO stage {stage}",
+        world=metadata.integers(counts, "partition_count", where),
+        flats=flats,
+        scalars=scalars,
+        step_dtypes=dtypes,
+        paddings=metadata.integers(optimizer.get("group_paddings"), "group_paddings", where),
+        alignments=[metadata.integers(group, "param_alignment_paddings", where) for group in paddings],
+        mappings=[_mapping(group, where) for group in mappings],
+        round_robin=_round_robin(source.root.get("ds_config")),
+        scaled=_scaled(optimizer.get("loss_scaler")),
+        group_of=groups,
+        settings=settings,
+        states=states if file.dp_rank == 0 else [],
+        root=source.root if file.dp_rank == 0 else {},
+        source=source if file.dp_rank == 0 else None,
+    )
+    return shard, source
+
+
+def _stage(optimizer: dict[str, Any], where: str) -> int:
+    stage = optimizer.get("zero_stage")
+    if stage is None:
+        return 3 if "fp32_flat_groups" in optimizer else 1  # BF16_Optimizer does not record it
+    found = metadata.integer(stage, "zero_stage", where)
+    if found > 3:
+        raise metadata.malformed("zero_stage", where, "a stage up to 3", found)
+    return found
+
+
+def _states(
+    optimizer: dict[str, Any], stage: int, count: int, where: str
+) -> tuple[list[dict[str, Any]], list[int], list[dict[str, Any]]]:
+    """(state of each flat tensor, parameter group of each flat tensor, hyperparameters of each group)"""
+    entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    base = optimizer.get(entry) or {}
+    if isinstance(base, (list, tuple)):  # elastic: a list by group, without param_groups
+        step = optimizer.get("base_optimizer_state_step")
+        states = [dict(metadata.mapping(s, entry, where)) for s in base]
+        if step is not None:
+            states = [{"step": step, **s} for s in states]
+        return [*states, *[{}] * (count - len(states))], list(range(count)), []
+    base = metadata.mapping(base, entry, where)
+    saved = metadata.sequence(base.get("param_groups"), "param_groups", where)
+    settings = [metadata.mapping(group, "param_groups", where) for group in saved]
+    ids, groups = [], []
+    for g, group in enumerate(settings):
+        for identity in metadata.integers(group.get("params"), "params of param_groups", where):
+            ids.append(identity)
+            groups.append(g)
+    if len(ids) != count:
+        ids, groups = list(range(count)), list(range(count))
+    state = metadata.mapping(base.get("state"), f"state of {entry}", where)
+    found = []
+    for identity, g in zip(ids, groups):
+        held = dict(metadata.mapping(state.get(identity), f"state of {entry}", where))
+        step = settings[g].get("step") if g < len(settings) else None
+        # FusedAdam keeps the step in the group, not in the state of each parameter.
+        if "step" not in held and step is not None:
+            held["step"] = step
+        found.append(held)
+    return found, groups, settings
+
+
+def _split(
+    source: TorchFile, master: TensorRef, state: dict[str, Any], where: str
+) -> tuple[dict[str, FlatTensor], dict[str, Any]]:
+    """(tensors that may be cut like the master weights, all other state) of one group."""
+    flats = {"fp32": _placed(source, master, "fp32", where)}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(key, str) or key == "fp32":
+            raise metadata.malformed("a name of optimizer state", where, "a name other than fp32", key)
+        # A tensor of no dims is a number (a step); one of some dims may be a partition, which its length will tell.
+        if isinstance(value, TensorRef) and value.shape and key != "step":
+            flats[key] = _placed(source, value, key, where, master.numel)
+        elif value is not None:
+            number = as_number(value, source)
+            scalars[key] = value if number is None else number
+    return flats, scalars
+
+
+def _placed(source: TorchFile, ref: TensorRef, key: str, where: str, partition: int | None = None) -> FlatTensor:
+    if not ref.contiguous:
+        raise CheckpointError("optimizer state that is not contiguous", where=f"{where}, state {key}")
+    digest = None
+    # Small, and no partition: its content is kept as a digest, to be compared over ranks (``states``).
+    if partition is not None and ref.numel != partition and ref.num_bytes <= _SMALL_STATE:
+        digest = hashlib.sha256(repr((ref.dtype, ref.shape)).encode() + read_bytes(source, ref)).hexdigest()
+    return FlatTensor(ref.dtype, ref.numel, source.place(ref), digest)
+
+
+def _mapping(group: Any, where: str) -> dict[str, tuple[int, int]]:
+    entry = "param_slice_mappings"
+    found = {}
+    for name, at in metadata.mapping(group, entry, where).items():
+        if isinstance(at, Inert):
+            numel, start = (metadata.integer(at.get(k, 0), entry, where) for k in ("numel", "start"))
+            found[metadata.names([name], entry, where)[0]] = numel, start
+    return found
+
+
+def _scaled(scaler: Any) -> int | None:
+    count = scaler.get("cur_iter") if isinstance(scaler, Inert) else None
+    return count if isinstance(count, int) else None
+
+
+def _round_robin(config: Any) -> bool | None:
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        return None
+    return bool(config["zero_optimization"].get("round_robin_gradients", False))
