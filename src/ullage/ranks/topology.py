@@ -95,6 +95,7 @@ class Axis:
                 found=f"{self.size} ranks in a topology that is only a value",
                 hint="make the topology with from_groups or from_device_mesh",
             )
+        end_groups_at_exit()  # every collective of ours asks for its group here
         return self.group
 
 

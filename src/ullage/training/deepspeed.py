@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ullage.errors import CheckpointError, InputError
+from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.agreement import gather
 from ullage.training.universal import (
     groups_name,
@@ -71,6 +72,7 @@ def init_distributed(backend: str | None = None) -> None:
     """
     import deepspeed
 
+    end_groups_at_exit()
     if deepspeed.comm.is_initialized():
         return
     # Reading the attribute would make DeepSpeed ask a compiler about each of its operators: look without asking.
@@ -109,6 +111,7 @@ def load_universal(
     it, and all raise if one does. Waits for the device. Raises ``CheckpointError`` for a checkpoint that is
     incomplete or does not fit the model, ``InputError`` for an engine without ZeRO.
     """
+    end_groups_at_exit()
     zero = engine.optimizer
     if not hasattr(zero, "load_hp_checkpoint_state_from_checkpoint_dir") or not groups_name(zero):
         raise InputError("the engine has no ZeRO optimizer", expected="stage 1, 2 or 3", found=type(zero).__name__)
