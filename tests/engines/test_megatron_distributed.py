@@ -29,6 +29,7 @@ def check(record):
     assert record["same totals"], record
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_sequence_at_a_time():
     found = records(2, "dp2", "tp2+sp", "pp2", "cp2")
     for record in found:

@@ -182,6 +182,7 @@ def test_a_topology_that_does_not_cover_the_world_raises_on_every_rank():
             assert word in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_ends_everyone_after_the_timeout_of_the_topology_s_group():
     timeout = 3
     for error, seconds in values(run(cases.stalls, 3, 1, 2 * timeout, timeout=timeout)):

@@ -194,6 +194,7 @@ def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
     st.sampled_from(sorted(ATTENTIONS)),
     st.integers(0, 99),
 )
+@pytest.mark.slow
 def test_any_lengths_equal_one_by_one(lengths: list[tuple[int, int]], attention: str, seed: int) -> None:
     samples = _samples(*zip(*lengths), seed=seed)
     _check(_model(attention=attention).double().train(), samples, "nested", 1e-9)

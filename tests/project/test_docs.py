@@ -11,7 +11,10 @@ from tests.support.launch import ROOT, environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages that train for longer, or load an engine.
-SLOW = {"checkpoints.md", "metrics.md", "fsdp.md", "megatron.md", "trl.md", "adapters.md"}
+SLOW = {
+    *("checkpoints.md", "metrics.md", "fsdp.md", "megatron.md", "trl.md", "adapters.md"),
+    *("training.md", "recurrent.md", "generation.md", "pack_padded_sequence.md"),
+}
 
 
 @pytest.mark.parametrize(

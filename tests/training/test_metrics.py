@@ -179,6 +179,7 @@ def test_the_best_model_is_loaded_and_training_stops_early(tmp_path):
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{log[best]['step']}")
 
 
+@pytest.mark.slow
 def test_five_trials_choose_model_and_arguments(tmp_path):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     trainer = searching(tmp_path, max_steps=4)

@@ -115,7 +115,8 @@ def test_on_one_process(tmp_path):
     }
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_on_several_processes(tmp_path, processes):
     torchrun(processes, metrics_script.__file__, tmp_path)
     ranks = [json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in range(processes)]

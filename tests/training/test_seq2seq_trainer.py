@@ -235,7 +235,7 @@ def test_samples_that_are_no_pairs() -> None:
         Seq2SeqCollator()([{"input_ids": [3], "labels": []}])
 
 
-@pytest.mark.parametrize("capacity", [18, 200])
+@pytest.mark.parametrize("capacity", [pytest.param(18, marks=pytest.mark.slow), 200])
 def test_packing_changes_no_loss(tmp_path: Path, capacity: int) -> None:
     """A recurrent encoder-decoder, its pairs in microbatches by the tokens of both: one at a time, and all at once."""
     found = []

@@ -88,6 +88,7 @@ def test_predictions_are_those_of_single_samples(tmp_path):
         torch.testing.assert_close(torch.from_numpy(prediction), alone.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_train_evaluate_and_predict_as_one(alone, tmp_path):
     options = {
         "per_device_train_batch_size": 2,
