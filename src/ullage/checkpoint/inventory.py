@@ -11,6 +11,7 @@ A tensor that tensor parallelism has cut is made of *slices*, one per model rank
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -156,10 +157,10 @@ class Tensor:
     group: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def item_bytes(self) -> int:
@@ -357,7 +358,11 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
     # first break is enough: what follows it is mostly the same damage.
     for part in tensor.slices:
         fragments = part.fragments
-        numel = int(np.prod(part.shape, dtype=np.int64))
+        numel = math.prod(part.shape)
+        # Most tensors: one fragment that is the whole, within its file.
+        one = len(fragments) == 1 and fragments.start[0] == 0 and fragments.length[0] == numel
+        if one and fragments.offset[0] + numel * tensor.item_bytes <= sizes[fragments.file[0]]:
+            continue
         ends = fragments.start + fragments.length
         expected = np.concatenate([[0], ends])
         found = np.concatenate([fragments.start, [numel]])

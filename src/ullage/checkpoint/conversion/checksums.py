@@ -26,12 +26,20 @@ from ullage.layout import Int64
 
 
 def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-    """Write the CRC-32 of each large payload into its archive, combined from the sums of its units."""
+    """Write the CRC-32 of each payload whose units could not into its archive, combined from the sums of the units."""
     places: list[tuple[str, Payload]] = []
     crcs, sizes, owners = [], [], []
     last: tuple[int, int] | None = None
     for unit in units:
         if unit.payload is None or unit.payload < 0:
+            continue
+        if unit.stretch is not None:  # summed whole; only sums whose place lies in another unit are left
+            for number, crc in lines[unit.number].get("crcs", ()):
+                payload = targets[unit.first].payloads[number]
+                places.append((targets[unit.first].name, payload))
+                crcs.append(crc)
+                sizes.append(payload.tensor.num_bytes)
+                owners.append(len(places) - 1)
             continue
         payload = targets[unit.first].payloads[unit.payload]
         if not payload.crc_at:

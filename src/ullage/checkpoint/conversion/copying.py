@@ -1,13 +1,15 @@
 """Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
 
-The work is cut into units: a part of one large file, or some small files together. Units go to threads (reading,
-writing, summing and casting all release the interpreter) and, under torchrun, to processes; any process may do any
-unit, since each knows its place in the target. A unit that is done is a line in the journal. Checksums come last, from
-the sums of the parts.
+The work is cut into units: a range of one large tensor, small tensors that lie side by side, or some small files
+together. Units go to threads (reading, writing, summing and casting all release the interpreter) and, under torchrun,
+to processes; any process may do any unit, since each knows its place in the target. A unit that is done is a line in
+the journal. Checksums of what several units make come last, from the sums of the parts.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import threading
 import zlib
@@ -21,29 +23,32 @@ import numpy as np
 
 from ullage.checkpoint.conversion.journal import Journal
 from ullage.checkpoint.dtypes import ITEM_BYTES
-from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, row_elements, stream
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, read_small, row_elements, stream
 
-#: Targets up to this size are composed in memory and written at once.
+#: Targets and tensors up to this size are composed in memory, many together, and written at once.
 SMALL_BYTES = 1 << 20
+#: Tensors that are composed together at most.
+_TOGETHER = 2048
 #: A unit of a large file, and of small files together.
 UNIT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of the work: small targets ``[first, last)`` whole, or a range of target ``first``.
+    """Part of the work: small targets ``[first, last)`` whole, or a part of target ``first``.
 
     Attributes:
         number: place of the unit among all units; its name in the journal.
         first: number of the first target.
         last: number after that of the last target.
-        payload: None for small targets, -1 for a plain copy, else number of the payload of target ``first``.
+        payload: None for small targets, -1 for a plain copy, else number of the (first) payload of target ``first``.
         start: first of the range: a byte of a plain copy, an element of a payload.
         stop: end of the range, in the same unit.
         num_bytes: bytes that are written.
+        stretch: of small payloads, the stretch of the target that holds them.
     """
 
     number: int
@@ -53,6 +58,40 @@ class Unit:
     start: int = 0
     stop: int = 0
     num_bytes: int = 0
+    stretch: Stretch | None = None
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes ``[begin, end)`` of target number ``target``: payloads ``[first, last)`` and all texts between them."""
+
+    target: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def stretches(index: int, target: Target) -> list[Stretch]:
+    """The stretches of a large target in which small payloads lie side by side, in order."""
+    found: list[Stretch] = []
+    first, begin, end = 0, 0, 0  # of the stretch that is being made; the end of the last payload
+
+    def close(last: int) -> None:
+        if last > first:
+            found.append(Stretch(index, first, last, begin, end))
+
+    for number, payload in enumerate(target.payloads):
+        size = payload.tensor.numel * ITEM_BYTES[payload.dtype]
+        if size > SMALL_BYTES:
+            close(number)
+            first, begin = number + 1, payload.offset + size
+        elif number > first and (payload.offset - begin > UNIT_BYTES // 4 or number - first >= _TOGETHER):
+            close(number)
+            first, begin = number, end
+        end = payload.offset + size
+    close(len(target.payloads))
+    return found
 
 
 def is_small(target: Target) -> bool:
@@ -86,7 +125,13 @@ def split(targets: list[Target]) -> list[Unit]:
             for start in range(0, max(1, target.num_bytes), UNIT_BYTES):
                 stop = min(start + UNIT_BYTES, target.num_bytes)
                 units.append(Unit(len(units), index, index + 1, -1, start, stop, stop - start))
+        together = stretches(index, target)
+        for part in together:
+            units.append(Unit(len(units), index, index + 1, part.first, num_bytes=part.end - part.begin, stretch=part))
+        composed = {number for part in together for number in range(part.first, part.last)}
         for number, payload in enumerate(target.payloads):
+            if number in composed:
+                continue
             row = row_elements(payload.tensor)
             step = max(1, UNIT_BYTES // (row * ITEM_BYTES[payload.dtype])) * row
             for start in range(0, payload.tensor.numel, step):
@@ -108,24 +153,28 @@ def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tu
     if not len(fragments):
         return -1, 0
     # The last fragment that begins at or before the unit.
-    i = max(0, int(np.searchsorted(fragments.start, unit.start, side="right")) - 1)
+    i = max(0, int(np.searchsorted(fragments.start, unit.start, side="right")) - 1) if unit.start else 0
     return int(fragments.file[i]), int(fragments.offset[i])
 
 
 def prepare(partial: Path, targets: list[Target]) -> None:
-    """Make the folders, and the large files at full size with their fixed texts. May be repeated."""
-    for folder in {(partial / t.name).parent for t in targets}:
-        folder.mkdir(parents=True, exist_ok=True)
-    for target in targets:
+    """Make the folders, and the large files at full size with the texts that no unit writes. May be repeated."""
+    for folder in sorted({os.path.dirname(t.name) for t in targets}):
+        os.makedirs(partial / folder, exist_ok=True)
+    for index, target in enumerate(targets):
         if is_small(target):
             continue
+        together = stretches(index, target)
+        begins = [part.begin for part in together]
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != target.num_bytes:
                 # The full size at once, as a hole: units are written into it in any order, by any process.
                 os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
-                write_at(fd, memoryview(text), offset)
+                before = bisect.bisect_right(begins, offset) - 1
+                if before < 0 or offset >= together[before].end:
+                    write_at(fd, memoryview(text), offset)
         finally:
             os.close(fd)
 
@@ -141,7 +190,7 @@ class _Worker:
     """One thread's buffers and open files."""
 
     def __init__(self, inventory: Inventory, targets: list[Target], partial: Path) -> None:
-        self.inventory, self.targets, self.partial = inventory, targets, partial
+        self.inventory, self.targets, self.partial = inventory, targets, os.fspath(partial)
         self.sources = Sources(inventory)
         self.buffer = np.empty(CHUNK_BYTES, np.uint8)
 
@@ -151,8 +200,15 @@ class _Worker:
         line: dict[str, Any] = {"unit": unit.number}
         not_finite: list[tuple[int, int, int]] = []
         if unit.payload is None:
-            for index in range(unit.first, unit.last):
-                not_finite += self._small(index, tally)
+            whole = [
+                Stretch(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
+                for i in range(unit.first, unit.last)
+            ]
+            self._compose(whole, tally, not_finite)
+        elif unit.stretch is not None:
+            later = self._compose([unit.stretch], tally, not_finite)
+            if later:
+                line["crcs"] = later
         elif unit.payload < 0:
             self._copy(unit, tally)
         else:
@@ -165,30 +221,57 @@ class _Worker:
             line["runs"] = tally.runs
         return line
 
-    def _small(self, index: int, tally: Tally) -> list[tuple[int, int, int]]:
-        """Compose a small target and write it; returns (target, payload, elements not finite) of each payload."""
-        target = self.targets[index]
-        whole = np.zeros(target.num_bytes, np.uint8)
-        view = whole.data
-        for offset, text in target.texts:
-            view[offset : offset + len(text)] = text
-        found = []
-        for number, payload in enumerate(target.payloads):
-            tally.not_finite = 0
-            at = payload.offset
-            for chunk in stream(self.sources, payload.tensor, 0, payload.tensor.numel, self.buffer, tally):
-                data = cast(chunk, payload.tensor.dtype, payload.dtype)
-                whole[at : at + len(data)] = data
-                at += len(data)
-            # A small target is summed here and is complete; ``checksums.fill_checksums`` sees only the large ones.
-            crc = zlib.crc32(view[payload.offset : at]).to_bytes(4, "little")
-            for place in payload.crc_at:
-                view[place : place + 4] = crc
-            if tally.not_finite:
-                found.append((index, number, tally.not_finite))
-        with open(self.partial / target.name, "wb", buffering=0) as file:
-            write_at(file.fileno(), view, 0)
-        return found
+    def _compose(
+        self, parts: list[Stretch], tally: Tally, not_finite: list[tuple[int, int, int]]
+    ) -> list[tuple[int, int]]:
+        """Compose stretches in memory and write each at once.
+
+        Args:
+            parts: the stretches; of a target that is written whole, one that is all of it.
+            tally: gets the runs that were read.
+            not_finite: gets (target, payload, elements not finite) of each payload that has any.
+
+        Returns (payload, CRC-32) of those whose sum belongs to a place outside their stretch.
+        """
+        starts = [0, *itertools.accumulate(part.end - part.begin for part in parts)]
+        whole = np.zeros(starts[-1], np.uint8)
+        wanted: list[tuple[Payload, int]] = []
+        for part, start in zip(parts, starts):
+            target, shift = self.targets[part.target], start - part.begin
+            low = bisect.bisect_left(target.texts, (part.begin,))
+            for offset, text in target.texts[low : bisect.bisect_left(target.texts, (part.end,))]:
+                whole[offset + shift : offset + shift + len(text)] = np.frombuffer(text, np.uint8)
+            wanted += [(payload, payload.offset + shift) for payload in target.payloads[part.first : part.last]]
+        counts = read_small(self.sources, [(p.tensor, p.dtype, at) for p, at in wanted], whole, self.buffer, tally)
+        view, later, done = whole.data, [], 0
+        for part, start in zip(parts, starts):
+            shift = start - part.begin
+            for number in range(part.first, part.last):
+                payload, at = wanted[done]
+                if counts[done]:
+                    not_finite.append((part.target, number, counts[done]))
+                done += 1
+                if not payload.crc_at:
+                    continue
+                crc = zlib.crc32(view[at : at + payload.tensor.numel * ITEM_BYTES[payload.dtype]])
+                for place in payload.crc_at:
+                    if part.begin <= place and place + 4 <= part.end:
+                        view[place + shift : place + shift + 4] = crc.to_bytes(4, "little")
+                    else:
+                        later.append((number, crc))
+            self._write(part, view[start : start + part.end - part.begin])
+        return later
+
+    def _write(self, part: Stretch, data: memoryview) -> None:
+        target = self.targets[part.target]
+        flags = os.O_WRONLY | os.O_CLOEXEC
+        if len(data) == target.num_bytes:
+            flags |= os.O_CREAT | os.O_TRUNC
+        fd = os.open(os.path.join(self.partial, target.name), flags, 0o666)
+        try:
+            write_at(fd, data, part.begin)
+        finally:
+            os.close(fd)
 
     def _range(self, unit: Unit, tally: Tally) -> int:
         """Copy a range of elements of one payload; returns the CRC-32 of the bytes written."""
@@ -197,7 +280,7 @@ class _Worker:
         before = len(tally.runs)
         # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
         as_read = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
-        fd = os.open(self.partial / self.targets[unit.first].name, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(os.path.join(self.partial, self.targets[unit.first].name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
                 data = cast(chunk, payload.tensor.dtype, payload.dtype)
@@ -220,7 +303,7 @@ class _Worker:
         file = target.copy_of
         records = self.inventory.records.get(file, np.zeros((0, 3), np.int64))
         begins, ends = records[:, 0], records[:, 0] + records[:, 1]
-        fd = os.open(self.partial / target.name, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(os.path.join(self.partial, target.name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for start in range(unit.start, unit.stop, CHUNK_BYTES):
                 view = self.buffer[: min(CHUNK_BYTES, unit.stop - start)].data

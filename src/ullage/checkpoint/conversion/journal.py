@@ -28,7 +28,7 @@ FOLDER = ".journal"
 _SYNC_EVERY_BYTES = 8 << 30
 _SYNC_EVERY_SECONDS = 30.0
 #: Part of the fingerprint: a change of how units are cut or numbered makes older journals those of another plan.
-_VERSION = 2
+_VERSION = 3
 
 
 def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES, STORAGE_OF
@@ -44,7 +45,7 @@ class Target:
         name: relative to the target's folder.
         num_bytes: its size, known before anything is copied.
         payloads: tensors to be copied into it.
-        texts: all other bytes, as (offset, bytes): headers, descriptions, directory.
+        texts: all other bytes, as (offset, bytes) in the order of offsets: headers, descriptions, directory.
         copy_of: number of the source file that it is a copy of; then there is nothing else in it.
         root: of an archive, its content as a loader must find it.
         stored: turns references to tensors of other files in ``root`` into tensors to copy.
@@ -102,6 +103,54 @@ class Unwritable(CheckpointError):
 _MAX_DEPTH = 200
 
 
+@lru_cache(1 << 14)
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+@lru_cache(1 << 14)
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+#: The instructions for values that refer to no other, by their type.
+_PLAIN: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _integer,
+    float: lambda value: b"G" + struct.pack(">d", value),
+    str: _text,
+}
+
+
+@lru_cache
+def _storage(dtype: str) -> bytes:
+    """The call that rebuilds a tensor, up to the name of its storage."""
+    own = STORAGE_OF.get(dtype)
+    rebuild = _global("torch._utils", "_rebuild_tensor_v2" if own else "_rebuild_tensor_v3")
+    return rebuild + b"((" + _text("storage") + _global("torch" if own else "torch.storage", own or "UntypedStorage")
+
+
+@lru_cache(1 << 12)
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+@lru_cache(1 << 12)
+def _plain_call(module: str, name: str, args: tuple[Any, ...]) -> bytes:
+    """A call with numbers and texts, such as a size: a description repeats few of them for many tensors."""
+    pickler = _Pickler(None)
+    pickler._name(module, name)
+    pickler._sequence(b"(", args, b"t")
+    return b"".join(pickler.parts) + b"R"
+
+
 class _Pickler:
     """A writer of pickles of protocol 2, for the objects that a file may hold (see ``unpickling``).
 
@@ -114,6 +163,7 @@ class _Pickler:
         self.records: list[Constant | TensorCopy] = []
         self._stored, self._limit = stored, limit
         self._depth = self._num_bytes = 0
+        self._write: Callable[[bytes], None] = self.parts.append if limit is None else self._write_counted
 
     def dump(self, value: Any) -> bytes:
         """The pickle of ``value``; its tensors are in ``records``."""
@@ -123,7 +173,7 @@ class _Pickler:
         self._write(b".")
         return b"".join(self.parts)
 
-    def _write(self, data: bytes) -> None:
+    def _write_counted(self, data: bytes) -> None:
         self._num_bytes += len(data)
         if self._limit is not None and self._num_bytes > self._limit:
             raise CheckpointError(
@@ -133,21 +183,14 @@ class _Pickler:
 
     def _save(self, value: Any) -> None:
         write = self._write
+        plain = _PLAIN.get(type(value))
+        if plain is not None:
+            write(plain(value))
+            return
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CheckpointError("a description contains itself, or nests too deeply", expected=f"{_MAX_DEPTH} levels")
-        if value is None:
-            write(b"N")
-        elif value is True or value is False:
-            write(b"\x88" if value else b"\x89")
-        elif type(value) is int:
-            self._integer(value)
-        elif type(value) is float:
-            write(b"G" + struct.pack(">d", value))
-        elif type(value) is str:
-            data = value.encode("utf-8", "surrogatepass")
-            write(b"X" + struct.pack("<I", len(data)) + data)
-        elif type(value) is tuple:
+        if type(value) is tuple:
             self._sequence(b"(", value, b"t")
         elif isinstance(value, dict):
             self._mapping(value)
@@ -198,16 +241,6 @@ class _Pickler:
             return type(value).__name__, value
         return f"~{type(value).__name__}", _Pickler(self._stored, self._limit or 1 << 20).dump(value)
 
-    def _integer(self, value: int) -> None:
-        if 0 <= value < 256:
-            self._write(b"K" + bytes([value]))
-        elif -(2**31) <= value < 2**31:
-            self._write(b"J" + struct.pack("<i", value))
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            size = b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))
-            self._write(size + data)
-
     def _sequence(self, opening: bytes, values: Any, closing: bytes) -> None:
         self._write(opening)
         for value in values:
@@ -233,7 +266,7 @@ class _Pickler:
     def _name(self, module: str, name: str) -> None:
         outer, _, inner = name.rpartition(".")
         if not outer:
-            self._write(f"c{module}\n{name}\n".encode())
+            self._write(_global(module, name))
             return
         self._write(b"cbuiltins\ngetattr\n(")  # a class within a class
         self._name(module, outer)
@@ -241,6 +274,12 @@ class _Pickler:
         self._write(b"tR")
 
     def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
+        # Numbers that are equal and of different types (1, True) must not share an entry of the cache.
+        if all(
+            type(a) is int or type(a) is str for a in (args[0] if len(args) == 1 and type(args[0]) is tuple else args)
+        ):
+            self._write(_plain_call(module, name, args))
+            return
         self._name(module, name)
         self._save(args)
         self._write(b"R")
@@ -278,13 +317,7 @@ class _Pickler:
             self._write(b"(")
         # The arguments of the rebuilder: the storage as a persistent id (its tuple ends with BINPERSID), then offset,
         # shape, strides, requires_grad, hooks, and in v3 the dtype. The outer call sets a parameter's requires_grad.
-        self._name("torch._utils", "_rebuild_tensor_v2" if own else "_rebuild_tensor_v3")
-        self._write(b"((")
-        self._save("storage")
-        self._name("torch" if own else "torch.storage", own or "UntypedStorage")
-        for item in (str(len(self.records)), "cpu", size):
-            self._save(item)
-        self._write(b"tQ")
+        self._write(_storage(value.dtype) + _text(str(len(self.records))) + _text("cpu") + _integer(size) + b"tQ")
         dtype = () if own else (Named("torch", value.dtype),)
         inner = requires_grad and not is_parameter
         for item in (0, tuple(shape), tuple(reversed(strides)), inner, OrderedDict(), *dtype):
@@ -347,7 +380,7 @@ def archive(
         assert isinstance(known, bytes)
         size = stream.tensor.numel * ITEM_BYTES[stream.dtype] if stream else len(known)
         crc = 0 if stream else zlib.crc32(known)
-        header, entry = _headers(f"{stem}/{record}".encode(), size, crc, at)
+        header, entry = _headers(f"{stem}/{record}", size, crc, at)
         texts.append((base + at, header + known))
         if stream is not None:
             waiting.append((stream, at + len(header), at, len(directory)))
@@ -366,24 +399,33 @@ def archive(
     return Target(name, at + len(ending), tuple(payloads), tuple(texts), root=root, stored=stored)
 
 
-def _headers(name: bytes, size: int, crc: int, at: int) -> tuple[bytes, bytes]:
+def _headers(name: str, size: int, crc: int, at: int) -> tuple[bytes, bytes]:
     """(local header, padded so that the data is aligned; entry of the central directory) of one stored record."""
+    header, rest, entry, end = _header_parts(name, size, at)
+    summed = struct.pack("<L", crc)
+    return header + summed + rest, entry + summed + end
+
+
+@lru_cache(1 << 12)
+def _header_parts(name: str, size: int, at: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """What stands before and after the checksum, in the local header and in the entry of the central directory."""
+    path = name.encode()
     big = size >= _LIMIT
     extra = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
     # 30: bytes of the fixed header. 4: id and length of the extra field "FB", which torch fills with "Z" to align.
-    padding = -(at + 30 + len(name) + len(extra) + 4) % _ALIGNMENT
+    padding = -(at + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
     # Version 45 asks for zip64; flag 0x800: the name is UTF-8; method 0: stored; date 0x21: 1 January 1980.
     local = struct.pack("<4s5H", b"PK\x03\x04", 45 if big else 20, 0x800, 0, 0, 0x21)
-    sizes = struct.pack("<3L", crc, *([_LIMIT] * 2 if big else [size] * 2))
+    sizes = struct.pack("<2L", *([_LIMIT] * 2 if big else [size] * 2))
     fill = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    header = local + sizes + struct.pack("<HH", len(name), len(extra) + len(fill)) + name + extra + fill
+    rest = sizes + struct.pack("<HH", len(path), len(extra) + len(fill)) + path + extra + fill
     # The directory names in its zip64 field only the numbers that do not fit 32 bits, in this order.
     far = at >= _LIMIT
     fields = ([size, size] if big else []) + ([at] if far else [])
     extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
     entry = struct.pack("<4s6H", b"PK\x01\x02", 45 if fields else 20, 45 if fields else 20, 0x800, 0, 0, 0x21)
-    entry += sizes + struct.pack("<5H2L", len(name), len(extra), 0, 0, 0, 0, _LIMIT if far else at) + name + extra
-    return header, entry
+    end = sizes + struct.pack("<5H2L", len(path), len(extra), 0, 0, 0, 0, _LIMIT if far else at) + path + extra
+    return local, rest, entry, end
 
 
 def _ending(count: int, size: int, at: int) -> bytes:

@@ -14,6 +14,7 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def index_of(flat: str, value: Any) -> Instance:
     """The key under which ``.metadata`` lists the place of an item of one chunk."""
     shape = _shape_of(value)
     # ``index`` is the number of the chunk: a hint for torch, which compares name and offset only.
-    zeros = None if shape is None else Size([0] * len(shape))
+    zeros = None if shape is None else _zeros(len(shape))
     said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
     return Instance(_METADATA, "MetadataIndex", said)
 
@@ -118,12 +119,22 @@ def entry_of(value: Any) -> Instance:
     shape = _shape_of(value)
     if shape is None:
         return Instance(_METADATA, "BytesStorageMetadata", {})
-    zeros, size = Size([0] * len(shape)), Size(shape)
+    zeros, size = _zeros(len(shape)), Size(shape)
     chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+    properties = _properties(value.dtype)
+    return Instance(_METADATA, "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
+
+
+@lru_cache
+def _zeros(dims: int) -> Size:
+    return Size([0] * dims)
+
+
+@lru_cache
+def _properties(dtype: str) -> Instance:
     memory = FunctionCall(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
     layout = FunctionCall("torch.serialization", "_get_layout", ("torch.strided",))
-    properties = Instance(_METADATA, "TensorProperties", (Named("torch", value.dtype), layout, False, memory, False))
-    return Instance(_METADATA, "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
+    return Instance(_METADATA, "TensorProperties", (Named("torch", dtype), layout, False, memory, False))
 
 
 def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:

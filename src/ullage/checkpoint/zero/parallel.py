@@ -107,7 +107,9 @@ class Patterns:
 
     def match(self, which: str, name: str) -> str | None:
         """The pattern of list ``which`` that matches ``name``. Raises ``CheckpointError`` when more than one does."""
-        listed = self._lists.get(f"{which}_patterns", self._lists.get(which, []))
+        listed = self._lists.get(f"{which}_patterns") or self._lists.get(which)
+        if not listed:
+            return None
         found = [p for p in listed if re.match(p, name)]
         if len(found) > 1:
             raise CheckpointError(f"more than one pattern of {which} matches", where=name, found=found)
@@ -292,6 +294,8 @@ def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -
     for band in merge.bands:
         whole = merge.outer if len(slices) == 1 else 1
         if len(slices) == 1 and len(merge.bands) == 1:  # nothing was cut: the slice is the whole
+            if limit >= math.prod(slices[0].shape):
+                return slices[0].fragments
             parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
             break
         if whole > 1:  # one slice: its sub-parameters already lie in order
