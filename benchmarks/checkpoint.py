@@ -4,7 +4,10 @@
     python benchmarks/checkpoint.py --case small --case ranks  # many small tensors; 768 ranks of small shards
     python benchmarks/checkpoint.py --case paper               # a 7B model on 768 ranks, planned and not written
 
-The floor reads every byte of the source and writes as many, synced, with as many threads as ours uses. Every
+The floor reads every byte of the source and writes as many, synced, with as many threads as ours uses. The second
+floor, ``files``, writes as many files of the same sizes as the universal checkpoint has, in plain Python, synced, and
+reads nothing. ``safetensors`` (with the optimizer's state) and ``dcp`` are ours too; ``torch_dcp`` loads that DCP
+checkpoint with torch and saves it again. ``checksums`` is the time that the sums of all bytes take by themselves. Every
 contestant starts with cold caches (``posix_fadvise(DONTNEED)`` on every file) as a fresh process, start-up included,
 and ends when all its files are synced; contestants take turns, and the medians are compared. The source has the layout
 that DeepSpeed 0.19 writes at stage 1; that both converters read it and that their tensors are equal is checked.
@@ -164,6 +167,9 @@ def chill(folder: Path) -> None:
 
 # The contestants
 
+#: In this order: ``files`` writes what ``ullage`` wrote, and ``torch_dcp`` reads what ``dcp`` wrote.
+CONTESTANTS = ("floor", "ullage", "files", "safetensors", "dcp", "torch_dcp", "deepspeed")
+
 
 def floor(source: Path, target: Path, workers: int) -> None:
     """Reads every byte and writes it, in order, file by file, synced."""
@@ -178,6 +184,44 @@ def floor(source: Path, target: Path, workers: int) -> None:
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(copy, files_of(source)))
+
+
+def same_files(like: Path, target: Path) -> None:
+    """Writes files of the names and sizes of those in ``like``, synced: what so many files cost in any case."""
+    from ullage.checkpoint.conversion.journal import sync_files
+
+    sizes = [line.rsplit(" ", 1) for line in like.read_text().splitlines()]
+    target.mkdir(parents=True)
+    for folder in sorted({os.path.dirname(name) for name, _ in sizes}):
+        os.makedirs(target / folder, exist_ok=True)
+    data = bytes(CHUNK)
+    for name, size in sizes:
+        with open(os.path.join(target, name), "wb", buffering=0) as file:
+            for start in range(0, int(size), CHUNK):
+                file.write(data[: int(size) - start])
+    sync_files(target)
+
+
+def torch_reshard(source: Path, target: Path) -> None:
+    """Loads a DCP checkpoint whole and saves it again, as torch does to change a layout in one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    held: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(source)
+    _load_state_dict(held, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    dcp.save(held, checkpoint_id=target, no_dist=True)
+
+
+def checksum_seconds(num_bytes: int) -> float:
+    """Seconds of one processor for the CRC-32 of so many bytes, in chunks that fit the cache."""
+    import zlib
+
+    chunk, began = bytes(2 << 20), time.process_time()
+    for _ in range(128):
+        zlib.crc32(chunk)
+    return (time.process_time() - began) * num_bytes / (128 * len(chunk))
 
 
 @dataclass
@@ -227,7 +271,7 @@ def timed(command: list[str], target: Path, *, sync: bool = False) -> Run:
     return Run(seconds, cpu, peak[0])
 
 
-def commands(source: Path, target: Path, workers: int) -> dict[str, list[str]]:
+def commands(source: Path, target: Path, workers: int, like: Path, dcp: Path) -> dict[str, list[str]]:
     me, deepspeed = (
         [sys.executable, str(Path(__file__).resolve())],
         [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"],
@@ -236,6 +280,10 @@ def commands(source: Path, target: Path, workers: int) -> dict[str, list[str]]:
     return {
         "floor": [*me, "--floor", str(source), str(target), str(workers)],
         "ullage": [*ullage, "convert", str(source), str(target), "--workers", str(workers), "--json"],
+        "files": [*me, "--same-files", str(like), str(target)],
+        "safetensors": [*ullage, "convert", *map(str, (source, target, "--to", "safetensors", "--workers", workers))],
+        "dcp": [*ullage, "convert", str(source), str(target), "--to", "dcp", "--workers", str(workers)],
+        "torch_dcp": [*me, "--torch-reshard", str(dcp), str(target)],
         "deepspeed": [
             *deepspeed, "--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state",
             "--num_extract_workers", str(workers), "--num_merge_workers", str(workers),
@@ -266,8 +314,10 @@ class Case:
         data["runs"] = {who: [vars(run) for run in runs] for who, runs in self.runs.items()}
         data["median_seconds"] = {who: self.median(who) for who in self.runs}
         data["least_seconds"] = {who: min(run.seconds for run in runs) for who, runs in self.runs.items()}
-        if {"floor", "ullage"} <= self.runs.keys():
-            data["times_the_floor"] = self.median("ullage") / self.median("floor")
+        data["checksum_seconds"] = checksum_seconds(self.num_bytes)
+        for who, base in (("ullage", "floor"), ("ullage", "files"), ("safetensors", "floor"), ("dcp", "floor")):
+            if {who, base} <= self.runs.keys():
+                data[f"{who}_times_{base}"] = self.median(who) / self.median(base)
         if {"deepspeed", "ullage"} <= self.runs.keys():
             data["times_faster_than_deepspeed"] = self.median("deepspeed") / self.median("ullage")
         data["inspect"] = vars(self.inspect) if self.inspect else None
@@ -275,7 +325,8 @@ class Case:
 
 
 def measure(name: str, folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int, args: argparse.Namespace) -> Case:
-    source, who = folder / name / "source", [one for one in ("floor", "ullage", "deepspeed") if one not in args.without]
+    source, who = folder / name / "source", [one for one in CONTESTANTS if one not in args.without]
+    like, kept = folder / name / "sizes.txt", folder / name / "kept"
     make(source, shapes, ranks, "--write")
     tag = source / "global_step7"
     found = files_of(tag)
@@ -286,12 +337,18 @@ def measure(name: str, folder: Path, shapes: dict[str, tuple[int, ...]], ranks: 
             shutil.rmtree(target, ignore_errors=True)
             chill(source)
             try:
-                case.runs[one].append(timed(commands(tag, target, args.workers)[one], target, sync=one == "deepspeed"))
+                command = commands(tag, target, args.workers, like, kept)[one]
+                case.runs[one].append(timed(command, target, sync=one in ("deepspeed", "torch_dcp")))
             except RuntimeError as error:
                 if one != "deepspeed":
                     raise
                 case.failures[one] = str(error)
-            if one == "floor" or turn < args.repeats - 1:
+            if one == "ullage":
+                sizes = [(path.relative_to(target), path.stat().st_size) for path in files_of(target)]
+                like.write_text("".join(f"{path} {size}\n" for path, size in sizes))
+            if one == "dcp" and not kept.exists():
+                shutil.copytree(target, kept)
+            if one not in ("ullage", "deepspeed") or turn < args.repeats - 1:
                 shutil.rmtree(target, ignore_errors=True)
     case.runs = {one: runs for one, runs in case.runs.items() if runs}
     chill(source)
@@ -371,12 +428,18 @@ def paper(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 # The table
 
 
+RATIOS = (
+    *("ullage_times_floor", "ullage_times_files", "safetensors_times_floor", "dcp_times_floor"),
+    "times_faster_than_deepspeed",
+)
+
+
 def row(case: dict[str, Any]) -> list[str]:
     median, runs = case["median_seconds"], case["runs"]
     peak = max(run["peak_bytes"] for run in runs["ullage"]) / 1e6
     cpu = statistics.median(run["cpu_seconds"] for run in runs["ullage"])
-    ratio = [f"{case[key]:.2f}" if key in case else "" for key in ("times_the_floor", "times_faster_than_deepspeed")]
-    seconds = [f"{median[one]:.2f}" if one in median else "" for one in ("floor", "ullage", "deepspeed")]
+    ratio = [f"{case[key]:.2f}" if key in case else "" for key in RATIOS]
+    seconds = [f"{median[one]:.2f}" if one in median else "" for one in CONTESTANTS]
     size = f"{case['num_bytes'] / 1e9:.2f}"
     inspect = f"{case['inspect']['seconds']:.2f}"
     return [
@@ -389,6 +452,7 @@ def row(case: dict[str, Any]) -> list[str]:
         f"{cpu:.1f}",
         f"{peak:.0f}",
         inspect,
+        f"{case['checksum_seconds']:.2f}",
     ]
 
 
@@ -398,14 +462,16 @@ def show(cases: list[dict[str, Any]]) -> None:
         "GB",
         "files",
         "tensors",
-        "floor s",
-        "ullage s",
-        "deepspeed s",
+        *(f"{one} s" for one in CONTESTANTS),
         "× floor",
+        "× files",
+        "st × floor",
+        "dcp × floor",
         "× faster",
         "cpu s",
         "peak MB",
         "inspect s",
+        "crc s",
     ]
     rows = [heads, *(row(case) for case in cases if "runs" in case)]
     widths = [max(len(line[i]) for line in rows) for i in range(len(heads))]
@@ -426,7 +492,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="optimizer state of the case `large`")
     parser.add_argument("--case", action="append", choices=["large", "small", "ranks", "paper"], help="default: all")
-    parser.add_argument("--without", action="append", default=[], choices=["floor", "deepspeed"])
+    parser.add_argument("--without", action="append", default=[], choices=CONTESTANTS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=min(4, 2 * (os.cpu_count() or 1)))
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
@@ -468,6 +534,10 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--floor"]:
         floor(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    elif sys.argv[1:2] == ["--same-files"]:
+        same_files(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["--torch-reshard"]:
+        torch_reshard(Path(sys.argv[2]), Path(sys.argv[3]))
     elif sys.argv[1:2] in (["--write"], ["--write-sparse"]):
         made = {name: tuple(shape) for name, shape in json.load(sys.stdin).items()}
         write = write_source if sys.argv[1] == "--write" else write_sparse

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections import Counter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ullage.checkpoint.conversion.journal import FOLDER
 from ullage.checkpoint.files.archive import Target
@@ -26,7 +26,11 @@ def partial_of(target: Path) -> Path:
 def require_paths(targets: list[Target], target: Path) -> None:
     """Raise ``InputError`` where two files would have one name, or a path would be too long."""
     names = {t.name for t in targets}
-    folders = {parent for name in names for parent in map(str, PurePosixPath(name).parents)}
+    folders = set()
+    for folder in {os.path.dirname(name) for name in names}:
+        while folder not in folders:
+            folders.add(folder)
+            folder = os.path.dirname(folder)
     clash = sorted(names & folders) or sorted(n for n, count in Counter(t.name for t in targets).items() if count > 1)
     if clash:
         raise InputError("two files of the target would have one name", where=clash[0])

@@ -399,6 +399,26 @@ def archive(
     return Target(name, at + len(ending), tuple(payloads), tuple(texts), root=root, stored=stored)
 
 
+def archive_like(model: Target, name: str, root: Any, copy: TensorCopy | None = None, base: int = 0) -> Target:
+    """The archive of ``root``, which is that of ``model`` but for the bytes of its one tensor, ``copy``.
+
+    Args:
+        model: what :func:`archive` laid out with ``base`` 0.
+        name: of the file.
+        root: the content.
+        copy: the tensor, of the dtype and shape of that in ``model``; None where the model has none to copy.
+        base: bytes by which all offsets are shifted.
+    """
+    payloads, texts = model.payloads, model.texts
+    if copy is not None:
+        (held,) = payloads
+        crc_at = tuple(base + place for place in held.crc_at)
+        payloads = (Payload(copy.tensor, base + held.offset, copy.dtype, crc_at),)
+    if base:
+        texts = tuple((base + offset, text) for offset, text in texts)
+    return Target(name, model.num_bytes, payloads, texts, root=root)
+
+
 def _headers(name: str, size: int, crc: int, at: int) -> tuple[bytes, bytes]:
     """(local header, padded so that the data is aligned; entry of the central directory) of one stored record."""
     header, rest, entry, end = _header_parts(name, size, at)

@@ -27,6 +27,7 @@ from ullage.checkpoint.files.archive import (
     Target,
     TensorCopy,
     archive,
+    archive_like,
     pickled,
 )
 from ullage.checkpoint.files.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
@@ -55,13 +56,20 @@ class _Writer:
         self.entries: dict[str, Any] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.storage: list[tuple[Instance, Instance]] = []
+        self._laid_out: dict[tuple[tuple[int, ...], str], Target] = {}
         self._at = 0
         self._payloads: list[Payload] = []
         self._texts: list[tuple[int, bytes]] = []
 
     def add(self, path: tuple[Any, ...], value: Any) -> Instance:
         """One item: a :class:`TensorCopy`, a constant tensor, or any other value. Returns where it lies."""
-        made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
+        if isinstance(value, TensorCopy):
+            kind = (value.tensor.shape, value.dtype)
+            if kind not in self._laid_out:
+                self._laid_out[kind] = archive("", value)
+            made = archive_like(self._laid_out[kind], "", value, value, self._at)
+        else:
+            made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
         where = storage_of(self._name(), self._at, made.num_bytes)
         self._payloads += made.payloads
         self._texts += made.texts

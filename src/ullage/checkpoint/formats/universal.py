@@ -27,7 +27,15 @@ from typing import Any
 
 from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.archive import Constant, Instance, Target, TensorCopy, archive, is_writable
+from ullage.checkpoint.files.archive import (
+    Constant,
+    Instance,
+    Target,
+    TensorCopy,
+    archive,
+    archive_like,
+    is_writable,
+)
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
@@ -61,7 +69,8 @@ def universal_targets(inventory: Inventory) -> list[Target]:
             found="ZeRO stage 0, without parameter groups",
             hint="convert it with --to safetensors or --to dcp",
         )
-    targets = [_state_file(tensor) for tensor in inventory.tensors]
+    laid_out: dict[Any, Target] = {}
+    targets = [_state_file(tensor, laid_out) for tensor in inventory.tensors]
     targets += _step_files(inventory)
     targets.append(_optimizer_file(details))
     targets += _model_files(inventory, details)
@@ -87,16 +96,22 @@ def safe_name(name: str) -> str:
     return name
 
 
-def _state_file(tensor: Tensor) -> Target:
+def _state_file(tensor: Tensor, laid_out: dict[Any, Target]) -> Target:
+    """The file of one state. Files of one shape differ in their bytes alone: ``laid_out`` holds one of each kind."""
     # What no optimizer holds has one state, its value, under the name that loaders of weights look for.
     stem = tensor.key if tensor.kind == "parameter" else "fp32"
-    content: dict[str, Any] = {"param": TensorCopy(tensor, tensor.dtype)}
+    copy = TensorCopy(tensor, tensor.dtype)
+    content: dict[str, Any] = {"param": copy}
     for key, value in tensor.extra.items():
         if isinstance(value, SubParameters):
             fields = {"patterns": value.patterns, "shape": value.shape, "partition_dim": value.partition_dim}
             value = Instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
         content[key] = value
-    return archive(f"zero/{safe_name(tensor.name)}/{safe_name(stem)}.pt", content, stem=stem)
+    name = f"zero/{safe_name(tensor.name)}/{safe_name(stem)}.pt"
+    kind = (stem, tensor.shape, tensor.dtype, repr(tensor.extra))
+    if kind not in laid_out:
+        laid_out[kind] = archive(name, content, stem=stem)
+    return archive_like(laid_out[kind], name, content, copy)
 
 
 def number(value: Any, dtype: str | None) -> Any:
@@ -111,10 +126,14 @@ def _step_files(inventory: Inventory) -> list[Target]:
     steps = inventory.details.steps
     group_of = {t.name: t.group for t in inventory.tensors if t.kind == "parameter"}
     targets = []
+    laid_out: dict[int | None, Target] = {}
     for name, group in group_of.items():
         value, dtype = steps.get(group, (None, None))
         if isinstance(value, (int, float)):
-            targets.append(archive(f"zero/{safe_name(name)}/step.pt", number(value, dtype), stem="step"))
+            if group not in laid_out:
+                laid_out[group] = archive("", number(value, dtype), stem="step")
+            model = laid_out[group]
+            targets.append(archive_like(model, f"zero/{safe_name(name)}/step.pt", model.root))
     return targets
 
 
