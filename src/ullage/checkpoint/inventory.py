@@ -115,19 +115,32 @@ class Merge:
         kind: ``flat``: one slice, whose fragments address the whole itself. ``columns``: along one dim, bands of the
             slices lie side by side. ``replicated``: all slices are equal, the first is taken. ``average``: the mean of
             the slices. ``strided``: one slice, a stretch of a storage, in which the elements of the whole are strewn.
+            ``joined``: no slice; stretches of other tensors end to end, such as the partition of a rank.
         outer: of columns, product of the dims before the one that is cut.
         size: of columns, indices of the dim that is cut.
         inner: of columns, product of the dims after it; the whole is ``[outer, size, inner]`` elements.
         bands: of columns, which indices of which slice go where.
         strides: of a strided tensor, by dim, in elements.
+        stretches: of a joined tensor, in order; they tile it.
     """
 
-    kind: Literal["flat", "columns", "replicated", "average", "strided"] = "flat"
+    kind: Literal["flat", "columns", "replicated", "average", "strided", "joined"] = "flat"
     outer: int = 1
     size: int = 0
     inner: int = 1
     bands: tuple[Band, ...] = ()
     strides: tuple[int, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Elements ``[at, at + length)`` of a joined tensor: those of ``tensor`` from ``start`` on; None for zeros."""
+
+    at: int
+    length: int
+    tensor: Tensor | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True, eq=False)

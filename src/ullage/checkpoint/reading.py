@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -125,6 +126,8 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
             _gather(sources, tensor.slices[0], low, high, item, chunk, tally)
         elif tensor.merge.kind == "strided":
             chunk = _strided(sources, tensor, low, high, tally)
+        elif tensor.merge.kind == "joined":
+            chunk = _joined(sources, tensor, low, high, buffer[: (high - low) * item], tally)
         else:
             chunk = _merged(sources, tensor, low, high, tally)
         tally.not_finite += count_not_finite(chunk, tensor.dtype)
@@ -252,6 +255,49 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
         begin, end = np.searchsorted(places, [first, last])
         chunk[order[begin:end]] = block[places[begin:end] - first]
     return chunk.reshape(-1)
+
+
+def _joined(sources: Sources, tensor: Tensor, low: int, high: int, into: Bytes, tally: Tally) -> Bytes:
+    """Elements ``[low, high)`` of a tensor that stretches of others make; of another dtype than the whole, cast.
+
+    Args:
+        sources: the open files.
+        tensor: the tensor, whose stretches tile it.
+        low: first element.
+        high: the element after the last.
+        into: memory for exactly these elements.
+        tally: gets the runs that were read.
+    """
+    item, stretches = tensor.item_bytes, tensor.merge.stretches
+    # The last stretch that begins at or before ``low``, and those that follow it.
+    for part in stretches[max(0, bisect_right(stretches, low, key=lambda s: s.at) - 1) :]:
+        if part.at >= high:
+            break
+        begin, end = max(low, part.at), min(high, part.at + part.length)
+        if begin >= end:
+            continue
+        room = into[(begin - low) * item : (end - low) * item]
+        if part.tensor is None:
+            room[:] = 0
+            continue
+        first, last = (part.start + place - part.at for place in (begin, end))
+        if part.tensor.merge.kind == "flat" and part.tensor.dtype == tensor.dtype:
+            _gather(sources, part.tensor.slices[0], first, last, item, room, tally)
+            continue
+        # Slices side by side are read by whole rows, of which the ends may lie outside the stretch.
+        row, own = row_elements(part.tensor), part.tensor.item_bytes
+        at = first - first % row
+        stop = min(-(-last // row) * row, part.tensor.numel)
+        scratch = np.empty(min(CHUNK_BYTES, (stop - at) * own), np.uint8)
+        # What is not finite is counted in the whole.
+        for chunk in stream(sources, part.tensor, at, stop, scratch, Tally(tally.runs)):
+            length = len(chunk) // own
+            inside = chunk[max(first - at, 0) * own : (min(last, at + length) - at) * own]
+            where = (max(first, at) - first) * item
+            data = cast(inside, part.tensor.dtype, tensor.dtype)
+            room[where : where + len(data)] = data
+            at += length
+    return into
 
 
 def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:

@@ -34,6 +34,9 @@ class Format(StrEnum):
     safetensors = "safetensors"
     dcp = "dcp"
     trainer = "trainer"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
 
 
 class Dtype(StrEnum):
@@ -49,12 +52,13 @@ def convert_checkpoint(
     source: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
     target: Annotated[Path, typer.Argument(help="A folder that does not exist; its parents are made.")],
     to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors and dcp).")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors, dcp, zero).")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prove and plan, write nothing, say what to expect.")
     ] = False,
+    ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks (zero1, zero2, zero3).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
 ) -> None:
     """Convert a checkpoint, so that any number of ranks, any ZeRO stage or another library can load it.
@@ -73,6 +77,7 @@ def convert_checkpoint(
         )
     inventory = read(source)
     options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}
+    options["ranks"] = ranks
     if dry_run:
         report = convert(inventory, target, format=to.value, workers=workers, dry_run=True, **options)
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}

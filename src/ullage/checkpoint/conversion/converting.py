@@ -77,21 +77,24 @@ def convert(
     rank: int | None = None,
     world_size: int | None = None,
     dry_run: bool = False,
+    ranks: int | None = None,
 ) -> Report:
     """Convert a checkpoint to another format.
 
     Args:
         source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
         target: a folder that does not exist; its parents are made.
-        format: ``universal``, ``safetensors`` or ``dcp``; of a checkpoint of ``ullage.engines.fsdp.Trainer`` also
-            ``trainer``, a folder that a plain Trainer resumes from.
+        format: ``universal``, ``safetensors``, ``dcp``, ``trainer`` (a folder that a plain Trainer resumes from), or
+            ``zero1``, ``zero2``, ``zero3``: the shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
-        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors and dcp).
+        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors and dcp); of ``zero1`` to
+            ``zero3`` the dtype that the run trains in, by default that of the source's module.
         optimizer: whether to carry the optimizer's state; by default not to safetensors, always to universal.
         progress: called as ``progress(done, total)``, in bytes, from any thread, never from two at once.
         rank: this process among those that share the work; by default torchrun's, else 0.
         world_size: processes that share the work; by default torchrun's, else 1.
         dry_run: prove and lay out, write nothing.
+        ranks: data-parallel ranks of ``zero1`` to ``zero3``.
 
     Returns the report; elements that are NaN or Inf are counted in it. Memory: one chunk of 2 MiB per thread, and the
     descriptions of the tensors.
@@ -103,11 +106,11 @@ def convert(
     began = time.monotonic()
     inventory = source if isinstance(source, Inventory) else formats.read(source)
     target = Path(os.path.abspath(target))
-    formats.require_format(format)
+    formats.require_format(format, ranks)
     share = _share(rank, world_size)
     # Everything that can be refused is refused before a byte is written.
     formats.require_none(inventory, inventory.problems())
-    targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer)
+    targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer, ranks=ranks)
     require_paths(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
     if format == "universal":
@@ -121,17 +124,18 @@ def convert(
         report.seconds = time.monotonic() - began
         return report
     options = {"format": format, "dtype": dtype, "optimizer": formats.carries_optimizer(format, optimizer)}
+    options |= {} if ranks is None else {"ranks": ranks}
     with as_checkpoint_error(str(inventory.folder)):
         mark = mark_of(inventory, targets, options)
     partial = partial_of(target)
     require_writable(inventory, target, partial, report.num_bytes)
     job = _Job(inventory, targets, target, partial, mark, share, report, progress, options)
     job.run()
-    if share[0] == 0 and format == "universal":
+    if share[0] == 0 and (pointer := formats.POINTERS.get(format)):
         try:
-            point_to(target)
+            point_to(target, pointer)
         except OSError as error:
-            raise disk_error(error, target.parent / "latest_universal") from error
+            raise disk_error(error, target.parent / pointer) from error
     report.seconds = time.monotonic() - began
     return report
 

@@ -67,11 +67,13 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
         )
 
 
-def point_to(target: Path) -> None:
-    """Write ``latest_universal`` beside the target, with its name."""
-    pointer = target.parent / "latest_universal"
+def point_to(target: Path, name: str) -> None:
+    """Write the file ``name`` beside the target, with the target's name. A run's own ``latest`` is left as it is."""
+    pointer = target.parent / name
+    if name == "latest" and pointer.exists():
+        return
     # Written aside and renamed, so that a loader never reads half a name.
-    new = pointer.with_name(f".latest_universal.{os.getpid()}")
+    new = pointer.with_name(f".{name}.{os.getpid()}")
     new.write_text(target.name)
     os.replace(new, pointer)
 

@@ -5,6 +5,7 @@ universal     every state file's description, the steps, ``optimizer_state.pt``,
 safetensors   the indexes, what the headers say beside tensors, ``config.json`` and its like
 dcp           ``.metadata`` and every item that it names
 trainer       as safetensors, and ``optimizer.pt`` and ``scheduler.pt``
+zero          every file, object by object
 ============  ======================================================================================================
 
 A target that a conversion of ours made (``ullage.json`` says so) must hold all that we write. Of another's, such as
@@ -25,6 +26,8 @@ from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.formats import dcp, safetensors, trainer_folder, universal
+from ullage.checkpoint.formats.table import STAGES
+from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.errors import CheckpointError
@@ -43,6 +46,8 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
                 found.trainer()
         elif theirs.format == "dcp":
             found.dcp()
+        elif theirs.format == "zero":
+            found.zero()
     except CheckpointError as error:  # the source cannot be converted to this
         found.problems.append(Problem.of_error(error, error.where))
     return found
@@ -153,6 +158,26 @@ class FileComparison:
         # A copy is compared as one tensor of bytes, by the code that compares tensors.
         both = (_bytes_of(file, size), _bytes_of(self._file(planned.name), size))
         self.pairs.append((*both, planned.name))
+
+    # ZeRO shards
+
+    def zero(self) -> None:
+        """Every file that a conversion of ours would write, object by object and element by element."""
+        stage = STAGES.get(self.options.get("format", ""))
+        if stage is None:
+            return  # shards that DeepSpeed wrote are compared tensor by tensor
+        options = {key: self.options.get(key) for key in ("ranks", "dtype")}
+        targets = zero_targets(self.ours, stage=stage, optimizer=bool(self.options.get("optimizer")), **options)
+        for planned in targets:
+            if not (self.folder / planned.name).is_file():
+                self._add("a file is missing in the target", planned.name)
+                continue
+            try:
+                source = read_torch_file(self.folder / planned.name)
+            except CheckpointError as error:
+                self._add(error.what, planned.name, found=error.found)
+                continue
+            self._walk(planned, source, planned.name, known=False)
 
     # Safetensors
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import (
-    Constant,
     FunctionCall,
     Instance,
     Payload,
@@ -30,12 +29,12 @@ from ullage.checkpoint.files.archive import (
     archive_like,
     pickled,
 )
-from ullage.checkpoint.files.torchfile import TorchFile, read_bytes, read_pickle, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
+from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert, Named, Size
+from ullage.checkpoint.formats.optimizer_groups import optimizer_groups
 from ullage.checkpoint.formats.safetensors import cast_of
 from ullage.checkpoint.formats.universal import number
 from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.zero.details import Details, kept_by_group
 from ullage.errors import CheckpointError
 
 #: A file is closed once it has this many bytes; a larger tensor still lies in one file.
@@ -180,37 +179,15 @@ def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
     found: list[tuple[tuple[Any, ...], Any]] = [
         (("optim", "state", t.name, t.key), TensorCopy(t, t.dtype)) for t in trained if t.key != "fp32"
     ]
-    details = inventory.details
-    if not isinstance(details, Details):
-        return found
-    names: dict[int, list[str]] = {}
-    kept = kept_by_group(details)
-    for tensor in trained:
-        if tensor.key != "fp32":
-            continue
-        names.setdefault(tensor.group or 0, []).append(tensor.name)
-        value, saved = details.steps.get(tensor.group or 0, (None, None))
-        if isinstance(value, (int, float)):
-            found.append((("optim", "state", tensor.name, "step"), number(value, saved or "float32")))
-        for key, other in kept.get(tensor.group or 0, {}).items():
-            found.append((("optim", "state", tensor.name, key), other))
-    source = next((shard.source for shard in details.shards.values()), None)
-    for index, group in enumerate(details.param_groups):
-        for setting, value in group.items():
-            if setting not in ("params", "param_names"):
-                found.append((("optim", "param_groups", index, setting), _setting(value, setting, source)))
+    for index, group in enumerate(optimizer_groups(inventory)):
+        for name in group.names:
+            if isinstance(group.step, (int, float)):
+                found.append((("optim", "state", name, "step"), number(group.step, group.step_dtype or "float32")))
+            found += [(("optim", "state", name, key), other) for key, other in group.kept.items()]
+        found += [(("optim", "param_groups", index, key), value) for key, value in group.settings.items()]
         # ``get_state_dict`` names the parameters of a group instead of numbering them.
-        found.append((("optim", "param_groups", index, "params"), names.get(index, [])))
+        found.append((("optim", "param_groups", index, "params"), list(group.names)))
     return found
-
-
-def _setting(value: Any, name: str, source: TorchFile | None) -> Any:
-    """A hyperparameter as it was saved; one that is a tensor (a rate that a graph reads) with its value."""
-    if not isinstance(value, TensorRef):
-        return value
-    if source is None or not value.contiguous:
-        raise CheckpointError("a setting of the optimizer cannot be written", where=name, found="a tensor")
-    return Constant(value.dtype, tuple(value.shape), read_bytes(source, value))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ullage.checkpoint.formats.locate import locate
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
 from ullage.checkpoint.formats.trainer_folder import trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
+from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import Inventory, Problem
 from ullage.checkpoint.zero.reading import read_zero
 from ullage.errors import CheckpointError, InputError
@@ -25,7 +26,11 @@ _READERS = {
     "dcp": read_dcp,
 }
 #: The formats that a checkpoint can be converted to.
-FORMATS = ("universal", "safetensors", "dcp", "trainer")
+FORMATS = ("universal", "safetensors", "dcp", "trainer", "zero1", "zero2", "zero3")
+#: Those that are shards of a number of ranks, and their ZeRO stage.
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+#: Files beside the target by which DeepSpeed finds it.
+POINTERS = {"universal": "latest_universal", **dict.fromkeys(STAGES, "latest")}
 
 
 def read(folder: str | Path) -> Inventory:
@@ -44,21 +49,29 @@ def read(folder: str | Path) -> Inventory:
 
 
 def targets(
-    inventory: Inventory, format: str = "universal", *, dtype: str | None = None, optimizer: bool | None = None
+    inventory: Inventory,
+    format: str = "universal",
+    *,
+    dtype: str | None = None,
+    optimizer: bool | None = None,
+    ranks: int | None = None,
 ) -> list[Target]:
     """The files that a conversion would write, without the tensors' bytes. Writes nothing.
 
-    ``dtype`` and ``optimizer`` are those of :func:`ullage.checkpoint.convert`. Raises ``InputError`` for options that
+    ``dtype``, ``optimizer`` and ``ranks`` are those of :func:`ullage.checkpoint.convert`. Raises ``InputError`` for options that
     the format does not have, and ``CheckpointError`` for what it cannot hold: optimizer state that belongs to the
     layout it was saved on, or parameters whose names cannot be names of files.
     """
-    require_format(format)
+    require_format(format, ranks)
     if carries_optimizer(format, optimizer):
         require_none(inventory, optimizer_problems(inventory, format))
     if format == "safetensors":
         return safetensors_targets(inventory, dtype=dtype, optimizer=bool(optimizer))
     if format == "dcp":
         return dcp_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
+    if format in STAGES:
+        carried = optimizer is not False
+        return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
     article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
@@ -67,10 +80,12 @@ def targets(
     return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
 
 
-def require_format(format: str) -> None:
-    """Raise ``InputError`` for a format that nothing can be converted to."""
+def require_format(format: str, ranks: int | None = None) -> None:
+    """Raise ``InputError`` for a format that nothing can be converted to, or that is not of a number of ranks."""
     if format not in FORMATS:
         raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
+    if ranks is not None and format not in STAGES:
+        raise InputError(f"{format} is for any number of ranks", found=f"ranks {ranks}", hint="leave ranks out")
 
 
 def carries_optimizer(format: str, optimizer: bool | None) -> bool:

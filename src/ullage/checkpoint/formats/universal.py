@@ -156,21 +156,29 @@ def _optimizer_file(details: Details) -> Target:
     # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-    return _described("zero/optimizer_state.pt", content, shard.source, shard.file)
+    return described("zero/optimizer_state.pt", content, shard.source, shard.file)
 
 
-def _described(name: str, content: dict[str, Any], source: TorchFile | None, file: int) -> Target:
-    """An archive of what ``source`` describes. Tensors in it are carried over from there."""
+def described(name: str, content: Any, source: TorchFile | None, file: int, more: int = 0) -> Target:
+    """An archive of what ``source`` describes. Tensors in it are carried over from there.
+
+    Args:
+        name: of the file.
+        content: what it holds.
+        source: the file that is described; None where nothing in ``content`` refers to one.
+        file: its number in the inventory.
+        more: bytes of description that ``content`` has beyond what ``source`` describes, at most.
+    """
 
     def stored(ref: TensorRef) -> TensorCopy:
         assert source is not None
         return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
 
-    with _in_file(source):
-        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source))
+    with in_file(source):
+        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source) + more)
 
 
-def _kept(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
+def kept_entries(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
     """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
     # Client state may hold objects that only torch can make. Such an entry is left out, rather than all of the states.
     limit = _limit(model.source)
@@ -184,8 +192,8 @@ def notes_on_left_out(inventory: Inventory) -> list[str]:
     """One note per file of model states with entries that a universal checkpoint leaves out."""
     found = []
     for model in inventory.details.models.values():
-        with _in_file(model.source):
-            _, left_out = _kept(model)
+        with in_file(model.source):
+            _, left_out = kept_entries(model)
         if left_out:
             stages = "any stage" if inventory.written_by.stage == 3 else "stage 3"
             names = ", ".join(left_out[:5])
@@ -199,7 +207,7 @@ def _limit(source: TorchFile | None) -> int:
 
 
 @contextmanager
-def _in_file(source: TorchFile | None) -> Iterator[None]:
+def in_file(source: TorchFile | None) -> Iterator[None]:
     """A context in which an error that names no file names ``source``."""
     try:
         yield
@@ -223,15 +231,15 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         if not stage3:
             # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
             targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
-        with _in_file(model.source):
-            content, _ = _kept(model)
+        with in_file(model.source):
+            content, _ = kept_entries(model)
         if model.module is not None:
             # Trained weights are loaded from zero/; of the module only what no optimizer holds is written again.
             others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
             content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
         names = [whole, slim] if stage3 else [slim]
-        targets += [_described(name, content, model.source, model.file) for name in names]
+        targets += [described(name, content, model.source, model.file) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))

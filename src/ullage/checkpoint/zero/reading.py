@@ -24,7 +24,7 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Group, Inventory, Slice, WrittenBy
 from ullage.checkpoint.zero import modules, plain, shards
 from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.parallel import Patterns
@@ -86,8 +86,35 @@ def read_zero(path: Path) -> Inventory:
             steps,
             _param_groups(first),
             found.uncut,
+            names=_names_in_order(folder, tp)
+            if any(s.round_robin and s.stage < 3 for s in folder.shards.values())
+            else None,
+            wrapper={key: saved[key] for key in WRAPPER if key in saved},
+            global_step=_global_step(folder),
         ),
     )
+
+
+def _names_in_order(folder: Folder, tp: int) -> list[list[str]]:
+    """By parameter group, the names in the order that the optimizer was given, which round robin has changed.
+
+    It deals the parameters out to the ranks, one by one, and lays those of the first rank first.
+    Source: ``_round_robin_reorder`` in ``deepspeed/runtime/zero/stage_1_and_2.py``.
+    """
+    found: dict[int, list[str]] = {}
+    for group in folder.groups:
+        if group.model_rank % tp:
+            continue  # the tensor-parallel ranks of a stage have the same names
+        count = len(group.names)
+        dealt = [place for rank in range(group.num_shards) for place in range(rank, count, group.num_shards)]
+        named = dict(zip(dealt, group.names))
+        found.setdefault(group.index, []).extend(named[place] for place in range(count))
+    return [list(dict.fromkeys(found[index])) for index in sorted(found)]
+
+
+def _global_step(folder: Folder) -> int | None:
+    steps = folder.models[min(folder.models)].root.get("global_steps")
+    return steps if type(steps) is int else None
 
 
 def _first(folder: Folder) -> ShardFile:

@@ -1,0 +1,167 @@
+"""Model states as a DeepSpeed engine loads them, made from the inventory of any format.
+
+What the source's own model states say beside the module (client state, schedule, counters) is carried. Of other sources
+the entries are those that ``DeepSpeedEngine.load_checkpoint`` asks for.
+Source: ``_common_checkpoint_state``, ``_load_checkpoint`` in ``deepspeed/runtime/engine.py`` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from ullage.checkpoint.dtypes import FLOATS
+from ullage.checkpoint.files.archive import Constant, TensorCopy
+from ullage.checkpoint.files.unpickling import Size, TensorRef
+from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup
+from ullage.checkpoint.formats.safetensors import cast_of
+from ullage.checkpoint.formats.universal import kept_entries
+from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.shards import ModelFile
+
+#: The version whose files are written.
+DEEPSPEED = "0.19.8"
+#: What the source's model states say of its own layout, which is not the target's.
+_OWN = ("checkpoint_parallel_dimensions", "frozen_param_fragments")
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The tensors of a checkpoint as an engine divides them.
+
+    Attributes:
+        trained: weights by name; those without elements are not among them.
+        frozen: parameters that no optimizer holds, and trained ones without elements.
+        buffers: of the module.
+        aliases: tied name -> the name that is stored.
+        dtype: of the trained weights in the module; None for that of the masters.
+    """
+
+    trained: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    dtype: str | None
+
+    def weight(self, name: str) -> TensorCopy:
+        """A weight, frozen parameter or buffer as the module holds it."""
+        if name in self.trained:
+            return TensorCopy(self.trained[name], cast_of(self.trained[name], self.dtype))
+        tensor = self.frozen.get(name) or self.buffers[name]
+        return TensorCopy(tensor, tensor.dtype)
+
+
+def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> Parts:
+    """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained."""
+    held: dict[str, dict[str, Tensor]] = {"parameter": {}, "frozen": {}, "buffer": {}}
+    for tensor in inventory.tensors:
+        if tensor.kind == "parameter" and tensor.key != "fp32":
+            continue
+        kind = tensor.kind
+        if kind == "parameter" and not groups and tensor.dtype not in FLOATS:
+            kind = "buffer"
+        elif kind == "parameter" and not tensor.numel:
+            kind = "frozen"  # DeepSpeed keeps a parameter without elements out of its flat buffers
+        held[kind][tensor.name] = tensor
+    return Parts(held["parameter"], held["frozen"], held["buffer"], inventory.aliases, dtype)
+
+
+def module_dtype(inventory: Inventory) -> str | None:
+    """The dtype of the trained weights in the source's module, where it has one."""
+    models = inventory.details.models if isinstance(inventory.details, Details) else {}
+    trained = {t.name for t in inventory.tensors if t.kind == "parameter" and t.numel}
+    for model in models.values():
+        for name, value in (model.module or {}).items():
+            if name in trained and isinstance(value, TensorRef) and value.dtype in FLOATS:
+                return value.dtype
+    return None
+
+
+def lead_model(inventory: Inventory) -> ModelFile | None:
+    """The source's own model states, of its first model rank."""
+    models = inventory.details.models if isinstance(inventory.details, Details) else {}
+    return models[min(models)] if models else None
+
+
+def whole_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
+    """The module with every tensor whole, as engines of stages 1 and 2 load it; tied names stand in it too."""
+    every = [*parts.trained, *parts.frozen, *parts.buffers]
+    held: dict[str, Any] = OrderedDict((name, parts.weight(name)) for name in every)
+    for alias, owner in parts.aliases.items():
+        if owner in held:
+            held[alias] = held[owner]
+    return OrderedDict({**held, **_others(inventory)})
+
+
+def empty_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
+    """The module of stage 3: whole buffers, and parameters without elements."""
+    names = [*parts.trained, *parts.frozen, *(alias for alias in parts.aliases if alias not in parts.buffers)]
+    held: dict[str, Any] = OrderedDict()
+    for name in names:
+        owner = parts.aliases.get(name, name)
+        if owner in parts.trained or owner in parts.frozen:
+            held[name] = Constant(parts.weight(owner).dtype, (0,), b"")
+    held |= {name: parts.weight(name) for name in parts.buffers}
+    return OrderedDict({**held, **_others(inventory)})
+
+
+def _others(inventory: Inventory) -> dict[str, Any]:
+    """Entries of the source's module that are no tensors."""
+    model = lead_model(inventory)
+    held = (model.module if model else None) or {}
+    return {name: value for name, value in held.items() if not isinstance(value, TensorRef)}
+
+
+def states(
+    inventory: Inventory, parts: Parts, module: dict[str, Any], flats: list[list[str]], stage: int, ranks: int
+) -> dict[str, Any]:
+    """The content of a file of model states.
+
+    Args:
+        inventory: the source.
+        parts: its tensors, divided.
+        module: as the engine loads it.
+        flats: the names in each flat buffer, in the order of memory.
+        stage: the ZeRO stage of the engine.
+        ranks: data-parallel ranks of the engine.
+    """
+    model, details = lead_model(inventory), inventory.details
+    step = _global_step(inventory)
+    content: dict[str, Any] = {
+        "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step,
+    }  # fmt: skip
+    if model is not None:
+        content |= {key: value for key, value in kept_entries(model)[0].items() if key not in _OWN}
+    if isinstance(details, Details) and details.scheduler is not None:
+        content["lr_scheduler"] = details.scheduler
+    shapes = [OrderedDict((name, Size(parts.trained[name].shape)) for name in names) for names in flats]
+    frozen = OrderedDict((name, Size(tensor.shape)) for name, tensor in parts.frozen.items())
+    return content | {
+        "module": module,
+        "buffer_names": list(parts.buffers),
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": frozen if stage > 1 else None,
+        "shared_params": parts.aliases,
+        "frozen_param_fragments": None,
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "ds_config": run_config(stage, parts),
+        "ds_version": DEEPSPEED,
+    }
+
+
+def run_config(stage: int, parts: Parts) -> dict[str, Any]:
+    """The configuration that such a checkpoint is of, as far as its files depend on it."""
+    zero = {"stage": stage, "round_robin_gradients": False}
+    return {"zero_optimization": zero, "bf16": {"enabled": parts.dtype == "bfloat16"}}
+
+
+def _global_step(inventory: Inventory) -> int:
+    details = inventory.details
+    if isinstance(details, Details) and details.global_step is not None:
+        return details.global_step
+    numbers = [step for step in inventory.steps.values() if isinstance(step, (int, float))]
+    return int(max(numbers, default=0))
