@@ -29,7 +29,6 @@ from ullage.checkpoint.conversion.meeting import Meeting, remove_other
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
-from ullage.checkpoint.formats import universal
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
 from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
@@ -113,8 +112,7 @@ def convert(
     targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer, ranks=ranks)
     require_paths(targets, target)
     report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
-    if format == "universal":
-        report.notes += universal.notes_on_left_out(inventory)
+    report.notes += formats.notes(inventory, format)
     report.num_tensors = sum(len(t.payloads) for t in targets)
     report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
     report.world_size, report.workers = share[1], workers or default_workers()

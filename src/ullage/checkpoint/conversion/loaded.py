@@ -25,8 +25,8 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.formats import dcp, safetensors, trainer_folder, universal
-from ullage.checkpoint.formats.table import STAGES
+from ullage.checkpoint.formats import dcp, safetensors, trainer_folder
+from ullage.checkpoint.formats.table import STAGES, universal_files
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
 from ullage.checkpoint.zero.modules import whole_tensor
@@ -37,9 +37,9 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
     """Compare all that a loader of ``theirs`` reads beside the tensors with what ``ours`` would be converted to."""
     found = FileComparison(ours, theirs)
     try:
-        if theirs.format == "universal" and ours.format == "zero":
+        if theirs.format == "universal":
             found.universal()
-        elif theirs.format == "safetensors":
+        elif theirs.format in ("safetensors", "trainer"):
             if not trainer_folder.is_adapter(theirs.folder):
                 found.safetensors()
             if found.options.get("format") == "trainer":
@@ -124,7 +124,7 @@ class FileComparison:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        for planned in universal.universal_targets(self.ours):
+        for planned in universal_files(self.ours):
             path = self.folder / planned.name
             if not path.is_file():
                 if self.options or not self._is_ours_alone(planned.name):
@@ -185,7 +185,7 @@ class FileComparison:
         """Indexes and headers agree with the files that are there; small files are the source's."""
         said = {"model": {"format": "pt", **safetensors.weights_header(self.ours)}}
         stems = {"model": "model"}
-        if has_optimizer(self.theirs):
+        if has_optimizer(self.theirs) and self.theirs.format == "safetensors":
             said["optimizer"] = {"format": "pt", **safetensors.optimizer_header(self.ours)}
             stems["optimizer"] = "optimizer/optimizer"
         for which, stem in stems.items():
@@ -226,7 +226,7 @@ class FileComparison:
         if not isinstance(listed, dict) or listed.get("weight_map") != where:
             self._add("the index names other tensors or files than are there", name)
         elif self.options:
-            total = sum(t.num_bytes for t in self.theirs.tensors if (t.key == "fp32") == (stem == "model"))
+            total = sum(t.num_bytes for t in self.theirs.tensors if _is_state(t) == (stem != "model"))
             held = metadata.mapping(listed.get("metadata"), "metadata", name)
             wanted = {"total_size": total, **{k: v for k, v in said.items() if k != "format"}}
             if held != wanted:
@@ -318,6 +318,10 @@ class FileComparison:
         # torch's loader goes by the chunks, our reader by the places: a chunk without a place is seen only here.
         if chunks and sorted(chunks) != sorted(place.offsets for place in places):
             self._add(f"{flat} has chunks without a place", ".metadata")
+
+
+def _is_state(tensor: Tensor) -> bool:
+    return tensor.kind == "parameter" and tensor.key != "fp32"
 
 
 def _compared(planned: Any, found: Any, where: str) -> Walk:

@@ -47,6 +47,10 @@ _ENTRIES = ("TensorStorageMetadata", "BytesStorageMetadata")
 CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 
+#: The item that lists the names of buffers.
+BUFFERS = ("ullage", "buffers")
+
+
 class _Writer:
     """Archives laid end to end in files, with the entries of ``.metadata`` for each."""
 
@@ -171,6 +175,9 @@ def items(
     found: list[tuple[tuple[Any, ...], Any]] = [
         (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights
     ]
+    buffers = [tensor.name for tensor in inventory.tensors if tensor.kind == "buffer"]
+    # torch keeps buffers and frozen parameters alike; a loader of the model asks for neither name.
+    found += [(BUFFERS, buffers)] if buffers else []
     return found + _optimizer_items(inventory) if optimizer else found
 
 

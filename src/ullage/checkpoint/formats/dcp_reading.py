@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile, as_number
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.formats.dcp import Place, read_metadata
+from ullage.checkpoint.formats import run_files
+from ullage.checkpoint.formats.dcp import BUFFERS, Place, read_metadata
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor, WrittenBy
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table
@@ -36,13 +37,15 @@ def read_dcp(folder: Path) -> Inventory:
     """
     _, entries, places = read_metadata(folder)
     reading = _DcpReading(folder, entries, places)
+    aliases = reading.aliases()
     for flat, entry in entries.items():
-        reading.add(flat, entry)
-    details = Details({}, {}, reading.steps_by_group(), reading.settings)
+        if flat.removeprefix("model.") not in aliases:
+            reading.add(flat, entry)
+    details = reading.details()
     listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in reading.files)
     return Inventory(
         folder, "dcp", _written_by(folder), listed, tuple(map(reading.placed, reading.tensors)),
-        steps={group: value for group, (value, _) in details.steps.items()},
+        steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         read_problems=tuple(reading.problems),
         records={file: _by_offset(parts) for file, parts in reading.records.items()},
         details=details,
@@ -63,8 +66,12 @@ class _DcpReading:
     #: by parameter: the step, and its dtype as it was saved
     steps: dict[str, tuple[Any, str | None]] = field(default_factory=dict)
 
+    #: by group: numbers of the state beside the step
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self.settings = self._settings()
+        self.buffers = self._buffers()
         names = [group.get("params") for group in self.settings]
         self._group_of = {
             name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
@@ -72,10 +79,12 @@ class _DcpReading:
 
     def add(self, flat: str, entry: Inert) -> None:
         """Read one item: a tensor, a step, or a setting, which was read before."""
-        if entry.name != "TensorStorageMetadata":
-            return
         if flat.startswith("optim.state.") and flat.endswith(".step"):
             self._add_step(flat)
+            return
+        if flat.startswith("optim.state.") and entry.name != "TensorStorageMetadata":
+            self._add_number(flat)
+        if entry.name != "TensorStorageMetadata":
             return
         name_key = _parameter(flat)
         if name_key is None:
@@ -137,6 +146,43 @@ class _DcpReading:
                     self.problems.append(Problem.of_error(error, place.file, parameter=flat))
         return [found[index] for index in sorted(found)]
 
+    def aliases(self) -> dict[str, str]:
+        """Tied names -> the name that is stored, of names whose places are the same."""
+        owners: dict[Any, str] = {}
+        found: dict[str, str] = {}
+        named = [flat for flat in self.entries if flat.startswith("model.") and self.places.get(flat)]
+        # Of two names, the one that the optimizer knows.
+        for flat in sorted(named, key=lambda flat: flat.removeprefix("model.") not in self._group_of):
+            place = tuple(sorted((p.file, p.offset, p.length) for p in self.places[flat]))
+            owner = owners.setdefault(place, flat.removeprefix("model."))
+            if owner != flat.removeprefix("model."):
+                found[flat.removeprefix("model.")] = owner
+        return found
+
+    def details(self) -> Details:
+        """What the folder says beside tensors."""
+        names = [list(metadata.sequence(group.get("params"), "params", ".metadata")) for group in self.settings]
+        named = all(isinstance(name, str) for listed in names for name in listed)
+        return Details(
+            {}, {}, self.steps_by_group(), self.settings, names=names if named else None, numbers=self.numbers,
+            scheduler=run_files.schedule(self.folder), buffers_known=self.buffers is not None,
+            global_step=run_files.steps_taken(self.folder),
+        )  # fmt: skip
+
+    def _buffers(self) -> frozenset[str] | None:
+        for place in self.places.get(".".join(BUFFERS), [])[:1]:
+            listed = place.open(self.folder).root
+            return frozenset(metadata.names(listed, ".".join(BUFFERS), str(self.folder)))
+        return None
+
+    def _add_number(self, flat: str) -> None:
+        name, _, key = flat.removeprefix("optim.state.").rpartition(".")
+        for place in self.places.get(flat, [])[:1]:
+            source = place.open(self.folder)
+            number = as_number(source.root, source)
+            if number is not None:
+                self.numbers.setdefault(self._group_of.get(name, 0), {})[key] = number
+
     def steps_by_group(self) -> dict[int, tuple[Any, str | None]]:
         """The step of each group; a group whose parameters are at several steps is a problem."""
         steps: dict[int, tuple[Any, str | None]] = {}
@@ -149,6 +195,8 @@ class _DcpReading:
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor with its group; what is in no group of an optimizer that has some, is frozen or a buffer."""
+        if tensor.name in (self.buffers or ()) and tensor.key == "fp32":
+            return replace(tensor, key="buffer", kind="buffer")
         group = self._group_of.get(tensor.name)
         if group is not None or not self._group_of or tensor.key != "fp32":
             return Tensor(**{**vars(tensor), "group": group})

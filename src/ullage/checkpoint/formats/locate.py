@@ -24,7 +24,8 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
     found = _format(folder)
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
-    if found and not (found == "safetensors" and any((folder / pointer).is_file() for pointer in _POINTERS)):
+    pointed = any((folder / pointer).is_file() for pointer in _POINTERS)
+    if found and not (found in ("safetensors", "trainer") and pointed):
         return folder, found
     inner = folder / MODEL_AND_OPTIMIZER
     if not found and inner.is_dir() and _format(inner) == "dcp":
@@ -63,6 +64,8 @@ def _format(folder: Path) -> str | None:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():
         return "universal"
+    if "optimizer.pt" in names and any(n.startswith("model") and n.endswith(".safetensors") for n in names):
+        return "trainer"
     if any(n.endswith(".safetensors") for n in names):
         return "safetensors"
     return "dcp" if ".metadata" in names else None

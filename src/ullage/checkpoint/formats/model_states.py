@@ -14,12 +14,13 @@ from typing import Any
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.archive import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup
+from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, states_by_name
 from ullage.checkpoint.formats.safetensors import cast_of
 from ullage.checkpoint.formats.universal import kept_entries
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.shards import ModelFile
+from ullage.errors import CheckpointError
 
 #: The version whose files are written.
 DEEPSPEED = "0.19.8"
@@ -54,7 +55,11 @@ class Parts:
 
 
 def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> Parts:
-    """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained."""
+    """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained.
+
+    Raises ``CheckpointError`` for optimizer state of a parameter that is in no group.
+    """
+    named, stateful = {name for group in groups for name in group.names}, states_by_name(inventory)
     held: dict[str, dict[str, Tensor]] = {"parameter": {}, "frozen": {}, "buffer": {}}
     for tensor in inventory.tensors:
         if tensor.kind == "parameter" and tensor.key != "fp32":
@@ -62,6 +67,11 @@ def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGrou
         kind = tensor.kind
         if kind == "parameter" and not groups and tensor.dtype not in FLOATS:
             kind = "buffer"
+        elif kind == "parameter" and groups and tensor.name not in named:
+            if tensor.name in stateful:
+                where = f"{inventory.folder}, parameter {tensor.name}"
+                raise CheckpointError("a parameter with optimizer state is in no group of the optimizer", where=where)
+            kind = "frozen"
         elif kind == "parameter" and not tensor.numel:
             kind = "frozen"  # DeepSpeed keeps a parameter without elements out of its flat buffers
         held[kind][tensor.name] = tensor
@@ -92,7 +102,7 @@ def whole_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
     for alias, owner in parts.aliases.items():
         if owner in held:
             held[alias] = held[owner]
-    return OrderedDict({**held, **_others(inventory)})
+    return OrderedDict({**held, **others(inventory)})
 
 
 def empty_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
@@ -104,10 +114,10 @@ def empty_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
         if owner in parts.trained or owner in parts.frozen:
             held[name] = Constant(parts.weight(owner).dtype, (0,), b"")
     held |= {name: parts.weight(name) for name in parts.buffers}
-    return OrderedDict({**held, **_others(inventory)})
+    return OrderedDict({**held, **others(inventory)})
 
 
-def _others(inventory: Inventory) -> dict[str, Any]:
+def others(inventory: Inventory) -> dict[str, Any]:
     """Entries of the source's module that are no tensors."""
     model = lead_model(inventory)
     held = (model.module if model else None) or {}
@@ -115,7 +125,12 @@ def _others(inventory: Inventory) -> dict[str, Any]:
 
 
 def states(
-    inventory: Inventory, parts: Parts, module: dict[str, Any], flats: list[list[str]], stage: int, ranks: int
+    inventory: Inventory,
+    parts: Parts,
+    module: dict[str, Any],
+    flats: list[list[str]],
+    ranks: int,
+    config: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of a file of model states.
 
@@ -124,18 +139,17 @@ def states(
         parts: its tensors, divided.
         module: as the engine loads it.
         flats: the names in each flat buffer, in the order of memory.
-        stage: the ZeRO stage of the engine.
         ranks: data-parallel ranks of the engine.
+        config: that of the run.
     """
-    model, details = lead_model(inventory), inventory.details
+    model = lead_model(inventory)
     step = _global_step(inventory)
     content: dict[str, Any] = {
         "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step,
     }  # fmt: skip
     if model is not None:
         content |= {key: value for key, value in kept_entries(model)[0].items() if key not in _OWN}
-    if isinstance(details, Details) and details.scheduler is not None:
-        content["lr_scheduler"] = details.scheduler
+    content["lr_scheduler"] = schedule_of(inventory)
     shapes = [OrderedDict((name, Size(parts.trained[name].shape)) for name in names) for names in flats]
     frozen = OrderedDict((name, Size(tensor.shape)) for name, tensor in parts.frozen.items())
     return content | {
@@ -143,14 +157,34 @@ def states(
         "buffer_names": list(parts.buffers),
         "optimizer": None,
         "param_shapes": shapes,
-        "frozen_param_shapes": frozen if stage > 1 else None,
+        "frozen_param_shapes": frozen,
         "shared_params": parts.aliases,
         "frozen_param_fragments": None,
         "dp_world_size": ranks,
         "mp_world_size": 1,
-        "ds_config": run_config(stage, parts),
+        "ds_config": config,
         "ds_version": DEEPSPEED,
     }
+
+
+def schedule_of(inventory: Inventory) -> Any:
+    """The state of the learning rate's schedule; None where the source has none."""
+    details, model = inventory.details, lead_model(inventory)
+    if isinstance(details, Details) and details.scheduler is not None:
+        return details.scheduler
+    return model.root.get("lr_scheduler") if model else None
+
+
+def notes_on_missing(inventory: Inventory) -> list[str]:
+    """A note where an engine with a schedule would miss its state."""
+    if schedule_of(inventory) is not None:
+        return []
+    return ["the source has no state of a schedule: load with load_lr_scheduler_states=False, or without a scheduler"]
+
+
+def description_bytes(inventory: Inventory) -> int:
+    """Bytes of the description of a file at most: each name stands in a few lists, with a shape and a tensor."""
+    return sum(8 * len(tensor.name) + 4096 for tensor in inventory.tensors)
 
 
 def run_config(stage: int, parts: Parts) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.checkpoint.formats.optimizer_groups import optimizer_groups
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
 from ullage.checkpoint.zero.details import Details, kept_by_group
 from ullage.errors import CheckpointError, InputError
@@ -69,12 +72,14 @@ def weights_targets(inventory: Inventory, stem: str, tensors: dict[str, Tensor])
 
 
 def weights_header(inventory: Inventory) -> dict[str, str]:
-    """Metadata in the header of a file of weights: the tied names."""
-    return {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
+    """Metadata in the header of a file of weights: the tied names, and which tensors are buffers."""
+    said = {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
+    buffers = [tensor.name for tensor in inventory.tensors if tensor.kind == "buffer"]
+    return said | ({"buffers": json.dumps(buffers)} if buffers else {})
 
 
 def optimizer_header(inventory: Inventory) -> dict[str, str]:
-    """Metadata in the header of a file of optimizer state: by group, the step and other numbers."""
+    """Metadata in the header of a file of optimizer state: by group, the step, other numbers, and its settings."""
     steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
     said = {"steps": json.dumps(steps)}
     kept = kept_by_group(inventory.details) if isinstance(inventory.details, Details) else {}
@@ -82,7 +87,37 @@ def optimizer_header(inventory: Inventory) -> dict[str, str]:
         str(group): {key: value for key, value in held.items() if isinstance(value, (bool, int, float, str))}
         for group, held in kept.items()
     }
-    return said | ({"numbers": json.dumps(numbers)} if numbers else {})
+    said |= {"numbers": json.dumps(numbers)} if numbers else {}
+    groups = [
+        {
+            "names": list(group.names),
+            "step_dtype": group.step_dtype,
+            "settings": {key: _said(value) for key, value in group.settings.items() if _is_plain(value)},
+        }
+        for group in optimizer_groups(inventory)
+    ]
+    return said | ({"param_groups": json.dumps(groups)} if groups else {})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _said(value: Any) -> Any:
+    """A plain setting as JSON, which has no tuples: ``{"tuple": [...]}`` stands for one."""
+    if isinstance(value, (list, tuple)):
+        items = [_said(item) for item in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    return value
+
+
+def _meant(value: Any) -> Any:
+    """The setting that :func:`_said` wrote."""
+    if isinstance(value, dict):
+        return tuple(map(_meant, metadata.sequence(value.get("tuple"), "a setting", "param_groups")))
+    return [_meant(item) for item in value] if isinstance(value, list) else value
 
 
 def companions(inventory: Inventory) -> list[Target]:
@@ -146,6 +181,7 @@ def read_safetensors(folder: Path) -> Inventory:
     files: list[File] = []
     tensors: dict[tuple[str, str], Tensor] = {}
     problems: list[Problem] = []
+    said: dict[str, Any] = {}
     for path in weight_files(folder):
         name = str(path.relative_to(folder))
         try:
@@ -170,9 +206,74 @@ def read_safetensors(folder: Path) -> Inventory:
                 problems.append(Problem("two files hold one tensor", name, parameter=tensor.name))
             tensors[tensor.name, tensor.key] = tensor
         files.append(File(name, size, "weights"))
+        held = header.get("__metadata__")
+        said |= held if isinstance(held, dict) else {}
+    try:
+        details, aliases = _details(said, set(dict(tensors)))
+    except CheckpointError as error:
+        problems.append(Problem.of_error(error))
+        details, aliases = Details({}, {}, {}, [], buffers_known=False), {}
+    buffers = set(_parsed(said, "buffers", [])) if details.buffers_known else set()
+    trained = {name for names in details.names or [] for name in names}
+    group_of = {name: index for index, names in enumerate(details.names or []) for name in names}
+    named = [replace(t, kind="buffer", key="buffer") if t.name in buffers else t for t in tensors.values()]
     return Inventory(
-        folder, "safetensors", WrittenBy(), tuple(files), tuple(tensors.values()), read_problems=tuple(problems)
-    )
+        folder, "safetensors", WrittenBy(), tuple(files),
+        tuple(replace(t, group=group_of.get(t.name)) for t in divided(named, trained)),
+        steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
+        read_problems=tuple(problems), details=details,
+    )  # fmt: skip
+
+
+def divided(tensors: Iterable[Tensor], trained: set[str]) -> list[Tensor]:
+    """The tensors, with those that are in no group of an optimizer as frozen parameters, where there are groups."""
+    return [
+        replace(t, kind="frozen", key="frozen")
+        if trained and t.kind == "parameter" and t.key == "fp32" and t.name not in trained
+        else t
+        for t in tensors
+    ]
+
+
+def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details, dict[str, str]]:
+    """What the headers say beside tensors: groups, steps and numbers; and tied names. Raises ``CheckpointError``."""
+    where = "the metadata of the headers"
+    aliases = metadata.shared_params(_parsed(said, "aliases", {}), where)
+    steps = metadata.mapping(_parsed(said, "steps", {}), "steps", where)
+    numbers = metadata.mapping(_parsed(said, "numbers", {}), "numbers", where)
+    given = metadata.sequence(_parsed(said, "param_groups", []), "param_groups", where)
+    groups = [metadata.mapping(group, "param_groups", where) for group in given]
+    names = [metadata.names(group.get("names"), "names of param_groups", where) for group in groups]
+    metadata.names(_parsed(said, "buffers", []), "buffers", where)
+    strange = sorted(name for listed in names for name in listed if (name, "fp32") not in held)
+    if strange:
+        raise metadata.malformed("param_groups", where, "names of weights", strange[0])
+    settings = [
+        {key: _meant(value) for key, value in metadata.mapping(group.get("settings"), "settings", where).items()}
+        for group in groups
+    ]
+    found: dict[int, tuple[Any, str | None]] = {}
+    for index, group in enumerate(groups):
+        step, dtype = steps.get(str(index)), group.get("step_dtype")
+        if isinstance(step, (int, float)):
+            found[index] = step, dtype if isinstance(dtype, str) else None
+    kept = {
+        index: metadata.mapping(numbers.get(str(index)), "numbers", where)
+        for index in range(len(groups))
+        if str(index) in numbers
+    }
+    known = "buffers" in said or not groups
+    return Details({}, {}, found, settings, names=names, numbers=kept, buffers_known=known), aliases
+
+
+def _parsed(said: dict[str, Any], key: str, default: Any) -> Any:
+    """An entry of a header's metadata, which is JSON in a string. Raises ``CheckpointError``."""
+    if key not in said:
+        return default
+    try:
+        return json.loads(said[key])
+    except (ValueError, RecursionError, TypeError):
+        raise metadata.malformed(key, "the metadata of the headers", "JSON", said[key]) from None
 
 
 def weight_files(folder: Path) -> list[Path]:

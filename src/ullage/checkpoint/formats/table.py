@@ -8,12 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.formats import model_states, trainer_folder, universal
 from ullage.checkpoint.formats.dcp import dcp_targets
 from ullage.checkpoint.formats.dcp_reading import read_dcp
 from ullage.checkpoint.formats.locate import locate
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
 from ullage.checkpoint.formats.trainer_folder import trainer_targets
+from ullage.checkpoint.formats.trainer_reading import read_trainer
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
+from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import Inventory, Problem
 from ullage.checkpoint.zero.reading import read_zero
@@ -24,6 +27,7 @@ _READERS = {
     "universal": read_universal,
     "safetensors": read_safetensors,
     "dcp": read_dcp,
+    "trainer": read_trainer,
 }
 #: The formats that a checkpoint can be converted to.
 FORMATS = ("universal", "safetensors", "dcp", "trainer", "zero1", "zero2", "zero3")
@@ -37,8 +41,8 @@ def read(folder: str | Path) -> Inventory:
     """The inventory of a checkpoint: logical tensors and their fragments, parallel sizes, paddings.
 
     ``folder`` is the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder; or ``checkpoint-N`` of
-    ``ullage.engines.fsdp.Trainer``, which has such a folder in it. No tensor data is read, and no
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder; or ``checkpoint-N`` of a Trainer,
+    with ``optimizer.pt`` or a folder of these in it. No tensor data is read, and no
     code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for expert files, and for a file that asks to run
@@ -58,9 +62,9 @@ def targets(
 ) -> list[Target]:
     """The files that a conversion would write, without the tensors' bytes. Writes nothing.
 
-    ``dtype``, ``optimizer`` and ``ranks`` are those of :func:`ullage.checkpoint.convert`. Raises ``InputError`` for options that
-    the format does not have, and ``CheckpointError`` for what it cannot hold: optimizer state that belongs to the
-    layout it was saved on, or parameters whose names cannot be names of files.
+    ``dtype``, ``optimizer`` and ``ranks`` are those of :func:`ullage.checkpoint.convert`. Raises ``InputError`` for
+    options that the format does not have, and ``CheckpointError`` for what it cannot hold: optimizer state that belongs
+    to the layout it was saved on, or parameters whose names cannot be names of files.
     """
     require_format(format, ranks)
     if carries_optimizer(format, optimizer):
@@ -77,7 +81,23 @@ def targets(
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
     if dtype is not None:
         raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
-    return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
+    return universal_files(inventory) if format == "universal" else trainer_targets(inventory)
+
+
+def universal_files(inventory: Inventory) -> list[Target]:
+    """The files of a universal checkpoint: of shards with their own model states, else made anew."""
+    if inventory.format == "zero" and inventory.written_by.stage:
+        return universal_targets(inventory)
+    return universal_targets_of_any(inventory)
+
+
+def notes(inventory: Inventory, format: str) -> list[str]:
+    """Facts about a conversion to ``format`` that hinder nothing: what the source lacks, or the target leaves out."""
+    if format == "trainer":
+        return trainer_folder.notes_on_missing(inventory)
+    if format == "universal" and inventory.format == "zero" and inventory.written_by.stage:
+        return universal.notes_on_left_out(inventory)
+    return model_states.notes_on_missing(inventory) if format in POINTERS else []
 
 
 def require_format(format: str, ranks: int | None = None) -> None:

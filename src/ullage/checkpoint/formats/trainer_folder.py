@@ -1,4 +1,4 @@
-"""The folder that a plain Trainer resumes from, without DeepSpeed: what ``ullage.engines.fsdp`` saved, put together.
+"""The folder that a plain Trainer resumes from, without DeepSpeed, from the inventory of any format with an optimizer.
 
     model.safetensors        the weights; of a PEFT model, adapter_model.safetensors with those of the adapter
     optimizer.pt             state by number, in the order of the groups, and their hyperparameters
@@ -10,53 +10,65 @@ Source: transformers 5.23 ``trainer.py``, ``_save_optimizer_and_scheduler`` and 
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files.archive import Target, TensorCopy, archive
-from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.checkpoint.formats.model_states import schedule_of
+from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
+from ullage.checkpoint.formats.run_files import TRAINER_STATE, text_of
 from ullage.checkpoint.formats.safetensors import companions, weights_targets
+from ullage.checkpoint.formats.trainer_reading import SCHEDULER
 from ullage.checkpoint.formats.universal import number
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.inventory import Inventory
 from ullage.errors import CheckpointError
 
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
-_COPIED = ("trainer_state.json", "adapter_config.json")
-#: States beside model and optimizer, as the engine writes them.
-_STATES = "ullage_states.json"
+_COPIED = (TRAINER_STATE, "adapter_config.json")
 _LIMIT = 64 << 20
 
 
 def trainer_targets(inventory: Inventory) -> list[Target]:
     """The files of the folder, without the tensors' bytes.
 
-    Raises ``CheckpointError`` for a source that is not what the engine's Trainer saved.
+    Raises ``CheckpointError`` for a source whose optimizer has no groups by name.
     """
-    state = _text(inventory.folder, _COPIED[0])
-    told = _text(inventory.folder, _STATES)
-    scheduler = json.loads(told).get("scheduler") if told is not None else None
-    if inventory.format != "dcp" or state is None or scheduler is None:
+    groups = optimizer_groups(inventory)
+    if not groups:
         raise CheckpointError(
-            "only what ullage.engines.fsdp.Trainer saved becomes a Trainer's checkpoint",
+            "a Trainer's checkpoint has the groups of an optimizer, and this one holds none",
             where=str(inventory.folder),
-            expected=f"checkpoint-N with model_and_optimizer, {_COPIED[0]} and a scheduler",
-            found=inventory.format,
+            found=f"{inventory.format} without them",
+            hint="convert the weights alone, with --to safetensors",
         )
-    adapter = _text(inventory.folder, "adapter_config.json")
-    weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
+    adapter = text_of(inventory.folder, "adapter_config.json")
     if adapter is None:
+        weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
         targets = weights_targets(inventory, "model", {t.name: t for t in weights})
     else:
         targets = weights_targets(inventory, "adapter_model", {t.name: t for t in adapter_of(inventory).tensors})
-    targets += [optimizer_target(inventory), archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT)]
+    targets.append(optimizer_target(inventory, groups))
+    scheduler = schedule_of(inventory)
+    if scheduler is not None:
+        targets.append(archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT))
     for name in _COPIED:
-        text = _text(inventory.folder, name)
+        text = text_of(inventory.folder, name)
         if text is not None:
             targets.append(Target(name, len(text), texts=((0, text),)))
     return targets + companions(inventory)
+
+
+def notes_on_missing(inventory: Inventory) -> list[str]:
+    """Notes on what transformers' Trainer asks for and the source does not have."""
+    found = []
+    if schedule_of(inventory) is None:
+        found.append(f"the source has no state of a schedule: without {SCHEDULER}, Trainer loads no optimizer either")
+    if text_of(inventory.folder, TRAINER_STATE) is None:
+        found.append(
+            f"the source has no {TRAINER_STATE}, which Trainer resumes by; optimizer.pt is a torch optimizer's"
+        )
+    return found
 
 
 def adapter_of(inventory: Inventory) -> Inventory:
@@ -70,35 +82,21 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_model.safetensors").is_file()
 
 
-def optimizer_target(inventory: Inventory) -> Target:
-    """``optimizer.pt``: the optimizer's ``state_dict``, parameters numbered through the groups."""
-    details = inventory.details
-    assert isinstance(details, Details)
-    states: dict[str, list[Tensor]] = {}
-    for tensor in inventory.tensors:
-        if tensor.kind == "parameter" and tensor.key != "fp32":
-            states.setdefault(tensor.name, []).append(tensor)
-    groups: list[dict[str, Any]] = []
+def optimizer_target(inventory: Inventory, groups: list[OptimizerGroup]) -> Target:
+    """``optimizer.pt``: the optimizer's ``state_dict``, parameters numbered through the groups, which name them too."""
+    states = states_by_name(inventory)
+    listed: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     count = 0
-    for index, group in enumerate(details.param_groups):
-        names = group.get("params") or []
-        value, dtype = details.steps.get(index, (None, None))
-        for k, name in enumerate(names, start=count):
-            if name in states:
-                step = {} if value is None else {"step": number(value, dtype)}
-                state[k] = step | {t.key: TensorCopy(t, t.dtype) for t in states[name]}
-        groups.append(
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [*range(count, count + len(names))]}
-        )
-        count += len(names)
-    return archive("optimizer.pt", {"state": state, "param_groups": groups}, stem="optimizer", limit=_LIMIT)
-
-
-def _text(folder: Path, name: str) -> bytes | None:
-    """A small file in the folder, or in the checkpoint around it."""
-    for place in (folder, folder.parent):
-        if (place / name).is_file():
-            with as_checkpoint_error(str(place / name)):
-                return (place / name).read_bytes()
-    return None
+    for group in groups:
+        for k, name in enumerate(group.names, start=count):
+            step = {} if group.step is None else {"step": number(group.step, group.step_dtype)}
+            held = states.get(name, {})
+            # A parameter that was never stepped has no state; an optimizer that counts alone has a step for each.
+            if held or not states:
+                state[k] = step | group.kept | {key: TensorCopy(t, t.dtype) for key, t in held.items()}
+        numbers = [*range(count, count + len(group.names))]
+        listed.append({**group.settings, "params": numbers, "param_names": list(group.names)})
+        count += len(group.names)
+    state = {k: held for k, held in state.items() if held}
+    return archive("optimizer.pt", {"state": state, "param_groups": listed}, stem="optimizer", limit=_LIMIT)

@@ -20,7 +20,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,13 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number,
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
+from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import kept_whole
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, kept_whole
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -70,7 +71,7 @@ def universal_targets(inventory: Inventory) -> list[Target]:
             hint="convert it with --to safetensors or --to dcp",
         )
     laid_out: dict[Any, Target] = {}
-    targets = [_state_file(tensor, laid_out) for tensor in inventory.tensors]
+    targets = [state_file(tensor, laid_out=laid_out) for tensor in inventory.tensors]
     targets += _step_files(inventory)
     targets.append(_optimizer_file(details))
     targets += _model_files(inventory, details)
@@ -96,10 +97,13 @@ def safe_name(name: str) -> str:
     return name
 
 
-def _state_file(tensor: Tensor, laid_out: dict[Any, Target]) -> Target:
-    """The file of one state. Files of one shape differ in their bytes alone: ``laid_out`` holds one of each kind."""
+def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Target] | None = None) -> Target:
+    """The file of one state of a parameter, or of a frozen parameter or buffer; ``kind`` where it is not its own.
+
+    Files of one shape differ in their bytes alone: ``laid_out`` holds one of each sort.
+    """
     # What no optimizer holds has one state, its value, under the name that loaders of weights look for.
-    stem = tensor.key if tensor.kind == "parameter" else "fp32"
+    stem = tensor.key if (kind or tensor.kind) == "parameter" else "fp32"
     copy = TensorCopy(tensor, tensor.dtype)
     content: dict[str, Any] = {"param": copy}
     for key, value in tensor.extra.items():
@@ -108,10 +112,11 @@ def _state_file(tensor: Tensor, laid_out: dict[Any, Target]) -> Target:
             value = Instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
         content[key] = value
     name = f"zero/{safe_name(tensor.name)}/{safe_name(stem)}.pt"
-    kind = (stem, tensor.shape, tensor.dtype, repr(tensor.extra))
-    if kind not in laid_out:
-        laid_out[kind] = archive(name, content, stem=stem)
-    return archive_like(laid_out[kind], name, content, copy)
+    laid_out = {} if laid_out is None else laid_out
+    sort = (stem, tensor.shape, tensor.dtype, repr(tensor.extra))
+    if sort not in laid_out:
+        laid_out[sort] = archive(name, content, stem=stem)
+    return archive_like(laid_out[sort], name, content, copy)
 
 
 def number(value: Any, dtype: str | None) -> Any:
@@ -251,10 +256,11 @@ def read_universal(folder: Path) -> Inventory:
     found = _Reading(folder)
     models = found.models()
     groups = [shapes for model in models for shapes in model.param_shapes or []]
-    settings = found.settings()
-    # The n-th entry of ``param_shapes`` is taken for the n-th parameter group only where the numbers agree.
-    one_to_one = len(models) == 1 and len(groups) == len(settings)
-    group_of = {name: i for i, named in enumerate(groups) for name in named} if one_to_one else {}
+    saved = found.optimizer()
+    settings = saved.groups
+    # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers.
+    one_to_one = len(models) == 1 and len(groups) == len(saved.group_of)
+    group_of = {name: g for g, named in zip(saved.group_of, groups) for name in named} if one_to_one else {}
     shapes = {name: shape for named in groups for name, shape in named.items()}
     for path in sorted((folder / "zero").glob("*/*.pt")):
         found.add(path, shapes, group_of)
@@ -265,15 +271,65 @@ def read_universal(folder: Path) -> Inventory:
     optimizer_problems = []
     if not one_to_one:
         what = "which parameter belongs to which group of the optimizer is not in the files"
-        size = f"{len(groups)} groups of parameters, {len(settings)} of settings"
+        size = f"{len(groups)} groups of parameters, {len(saved.group_of)} of settings"
         optimizer_problems.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
+    optimizer_problems += saved.problems
+    weights = {t.name for t in found.tensors if t.key == "fp32"}
+    names: list[list[str]] = [[] for _ in settings]
+    dealt = [_in_order(list(named), models[0]) for named in groups] if one_to_one else []
+    for group, listed in zip(saved.group_of, dealt):
+        names[group] += [name for name in listed if name in weights]
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
     return Inventory(
         folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
+        aliases={a: o for model in models for a, o in model.aliases.items() if o in {t.name for t in found.tensors}},
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
         read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
-        details=Details({}, {}, steps, settings),
+        details=Details(
+            {}, {0: models[0]} if len(models) == 1 else {}, steps, settings, names=names if one_to_one else None,
+            numbers=saved.numbers, settings_file=saved.source, wrapper=saved.wrapper,
+        ),
     )  # fmt: skip
+
+
+def _in_order(names: list[str], model: ModelFile) -> list[str]:
+    """The names of a flat buffer in the order of the optimizer that the model states are of."""
+    config = model.root.get("ds_config")
+    dealt = shards.round_robin(config) and config["zero_optimization"].get("stage") in (1, 2)
+    return undealt(names, max(1, model.dp_world_size or 1)) if dealt else names
+
+
+@dataclass
+class _SavedOptimizer:
+    """What ``optimizer_state.pt`` says: hyperparameters by group, the group of each flat buffer, and numbers."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    group_of: list[int] = field(default_factory=list)
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    wrapper: dict[str, Any] = field(default_factory=dict)
+    source: TorchFile | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> _SavedOptimizer:
+        """Read the file. Raises ``CheckpointError``."""
+        where, source = str(path), read_torch_file(path)
+        root = metadata.mapping(source.root, "the content", where)
+        saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
+        groups = [metadata.mapping(group, "param_groups", where) for group in saved]
+        found = cls(groups, source=source, wrapper={key: root[key] for key in WRAPPER if key in root})
+        for index, group in enumerate(groups):
+            found.group_of += [index] * len(metadata.sequence(group.get("params"), "params of param_groups", where))
+        inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
+        state = metadata.mapping(inner.get("state"), "state", where)
+        for flat, index in enumerate(found.group_of):
+            for key, value in metadata.mapping(state.get(flat), "state", where).items():
+                if isinstance(value, TensorRef) and value.shape and key != "step":
+                    what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
+                    found.problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
+                elif key != "step" and value is not None:
+                    found.numbers.setdefault(index, {})[key] = as_number(value, source)
+        return found
 
 
 class _Reading:
@@ -284,6 +340,7 @@ class _Reading:
         self.files: list[File] = []
         self.tensors: list[Tensor] = []
         self.problems: list[Problem] = []
+        self.buffers: frozenset[str] = frozenset()
         self.records: dict[int, Int64] = {}
         self.steps: dict[str, tuple[Any, str | None]] = {}
 
@@ -301,23 +358,22 @@ class _Reading:
         """The model states: of the stages below 3 where there are some."""
         paths = sorted(self.folder.glob("*mp_rank_*_model_states.pt"))
         whole = [p for p in paths if p.name.startswith("mp_rank_")] or [p for p in paths if "zero_pp_rank_0_" in p.name]
-        files = [File(p.name, p.stat().st_size, "model", 0, 0) for p in whole]
-        # The number of the file is 0 for all: nothing is read from them but shapes.
-        read = [self._tried(p, partial(shards.read_model, self.folder, 0, f)) for p, f in zip(whole, files)]
-        return [model for model, _ in filter(None, read)]
+        found = []
+        for path in whole:
+            file = File(path.name, path.stat().st_size, "model", 0, 0)
+            read = self._tried(path, partial(shards.read_model, self.folder, len(self.files), file))
+            if read is not None:
+                found.append(read[0])
+                self.buffers |= read[0].buffer_names
+                self.records[len(self.files)] = record_table(read[1])
+                self.files.append(file)
+        return found
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Hyperparameters by group."""
+    def optimizer(self) -> _SavedOptimizer:
+        """The content of ``optimizer_state.pt``; empty where there is none, or none that can be read."""
         path = self.folder / "zero" / "optimizer_state.pt"
-        if not path.is_file():
-            return []
-
-        def read() -> list[dict[str, Any]]:
-            root = metadata.mapping(read_torch_file(path).root, "the content", str(path))
-            saved = metadata.sequence(root.get("param_groups"), "param_groups", str(path))
-            return [metadata.mapping(group, "param_groups", str(path)) for group in saved]
-
-        return self._tried(path, read) or []
+        found = self._tried(path, partial(_SavedOptimizer.read, path)) if path.is_file() else None
+        return found or _SavedOptimizer()
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
         """Read one state file, or the step, of a parameter, and add what it holds."""
@@ -336,7 +392,7 @@ class _Reading:
             self.problems.append(Problem("a state file without a tensor", where, parameter=name))
             return
         # ``param_shapes`` lists what an optimizer trains; without model states, everything counts as trained.
-        kind = "parameter" if name in shapes or not shapes else "frozen"
+        kind = "parameter" if name in shapes or not shapes else "buffer" if name in self.buffers else "frozen"
         shape = tuple(ref.shape)
         if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat
             shape = shapes.get(name, shape)

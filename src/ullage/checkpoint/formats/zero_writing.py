@@ -19,6 +19,7 @@ DeepSpeed 0.19.8; ``_create_fp16_sub_groups`` for sub-groups.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,8 +75,7 @@ def zero_targets(
 
 def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target:
     model = model_states.lead_model(inventory)
-    # Each name stands in a few lists, with a shape and a tensor.
-    more = sum(8 * len(tensor.name) + 4096 for tensor in inventory.tensors)
+    more = model_states.description_bytes(inventory)
     return described(name, content, model.source if model else None, model.file if model else 0, more)
 
 
@@ -104,9 +104,6 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
         )
     if not groups:
         return _Writer(inventory, stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
-    left_out = sorted(set(parts.trained) - {name for group in groups for name in group.names})
-    if left_out:
-        raise CheckpointError("a parameter is in no group of the optimizer", where=f"{where}, parameter {left_out[0]}")
     states = states_by_name(inventory) if optimizer else {}
     return _Writer(inventory, stage, ranks, parts, groups, states, optimizer)
 
@@ -126,7 +123,7 @@ class _Flat:
         pieces = self.group.pieces
         order = np.lexsort((pieces.shard_start, pieces.shard))
         ends = np.searchsorted(pieces.shard[order], np.arange(self.group.num_shards + 1))
-        return [order[low:high] for low, high in zip(ends, ends[1:])]
+        return [order[low:high] for low, high in itertools.pairwise(ends)]
 
     def partition(self, rank: int, key: str, tensors: dict[str, Tensor], numel: int | None = None) -> TensorCopy:
         """One rank's part of one state, as a tensor of one dim; padding is zero. ``numel``: elements to keep of it."""
@@ -297,7 +294,10 @@ class _Writer:
         names = [flat.names for flat in self.flats]
         make = model_states.whole_module if rank is None else model_states.empty_module
         module = make(self.inventory, self.parts)
-        content = model_states.states(self.inventory, self.parts, module, names, self.stage, self.ranks)
+        config = model_states.run_config(self.stage, self.parts)
+        content = model_states.states(self.inventory, self.parts, module, names, self.ranks, config)
+        if self.stage < 2:
+            content["frozen_param_shapes"] = None
         if self.stage > 1:
             content["frozen_param_fragments"] = OrderedDict(
                 (name, self.parts.weight(name) if rank is None else self._fragment(rank, tensor))

@@ -63,6 +63,16 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
     return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
 
 
+def undealt(names: list[str], ranks: int) -> list[str]:
+    """The parameters of a group in the order that the optimizer was given, from the order of memory under round robin.
+
+    Round robin deals the parameters out to the ranks, one by one, and lays those of the first rank first.
+    Source: ``_round_robin_reorder`` in ``deepspeed/runtime/zero/stage_1_and_2.py``.
+    """
+    dealt = [place for rank in range(ranks) for place in range(rank, len(names), ranks)]
+    return [name for _, name in sorted(zip(dealt, names))]
+
+
 def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]) -> tuple[str, list[Fragments]]:
     """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
     # 1. Where the flat tensor of each rank lies; numel is -1 for a rank that lacks it.

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import as_number
 from ullage.checkpoint.files.unpickling import TensorRef
+from ullage.checkpoint.formats.torch_optimizer import read_numbered, unnamed
 from ullage.checkpoint.inventory import Inventory, Problem, Tensor, WrittenBy
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.details import Details
@@ -22,7 +22,6 @@ from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.joining import parallel_sizes
 from ullage.checkpoint.zero.parallel import Patterns
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 
 
 def is_plain(folder: Folder) -> bool:
@@ -48,7 +47,7 @@ def read_plain(folder: Folder) -> Inventory:
     # No optimizer has claimed anything yet, so all parameters were read as frozen; here they are the weights.
     weights = [replace(t, key="fp32", kind="parameter") if t.kind == "frozen" else t for t in held]
     folder.notes.append("no ZeRO (stage 0): the weights are those of the module")
-    states, details, problems = _optimizer(lead, weights) if tp * pp == 1 else ([], None, [_unnamed(lead, "ranks")])
+    states, details, problems = _optimizer(lead, weights) if tp * pp == 1 else ([], None, [unnamed(lead.name, "ranks")])
     if details is None:
         details = Details({}, {0: lead}, {}, [])
     if not lead.root.get("optimizer"):
@@ -89,68 +88,14 @@ def _grouped(weights: list[Tensor], states: list[Tensor]) -> list[Tensor]:
     return [replace(t, group=groups[t.name]) if t.name in groups else t for t in weights]
 
 
-def _unnamed(model: ModelFile, found: str) -> Problem:
-    return Problem(
-        "the optimizer's state is saved by number, and nothing says which parameter has which",
-        model.name,
-        expected="an optimizer that was given names, or weights of different shapes",
-        found=found,
-        hint=WEIGHTS_ONLY,
-    )
-
-
 def _optimizer(model: ModelFile, weights: list[Tensor]) -> tuple[list[Tensor], Details | None, list[Problem]]:
     """The optimizer's state by name: its tensors and settings, or why it cannot be had."""
-    where = model.source.path
-    saved = metadata.mapping(model.root.get("optimizer"), "optimizer", where)
+    saved = metadata.mapping(model.root.get("optimizer"), "optimizer", model.source.path)
     if not isinstance(saved.get("param_groups"), (list, tuple)):  # of an FP16 or BF16 optimizer: flat, unnamed
-        return [], None, [_unnamed(model, "an optimizer for mixed precision")]
-    state = metadata.mapping(saved.get("state"), "state of the optimizer", where)
-    groups = [metadata.mapping(g, "param_groups", where) for g in saved["param_groups"]]
-    named = _names_of(groups, state, {t.name: t for t in weights if t.kind == "parameter"}, where)
-    if isinstance(named, str):
-        return [], None, [_unnamed(model, named)]
-    tensors: list[Tensor] = []
-    steps: dict[int, tuple[Any, str | None]] = {}
-    shapes = {t.name: t.shape for t in weights}
-    for identity, (name, group) in named.items():
-        for key, value in metadata.mapping(state.get(identity), "state of the optimizer", where).items():
-            number = as_number(value, model.source)
-            if key == "step" and number is not None:
-                step = number, value.dtype if isinstance(value, TensorRef) else None
-                if steps.setdefault(group, step) != step:
-                    return [], None, [replace(_unnamed(model, name), what="parameters of one group are at two steps")]
-            elif isinstance(key, str) and isinstance(value, TensorRef) and tuple(value.shape) == shapes[name]:
-                made = modules.whole_tensor(name, key, value, model.file, model.source, "parameter")
-                tensors.append(replace(made, group=group))
-            elif value is not None:
-                what = f"optimizer state {metadata.brief(key)} does not have the shape of its parameter"
-                return [], None, [replace(_unnamed(model, name), what=what, expected=None)]
-    settings = [{**g, "params": [i]} for i, g in enumerate(groups)]
-    return tensors, Details({}, {0: model}, steps, settings), []
-
-
-def _names_of(
-    groups: list[dict[str, Any]], state: dict[Any, Any], weights: dict[str, Tensor], where: str
-) -> dict[int, tuple[str, int]] | str:
-    """Parameter and group by number of the state; a text that says what was found, where they cannot be known."""
-    ids = [(i, g) for g, group in enumerate(groups) for i in metadata.integers(group.get("params"), "params", where)]
-    given = [n for group in groups for n in metadata.names(group.get("param_names"), "param_names", where)]
-    # The names of a group stand in the order of its numbers.
-    if len(given) == len(ids) and set(given) <= set(weights) and len(set(given)) == len(given):
-        return {i: (name, g) for (i, g), name in zip(ids, given)}
-    # Without names, a state belongs to the one weight that has its shape.
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name, tensor in weights.items():
-        by_shape.setdefault(tensor.shape, []).append(name)
-    found: dict[int, tuple[str, int]] = {}
-    for i, g in ids:
-        held = metadata.mapping(state.get(i), "state of the optimizer", where)
-        # Of states such as exp_avg, which have the shape of their parameter; a step of one element tells nothing.
-        shapes = {tuple(v.shape) for k, v in held.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
-        names = by_shape.get(next(iter(shapes)), []) if len(shapes) == 1 else []
-        if len(names) != 1:
-            return f"{len(names)} weights of shape {list(next(iter(shapes)))}" if len(shapes) == 1 else "no state"
-        found[i] = names[0], g
-    # Two states that found one weight: then the shapes do not tell them apart after all.
-    return found if len({name for name, _ in found.values()}) == len(found) else "weights of one shape"
+        return [], None, [unnamed(model.name, "an optimizer for mixed precision")]
+    trained = {t.name: t for t in weights if t.kind == "parameter"}
+    found = read_numbered(saved, trained, model.source, model.file, model.name)
+    if found.problem is not None:
+        return [], None, [found.problem]
+    details = Details({}, {0: model}, found.steps, found.groups, names=found.names, numbers=found.numbers)
+    return found.tensors, replace(details, settings_file=model.source), []

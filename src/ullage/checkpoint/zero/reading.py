@@ -28,7 +28,7 @@ from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.parallel import Patterns
-from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group
+from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
 from ullage.checkpoint.zero.shards import ShardFile
 from ullage.checkpoint.zero.states import Uncut, compare_uncut
 from ullage.errors import CheckpointError
@@ -66,6 +66,7 @@ def read_zero(path: Path) -> Inventory:
     if unused := patterns.unused():
         folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
     steps = _steps(folder)
+    dealt = any(shard.round_robin and shard.stage < 3 for shard in folder.shards.values())
     return Inventory(
         folder=path,
         format="zero",
@@ -86,9 +87,7 @@ def read_zero(path: Path) -> Inventory:
             steps,
             _param_groups(first),
             found.uncut,
-            names=_names_in_order(folder, tp)
-            if any(s.round_robin and s.stage < 3 for s in folder.shards.values())
-            else None,
+            names=_names_in_order(folder, tp) if dealt else None,
             wrapper={key: saved[key] for key in WRAPPER if key in saved},
             global_step=_global_step(folder),
         ),
@@ -96,19 +95,12 @@ def read_zero(path: Path) -> Inventory:
 
 
 def _names_in_order(folder: Folder, tp: int) -> list[list[str]]:
-    """By parameter group, the names in the order that the optimizer was given, which round robin has changed.
-
-    It deals the parameters out to the ranks, one by one, and lays those of the first rank first.
-    Source: ``_round_robin_reorder`` in ``deepspeed/runtime/zero/stage_1_and_2.py``.
-    """
+    """By parameter group, the names in the order that the optimizer was given, which round robin has changed."""
     found: dict[int, list[str]] = {}
     for group in folder.groups:
         if group.model_rank % tp:
             continue  # the tensor-parallel ranks of a stage have the same names
-        count = len(group.names)
-        dealt = [place for rank in range(group.num_shards) for place in range(rank, count, group.num_shards)]
-        named = dict(zip(dealt, group.names))
-        found.setdefault(group.index, []).extend(named[place] for place in range(count))
+        found.setdefault(group.index, []).extend(undealt(list(group.names), group.num_shards))
     return [list(dict.fromkeys(found[index])) for index in sorted(found)]
 
 

@@ -225,7 +225,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
         paddings=metadata.integers(optimizer.get("group_paddings"), "group_paddings", where),
         alignments=[metadata.integers(group, "param_alignment_paddings", where) for group in paddings],
         mappings=[_mapping(group, where) for group in mappings],
-        round_robin=_round_robin(source.root.get("ds_config")),
+        round_robin=round_robin(source.root.get("ds_config")),
         scaled=_scaled(optimizer.get("loss_scaler")),
         group_of=groups,
         settings=settings,
@@ -323,7 +323,8 @@ def _scaled(scaler: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _round_robin(config: Any) -> bool | None:
+def round_robin(config: Any) -> bool | None:
+    """Whether a configuration of DeepSpeed asks for ``round_robin_gradients``; None where it does not tell."""
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         return None
     return bool(config["zero_optimization"].get("round_robin_gradients", False))

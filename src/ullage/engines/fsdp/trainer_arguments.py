@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ullage.engines.fsdp.trainer_checkpoint import decaying_first
+from ullage.checkpoint.formats.torch_optimizer import decaying_first
 from ullage.errors import InputError
 from ullage.training.arguments import AUTO
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
+from ullage.checkpoint.formats.torch_optimizer import decaying_first
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
 from ullage.engines.fsdp.optimizer_state import IMPLEMENTATION
@@ -31,14 +31,6 @@ def is_trainer_checkpoint(folder: Path) -> bool:
     if (folder / ".metadata").is_file() or (folder / "latest").is_file():
         return False
     return any(folder.glob("*model*.safetensors"))
-
-
-def decaying_first(model: Any) -> list[list[str]]:
-    """The trained parameters by name in the two groups of Trainer's optimizer: those that decay, and the others."""
-    # The method reads nothing of its object, so it needs no Trainer.
-    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [[name for name in trained if (name in decayed) is chosen] for chosen in (True, False)]
 
 
 class TrainerCheckpoint:
