@@ -32,7 +32,7 @@ class File:
 
     name: str
     num_bytes: int
-    kind: Literal["optimizer", "model", "layer", "weights"]
+    kind: Literal["optimizer", "model", "layer", "weights", "expert"]
     dp_rank: int | None = None
     model_rank: int | None = None
 
@@ -203,6 +203,7 @@ class Group:
         shard_size: elements that each rank holds; what no piece covers is padding.
         num_shards: number of data-parallel ranks.
         booked: padding by rank as the files book it, for the record: nothing is computed from it.
+        ep_rank: of experts, the expert-parallel rank whose experts these are; the shards are those that hold them.
     """
 
     index: int
@@ -212,6 +213,7 @@ class Group:
     shard_size: int
     num_shards: int
     booked: tuple[int, ...] = ()
+    ep_rank: int | None = None
 
     @property
     def size(self) -> int:
@@ -231,13 +233,17 @@ class Group:
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """The run that wrote the checkpoint: ZeRO stage, class of the optimizer wrapper, number of dp, tp and pp ranks."""
+    """The run that wrote the checkpoint: ZeRO stage, class of the optimizer wrapper, number of dp, tp and pp ranks.
+
+    ``ep``: sizes of expert parallelism, ascending; several where layers of experts differ, none without experts.
+    """
 
     stage: int | None = None
     wrapper: str = ""
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:

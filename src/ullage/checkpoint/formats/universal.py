@@ -233,11 +233,16 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             f"mp_rank_{model_rank:02d}_model_states.pt",
             f"zero_pp_rank_0_mp_rank_{model_rank:02d}_model_states.pt",
         )
-        if not stage3:
-            # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
-            targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         with in_file(model.source):
             content, _ = kept_entries(model)
+        if model_rank in details.shapes:
+            # With experts the file names those of one rank, and has the weights of none.
+            content["param_shapes"] = [OrderedDict(named) for named in details.shapes[model_rank]]
+            targets.append(described(whole, content, model.source, model.file))
+            content = dict(content)
+        elif not stage3:
+            # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
+            targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
         if model.module is not None:
             # Trained weights are loaded from zero/; of the module only what no optimizer holds is written again.
             others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}

@@ -7,6 +7,7 @@ from typing import Any
 
 from ullage.checkpoint.files.metadata import comparable
 from ullage.checkpoint.inventory import Problem
+from ullage.checkpoint.zero.expert_parts import Part
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
 
@@ -103,18 +104,22 @@ def require_agreement(folder: Folder) -> None:
     )
 
 
-def compare_mappings(folder: Folder, model_rank: int, mine: dict[int, ShardFile]) -> None:
-    """Compare ``param_slice_mappings`` with the layout. A mapping is never followed, only compared."""
+def compare_mappings(folder: Folder, parts: list[Part]) -> None:
+    """Compare ``param_slice_mappings`` with the layout. A mapping is never followed, only compared.
+
+    ``parts``: the flat buffers of one model rank.
+    """
     wrong: list[tuple[ShardFile, int, str]] = []
     total = 0
-    for group in (g for g in folder.groups if g.model_rank == model_rank):
+    for part in parts:
+        group, names = part.group, list(part.local)
         expected: dict[int, dict[str, tuple[int, int]]] = {}
         pieces = group.pieces
         for item, rank, length, start in zip(
             pieces.item.tolist(), pieces.shard.tolist(), pieces.length.tolist(), pieces.shard_start.tolist()
         ):
-            expected.setdefault(rank, {})[group.names[item]] = (length, start)
-        for rank, shard in mine.items():
+            expected.setdefault(rank, {})[names[item]] = (length, start)
+        for rank, shard in part.mine.items():
             if group.index >= len(shard.mappings):
                 continue
             # Entries of length 0 say nothing: the layout has no piece there.

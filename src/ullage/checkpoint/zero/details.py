@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ullage.checkpoint.files.torchfile import TorchFile
+from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Uncut, kept_whole
 
@@ -38,6 +39,8 @@ class Details:
     buffers_known: bool = True
     #: steps taken by the run, where the files say so
     global_step: int | None = None
+    #: by model rank with experts: ``param_shapes`` with the experts of all ranks, which the files have of one
+    shapes: dict[int, list[Shapes]] = field(default_factory=dict)
 
 
 def kept_by_group(details: Details) -> dict[int, dict[str, Any]]:

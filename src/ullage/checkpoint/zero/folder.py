@@ -11,7 +11,8 @@ import numpy as np
 
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
 from ullage.checkpoint.inventory import Group, Problem
-from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero import experts, shards
+from ullage.checkpoint.zero.experts import ExpertFile
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
@@ -26,6 +27,7 @@ class Folder:
         files: those whose names are known; elsewhere a file is named by its number in this list.
         shards: optimizer files by (model rank, data-parallel rank).
         models: files of model states by (model rank, data-parallel rank).
+        experts: files of experts' weights by (model rank, layer, expert).
         records: by file, offset, bytes and CRC-32 of each record, see :func:`record_table`.
         problems: what is wrong.
         notes: what is worth a line and hinders nothing.
@@ -36,6 +38,7 @@ class Folder:
     files: list[Any]
     shards: dict[tuple[int, int], ShardFile] = field(default_factory=dict)
     models: dict[tuple[int, int], ModelFile] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], ExpertFile] = field(default_factory=dict)
     records: dict[int, Int64] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,6 +58,8 @@ def read_files(folder: Folder) -> None:
         try:
             if file.kind == "optimizer":
                 return shards.read_shard(folder.path, index, file)
+            if file.kind == "expert":
+                return experts.read_expert(folder.path, index, file)
             return shards.read_model(folder.path, index, file) if file.kind == "model" else None
         except RefusedFile:
             raise
@@ -74,12 +79,16 @@ def read_files(folder: Folder) -> None:
             continue
         parsed, source = result
         strangers |= dict.fromkeys(source.strangers)
-        table: dict[tuple[int, int], Any] = folder.shards if isinstance(parsed, ShardFile) else folder.models
+        table: dict[tuple[int, ...], Any]
+        if isinstance(parsed, ExpertFile):
+            table, key = folder.experts, (parsed.model_rank, parsed.layer, parsed.expert)
+        else:
+            table = folder.shards if isinstance(parsed, ShardFile) else folder.models
+            key = (parsed.model_rank, parsed.dp_rank)
         # Files of one rank, such as zero_pp_rank_0 and bf16_zero_pp_rank_0: nothing tells which of them is current.
-        key = (parsed.model_rank, parsed.dp_rank)
         if key in table:
             both = f"{table[key].name} and {parsed.name}"
-            folder.problems.append(Problem("two files claim one rank", both, parsed.dp_rank))
+            folder.problems.append(Problem("two files claim one rank", both, file.dp_rank))
             continue
         table[key] = parsed
         folder.records[index] = record_table(source)

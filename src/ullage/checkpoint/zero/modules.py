@@ -7,6 +7,7 @@ saves its layers in files of their own, under the names that its parameters have
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,7 +33,12 @@ def aliases_of(folder: Folder) -> dict[str, str]:
 
 
 def frozen_and_buffers(
-    folder: Folder, world: int, tp: int, patterns: Patterns, trained: set[str]
+    folder: Folder,
+    world: int,
+    tp: int,
+    patterns: Patterns,
+    trained: set[str],
+    others: Iterable[tuple[int, Tensor]] = (),
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first.
 
@@ -42,6 +48,7 @@ def frozen_and_buffers(
         tp: number of tensor-parallel ranks.
         patterns: how the slices of a name join.
         trained: names of the parameters that an optimizer holds.
+        others: tensors of other files, each with its model rank.
 
     Returns the tensors, and the pairs of frozen parameters that two pipeline stages hold.
     """
@@ -60,6 +67,8 @@ def frozen_and_buffers(
             _sort_in(folder, tensor, frozen, whole, model_rank, tp)
     for tp_rank, tensor in _of_layers(folder, trained):
         _sort_in(folder, tensor, frozen, whole, tp_rank, tp)
+    for model_rank, tensor in others:
+        _sort_in(folder, tensor, frozen, whole, model_rank, tp)
     tensors, twins = join_stages(folder, frozen, patterns, tp, "frozen")
     return [*tensors, *whole.values()], twins
 

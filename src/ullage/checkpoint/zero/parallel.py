@@ -186,7 +186,10 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         # The bands stay those of the padded whole: rows beyond ``shape`` are simply never read.
         shape = (min(shape[0], patterns.vocab_size), *shape[1:])
         extra["vocab_tensor"] = True
-    # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
+    # 3. Stacks of experts: the loader takes the rows of its rank.
+    if shape and patterns.match("expert_parameter", name):
+        extra |= {"is_expert_param": True, "ep_num_experts": shape[0]}
+    # 4. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
     if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
         joined = _flattened(slices, merge, math.prod(shape), item_bytes)
         return Joined(shape, (Slice(slices[0].model_rank, shape, joined),), Merge(), extra)

@@ -17,14 +17,20 @@ book all padding on the last rank, read the same, because the booking is not use
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Group, Inventory, Slice, WrittenBy
-from ullage.checkpoint.zero import modules, plain, shards
+from ullage.checkpoint.files.metadata import Shapes
+from ullage.checkpoint.files.torchfile import RefusedFile
+from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, WrittenBy
+from ullage.checkpoint.zero import expert_weights, modules, plain, shards
 from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.zero.details import WRAPPER, Details
+from ullage.checkpoint.zero.expert_parts import Part, dense_ranks, experts_of, parts_of
+from ullage.checkpoint.zero.experts import layers_of
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.parallel import Patterns
@@ -40,16 +46,21 @@ def read_zero(path: Path) -> Inventory:
     folder = Folder(path, shards.sort_files(path))
     read_files(folder)
     if plain.is_plain(folder):
+        if folder.experts:
+            raise RefusedFile("experts without ZeRO are not supported", where=str(path))
         return plain.read_plain(folder)
     first = _first(folder)
-    world = max(first.world, default=0)
+    lead = folder.models[min(folder.models)]
+    world = dense_ranks(first, lead.dp_world_size)
     model_ranks = sorted({m for m, _ in folder.shards} | {m for m, _ in folder.models})
     tp, pp = parallel_sizes(folder, len(model_ranks))
     require_plausible(folder, "ranks hold a shard", world, len({d for _, d in folder.shards}))
     require_ranks(folder, world, range(tp * pp))
     require_agreement(folder)
+    for model in folder.models.values():
+        model.aliases |= expert_weights.router_copies(model)
     saved = first.root.get("optimizer_state_dict", {})
-    info = folder.models[min(folder.models)].info or saved.get("universal_checkpoint_info")
+    info = lead.info or saved.get("universal_checkpoint_info")
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
     if tp > 1 and not info:
         folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
@@ -59,7 +70,9 @@ def read_zero(path: Path) -> Inventory:
         _read_model_rank(folder, model_rank, world, tp, found)
     tensors, twins = join_stages(folder, found.slices, patterns, tp)
     # 3. Tensors that no optimizer holds.
-    untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, {name for name, _ in found.slices})
+    trained = {name for name, _ in found.slices}
+    more_files = expert_weights.untrained(folder, trained)
+    untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, trained, more_files)
     modules.note_left_out_parameters(folder)
     if patterns.info.get("affine_map"):
         folder.notes.append("affine_map is ignored: slices join by the lists of patterns that the file also has")
@@ -70,7 +83,7 @@ def read_zero(path: Path) -> Inventory:
     return Inventory(
         folder=path,
         format="zero",
-        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp),
+        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp, tuple(sorted(found.ep))),
         files=tuple(folder.files),
         tensors=(*tensors, *untrained),
         groups=tuple(folder.groups),
@@ -90,6 +103,7 @@ def read_zero(path: Path) -> Inventory:
             names=_names_in_order(folder, tp) if dealt else None,
             wrapper={key: saved[key] for key in WRAPPER if key in saved},
             global_step=_global_step(folder),
+            shapes=found.shapes,
         ),
     )
 
@@ -136,10 +150,14 @@ class _Found:
     Attributes:
         slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
         uncut: by model rank, the state that is not cut like the weights.
+        ep: sizes of expert parallelism.
+        shapes: by model rank with experts, the shapes of all parameters by group.
     """
 
     slices: Stages = field(default_factory=dict)
     uncut: dict[int, Uncut] = field(default_factory=dict)
+    ep: set[int] = field(default_factory=set)
+    shapes: dict[int, list[Shapes]] = field(default_factory=dict)
 
 
 def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
@@ -167,23 +185,60 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     if not mine:
         return
     lead = mine[min(mine)]
-    groups = [_group(folder, index, model_rank, named, mine, world) for index, named in enumerate(shapes)]
+    experts = experts_of(model, layers_of(folder, model, tp))
+    if experts.layers and lead.stage == 3:
+        raise RefusedFile("experts at ZeRO stage 3 are not supported", where=f"{folder.path / model.name}")
+    parts: list[Part] = []
+    for index, named in enumerate(shapes):
+        cut = partial(_group, folder, index, model_rank)
+        parts += parts_of(folder, index, named, mine, world, experts, cut)
+    groups = [part.group for part in parts]
     folder.groups += groups
+    found.ep |= experts.sizes
+    if experts.sizes:
+        found.shapes[model_rank] = [
+            {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}
+            for index in range(len(shapes))
+        ]
     uncut = found.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
     folder.notes += uncut.notes
-    for group, named in zip(groups, shapes):
-        for key in lead.flats[group.index]:
+    for part in parts:
+        for key in lead.flats[part.group.index]:
             # State that is no partition has no place in the layout; ``kept_whole`` carries it.
-            if key in uncut.keys:
-                continue
-            dtype, fragments = fragments_of(folder, group, key, mine)
-            for name, pieces in zip(named, fragments):
-                # A model rank is pipeline stage · tp + tensor-parallel rank.
-                parts = found.slices.setdefault((name, key), {}).setdefault(model_rank // tp, {})
-                parts[model_rank % tp] = (Slice(model_rank, named[name], pieces), dtype, lead.group_of[group.index])
+            if key not in uncut.keys:
+                _add_slices(folder, part, key, tp, found.slices)
     # Stage 3 writes no mappings.
     if lead.stage < 3:
-        compare_mappings(folder, model_rank, mine)
+        compare_mappings(folder, parts)
+
+
+def _add_slices(folder: Folder, part: Part, key: str, tp: int, slices: Stages) -> None:
+    """Add one state of the parameters of a flat buffer to ``slices``; a stack of experts has a part in several.
+
+    Args:
+        folder: gets the problems.
+        part: the flat buffer.
+        key: which state of it.
+        tp: number of tensor-parallel ranks.
+        slices: gets the slices, and more fragments of those that it has.
+    """
+    group, lead = part.group, part.mine[min(part.mine)]
+    if key not in lead.flats[group.index]:
+        folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
+        return
+    dtype, fragments = fragments_of(folder, group, key, part.mine)
+    for placed, pieces in zip(part.placed, fragments):
+        # A model rank is pipeline stage · tp + tensor-parallel rank.
+        there = slices.setdefault((placed.name, key), {}).setdefault(group.model_rank // tp, {})
+        whole = placed.moved(pieces, ITEM_BYTES[dtype])
+        if placed.rows is not None and group.model_rank % tp in there:
+            known, other, _ = there[group.model_rank % tp]
+            if other != dtype:
+                folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
+                continue
+            whole = Fragments.join([known.fragments, whole])
+        made = Slice(group.model_rank, placed.shape, whole)
+        there[group.model_rank % tp] = (made, dtype, lead.group_of[group.index])
 
 
 def _group(

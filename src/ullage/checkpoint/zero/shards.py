@@ -6,6 +6,7 @@ Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor-
     mp_rank_{MP}_model_states.pt                             the module, stages 1 and 2
     zero_pp_rank_{DP}_mp_rank_{MP}_model_states.pt           the module, stage 3
     layer_{L}-model_{TP}-model_states.pt                     layers of a pipeline module
+    layer_{L}_expert_{E}_mp_rank_{MP}_model_states.pt        experts, see ``experts``
 
 Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19.
 """
@@ -23,6 +24,7 @@ from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
+from ullage.checkpoint.zero import experts
 from ullage.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -30,9 +32,6 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 #: Group 1: number of the layer; group 2: tensor-parallel rank.
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_EXPERT = re.compile(r"layer_\d+_expert_\d+_.*|expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*")
-
-
 #: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
 _SMALL_STATE = 1 << 16
 
@@ -115,15 +114,8 @@ class ModelFile:
 
 
 def sort_files(folder: Path) -> list[File]:
-    """The files of a ZeRO folder whose names are known, by kind. Raises ``CheckpointError`` for expert files."""
+    """The files of a ZeRO folder whose names are known, by kind. Raises ``CheckpointError`` for experts of old."""
     files = []
-    experts = sorted(p.name for p in folder.iterdir() if _EXPERT.fullmatch(p.name))
-    if experts:
-        raise RefusedFile(
-            "a mixture of experts: its expert files are not supported",
-            where=f"{folder}: {experts[0]}" + (f" and {len(experts) - 1} more" if len(experts) > 1 else ""),
-            hint="convert it with DeepSpeed's own converter",
-        )
     # By number, not by letter: rank 2 comes before rank 10.
     for path in sorted(
         folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
@@ -140,6 +132,16 @@ def sort_files(folder: Path) -> list[File]:
             files.append(File(name, size, "model", int(match[1]), int(match[2])))
         elif match := LAYER.fullmatch(name):
             files.append(File(name, size, "layer", 0, int(match[2])))
+        elif match := experts.WEIGHTS.fullmatch(name):
+            files.append(File(name, size, "expert", None, int(match[3])))
+        elif match := experts.OPTIMIZER.fullmatch(name):
+            files.append(File(name, size, "expert", None, int(match[2])))
+        elif experts.UNNUMBERED.fullmatch(name):
+            raise RefusedFile(
+                "a mixture of experts of a version that does not number its layers is not supported",
+                where=f"{folder}: {name}",
+                hint="load it with the version that wrote it, and save it with a newer one",
+            )
     return files
 
 
@@ -149,13 +151,7 @@ def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFi
     root, where = source.root, str(folder / file.name)
     if not isinstance(root, dict) or "module" not in root:
         raise CheckpointError("not model states: no module in it", where=where)
-    for key in ("ds_autoep_layers", "autoep_layers", "num_experts"):
-        if root.get(key):
-            raise RefusedFile(
-                f"a mixture of experts ({key}) is not supported",
-                where=where,
-                hint="convert it with DeepSpeed's own converter",
-            )
+    experts.require_known(root, where)
     given = root.get("param_shapes")
     given = [given] if isinstance(given, dict) else given
     degrees = metadata.mapping(root.get("checkpoint_parallel_dimensions"), "checkpoint_parallel_dimensions", where)
@@ -188,7 +184,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
     if not isinstance(optimizer, dict):
         raise CheckpointError("not a ZeRO shard: no optimizer_state_dict in it", where=where)
     if optimizer.get("ds_zero_partition_groups"):
-        raise RefusedFile("a mixture of experts (ds_zero_partition_groups) is not supported", where=where)
+        raise RefusedFile("a mixture of experts at ZeRO stage 3 (ds_zero_partition_groups) is not supported", where=where)
     stage = _stage(optimizer, where)
     # The master weights of this rank, flat: of each parameter group, or at stage 3 of each sub-group.
     masters = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
