@@ -14,6 +14,9 @@ stage 3: hyperparameters of group 0 for all       gives each group its own
 stage 3: only exp_avg and exp_avg_sq are loaded   loads whatever state the checkpoint has (momentum, or none)
 stages 1, 2, BF16_Optimizer: IndexError on a      lets that rank take an empty fragment
 rank whose partition of a group is all padding
+MoE layers: an expert is looked up by its number  looks it up by its number among all, so any size of expert
+on the rank; groups take the names of the run     parallelism fits; groups keep the names of this run
+that wrote the checkpoint
 a parameter that is missing or of another shape   every rank checks everything first and all raise together
 raises on its owner, and the other ranks hang
 ===============================================  ==================================================================
@@ -40,6 +43,7 @@ import torch.distributed as dist
 from ullage.errors import CheckpointError, InputError
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.agreement import gather
+from ullage.training.expert_names import expert_names, group_names
 from ullage.training.universal import (
     groups_name,
     is_stage3,
@@ -201,6 +205,7 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
             around.enter_context(_replaced(zero, "load_hp_checkpoint_state", _partition_reader(zero)))
         else:
             around.enter_context(_empty_fragments(zero))
+            around.enter_context(_names_of_experts(engine))
         try:
             return engine.load_checkpoint(str(parent), tag=tag, load_lr_scheduler_states=schedulers)
         except Exception as error:
@@ -256,6 +261,17 @@ def _empty_fragments(zero: Any) -> Iterator[None]:
     finally:
         for p in lent:
             p._hp_mapping = None
+
+
+@contextlib.contextmanager
+def _names_of_experts(engine: Any) -> Iterator[None]:
+    """Within it, parameters of experts have their names among all; after it, groups of experts have theirs again."""
+    zero, names = engine.optimizer, expert_names(engine)
+    groups = list(group_names(zero))
+    with _replaced(zero, "param_names", {p: names.of(name) for p, name in zero.param_names.items()}):
+        yield
+    for group, name in groups:
+        group["name"] = name
 
 
 def _partition_reader(zero: Any) -> Callable[..., torch.Tensor]:
@@ -320,14 +336,14 @@ def _load_untrained(engine: Any, checkpoint: Path) -> None:
     """Copy frozen parameters and buffers from the checkpoint; those it does not have keep their values."""
     import deepspeed
 
-    states = model_states(engine, checkpoint, read_file)
+    states, names = model_states(engine, checkpoint, read_file), expert_names(engine)
     for name, target in untrained(engine):
         value = model_value(states, name, target, checkpoint, read_file)
         if value is None:
             continue
         # Stages 1 and 2, and buffers at any stage: every rank holds the whole tensor.
         if not hasattr(target, "ds_id"):
-            target.data.copy_(value.view(target.shape))
+            target.data.copy_(names.held(name, value).view(target.shape))
             continue
         # Stage 3: gathered here, written by rank 0, and cut and sent out again at the end of the block. Collective.
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):

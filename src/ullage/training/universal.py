@@ -17,6 +17,7 @@ import torch
 
 from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.errors import CheckpointError
+from ullage.training.expert_names import ExpertNames, expert_names
 
 _LATEST = "latest_universal"
 
@@ -58,24 +59,27 @@ def universal_at(folder: str | Path, tag: str | None = None) -> tuple[Path, str]
 def problems_of(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
     """Everything in ``checkpoint`` that does not fit ``engine``; the same list on every rank. Reads no tensor data."""
     zero, problems = engine.optimizer, []
+    names = expert_names(engine)
     saved = saved_groups(zero, _describe(checkpoint / "zero" / "optimizer_state.pt"))
     if saved is None:
         problems.append("zero/optimizer_state.pt is not for this stage; convert the original with ullage convert")
     elif len(saved) != len(zero.optimizer.param_groups):
         problems.append(f"{len(saved)} parameter groups in the checkpoint, {len(zero.optimizer.param_groups)} here")
-    trained = trained_names(zero)
-    shapes = {name: _shape(p) for name, p in engine.module.named_parameters(remove_duplicate=False)}
+    trained = [names.of(name) for name in trained_names(zero)]
+    shapes = {names.of(name): _shape(p) for name, p in engine.module.named_parameters(remove_duplicate=False)}
     for name in trained:
         problems += _tensor_problem(checkpoint / "zero" / name / "fp32.pt", name, shapes[name], engine)
     if strict:
         here = {path.name for path in (checkpoint / "zero").iterdir() if path.is_dir()}
         others = dict(untrained(engine))
-        problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *others})]
+        problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *others, *names.elsewhere})]
         states = model_states(engine, checkpoint, _describe)
         for name, target in others.items():
             value = model_value(states, name, target, checkpoint, _describe)
             if value is None:
                 problems.append(f"{name}: not in the checkpoint")
+            elif name in names.rows:
+                problems += _stack_problem(name, value, target, names)
             elif tuple(value.shape) != tuple(_shape(target)):
                 problems.append(f"{name}: {list(value.shape)} in the checkpoint, {list(_shape(target))} here")
     return problems
@@ -98,14 +102,22 @@ def _tensor_problem(path: Path, name: str, shape: torch.Size, engine: Any) -> li
     return []
 
 
+def _stack_problem(name: str, value: Any, target: torch.Tensor, names: ExpertNames) -> list[str]:
+    """The problem of a stack of experts that is not trained, if the rows of this rank cannot be taken from it."""
+    rows, here, there = names.rows[name], list(_shape(target)), list(value.shape)
+    if there[1:] == here[1:] and there and there[0] > max(rows, default=-1):
+        return []
+    return [f"{name}: {there} in the checkpoint, rows {rows[:1]} to {rows[-1:]} of {here} here"]
+
+
 def untrained(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that no optimizer group holds, and the buffers a state dict holds, by name."""
-    trained = set(trained_names(engine.optimizer))
-    yield from ((name, p) for name, p in engine.module.named_parameters() if name not in trained)
+    """Parameters that no optimizer group holds, and the buffers a state dict holds, by their names in a checkpoint."""
+    trained, names = set(trained_names(engine.optimizer)), expert_names(engine)
+    yield from ((names.of(name), p) for name, p in engine.module.named_parameters() if name not in trained)
     for prefix, module in engine.module.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+                yield names.of(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def model_value(
