@@ -8,6 +8,7 @@ Routing drops no token and draws nothing, so that losses do not depend on how to
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,10 +201,53 @@ def run(job: Job, rank: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config(job), dist_init_required=False
     )
-    return train(engine, job, rank)
+    return train(engine, job, lambda step: engine(*data(step, job, rank)))
 
 
-def train(engine: Any, job: Job, rank: int) -> dict[str, Any]:
+def autoep_model(job: Job) -> Any:
+    """A Hugging Face model with experts of ``job.seed``; ``job.config["autoep"]`` is its type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "num_local_experts": 4,
+        "num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    kind = job.config["autoep"]
+    names = {"mixtral": {"num_experts", "moe_intermediate_size"}}.get(kind, {"num_local_experts"})
+    names |= set() if kind == "qwen2_moe" else {"shared_expert_intermediate_size"}
+    names |= {"head_dim"} if kind == "qwen2_moe" else set()
+    torch.manual_seed(job.seed)
+    made = AutoConfig.for_model(kind, **{k: v for k, v in sizes.items() if k not in names})
+    return AutoModelForCausalLM.from_config(made)
+
+
+def run_autoep(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.module_inject import auto_ep
+
+    # Recording of router logits does not know the registry of transformers 5.23, and nothing here records them.
+    auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_, **__: None
+    kind = job.config["autoep"]
+    made = config(job) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    preset = "mixtral" if kind == "mixtral" else "qwen3_moe"
+    asked = {"enabled": True, "autoep_size": job.config["ep"], "preset_model": preset, "use_grouped_mm": False}
+    model = autoep_model(job)
+    engine, *_ = deepspeed.initialize(model=model, config=made | {"expert_parallel": asked}, dist_init_required=False)
+    if rank == 0 and job.save_to:
+        model.config.save_pretrained(job.save_to)
+
+    def loss(step: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(1000 + step)
+        rows = torch.randint(0, 32, (GLOBAL_BATCH, 8), generator=draw)
+        share = GLOBAL_BATCH // job.world
+        mine = rows[rank * share : (rank + 1) * share]
+        return engine(input_ids=mine, labels=mine).loss
+
+    return train(engine, job, loss)
+
+
+def train(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {"losses": []}
     if job.load_from is not None:
         from ullage.training.deepspeed import load_universal
@@ -211,7 +255,7 @@ def train(engine: Any, job: Job, rank: int) -> dict[str, Any]:
         load_universal(engine, job.load_from)
         out["loaded"] = held_by(engine)
     for step in range(job.first_step, job.first_step + job.num_steps):
-        loss = engine(*data(step, job, rank))
+        loss = loss_of(step)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float().clone()

@@ -15,6 +15,7 @@ from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.formats import trainer_folder
+from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.table import read
 from ullage.checkpoint.inventory import Inventory, Problem, Tensor
 
@@ -41,6 +42,7 @@ def verify(
     """
     ours = source if isinstance(source, Inventory) else read(source)
     theirs = target if isinstance(target, Inventory) else read(target)
+    ours = hub_named(ours, theirs.format)
     # Without a whole tiling on both sides there is nothing sound to compare.
     problems = ours.problems() + theirs.problems()
     if problems:

@@ -11,6 +11,7 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
 from ullage.checkpoint.formats.dcp import dcp_targets
 from ullage.checkpoint.formats.dcp_reading import read_dcp
+from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import locate
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
 from ullage.checkpoint.formats.trainer_folder import trainer_targets
@@ -45,8 +46,8 @@ def read(folder: str | Path) -> Inventory:
     with ``optimizer.pt`` or a folder of these in it. No tensor data is read, and no
     code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
-    Raises ``CheckpointError`` for a folder that is not a checkpoint, for expert files, and for a file that asks to run
-    code.
+    Raises ``CheckpointError`` for a folder that is not a checkpoint, for experts of a kind that is not read, and for a
+    file that asks to run code.
     """
     path, format = locate(folder)
     return _READERS[format](path)
@@ -67,6 +68,7 @@ def targets(
     to the layout it was saved on, or parameters whose names cannot be names of files.
     """
     require_format(format, ranks)
+    inventory = hub_named(inventory, format)
     if carries_optimizer(format, optimizer):
         require_none(inventory, optimizer_problems(inventory, format))
     if format == "safetensors":
