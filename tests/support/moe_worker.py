@@ -70,7 +70,8 @@ def build(job: Job) -> nn.Module:
     torch.manual_seed(job.seed)
     model = Net(job.width, ep, experts)
     rank = torch.distributed.get_rank()
-    for number, layer in enumerate(model.layers):
+    layers: Any = model.layers
+    for number, layer in enumerate(layers):
         before = job.config.get("other", {}).get("use_data_before_expert_parallelism")
         place = rank // (job.world // layer.ep_size) if before else rank % layer.ep_size
         for local, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
@@ -198,9 +199,7 @@ def run(job: Job, rank: int) -> dict[str, Any]:
 
     model = build(job)
     optimizer = torch.optim.AdamW(groups_of(model))
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config(job), dist_init_required=False
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(job), dist_init_required=False)
     return train(engine, job, lambda step: engine(*data(step, job, rank)))
 
 

@@ -236,6 +236,7 @@ class WrittenBy:
     """The run that wrote the checkpoint: ZeRO stage, class of the optimizer wrapper, number of dp, tp and pp ranks.
 
     ``ep``: sizes of expert parallelism, ascending; several where layers of experts differ, none without experts.
+    ``experts``: number of experts of each layer that has some.
     """
 
     stage: int | None = None
@@ -244,6 +245,7 @@ class WrittenBy:
     tp: int = 1
     pp: int = 1
     ep: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -58,6 +58,8 @@ def inventory_data(inventory: Any, problems: Any) -> dict[str, Any]:
         "dp": written_by.dp,
         "tp": written_by.tp,
         "pp": written_by.pp,
+        "ep": list(written_by.ep),
+        "experts": list(written_by.experts),
         "num_files": len(inventory.files),
         "num_file_bytes": inventory.num_file_bytes,
         "num_bytes": inventory.num_bytes,
@@ -69,6 +71,7 @@ def inventory_data(inventory: Any, problems: Any) -> dict[str, Any]:
             {
                 "index": group.index,
                 "model_rank": group.model_rank,
+                "ep_rank": group.ep_rank,
                 "parameters": list(group.names),
                 "size": group.size,
                 "shard_size": group.shard_size,
@@ -116,6 +119,10 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         ("dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))),
         ("padding", f"{inventory.padding:,} elements"),
     ]
+    if written_by.experts:
+        held, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
+        layers = f"{held} in each of {len(written_by.experts)} layers"
+        facts.insert(3, ("experts", layers + (f", ep {sizes}" if sizes else ", none trained")))
     if inventory.steps:
         facts.append(("step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))))
     console.print(_plain_table(facts))
@@ -159,6 +166,7 @@ def _groups_table(inventory: Any, limit: int | None) -> Any:
         name = f"{group.index}" + (
             f" (model rank {group.model_rank})" if inventory.written_by.tp * inventory.written_by.pp > 1 else ""
         )
+        name += f", ep rank {group.ep_rank}" if group.ep_rank is not None else ""
         held = group.size - group.padding
         padded = [rank for rank, elements in enumerate(group.padding_of()) if elements]
         numbers = (len(group.names), held, group.num_shards, group.shard_size, group.padding)

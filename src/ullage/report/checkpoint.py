@@ -48,7 +48,8 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         "checkpoint.html",
         inventory=inventory,
         title=f"Checkpoint {inventory.folder.name}",
-        ranks=f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp}",
+        ranks=f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp}"
+        + (f", ep {' and '.join(map(str, written_by.ep))}" if written_by.ep else ""),
         problems=[str(problem) for problem in problems[:_PROBLEMS]],
         num_problems=len(problems),
         padded_shards=padded,
@@ -99,6 +100,7 @@ def draw(group: Group) -> GroupDrawing:
     # from one piece to the next, and there is no whole buffer to draw.
     end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
     title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
+    title += f", experts of rank {group.ep_rank}" if group.ep_rank is not None else ""
     names = list(group.names)
     legend = [(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names[:NUM_COLOURS])]
     if len(names) > NUM_COLOURS:

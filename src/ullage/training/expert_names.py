@@ -52,7 +52,8 @@ def expert_names(engine: Any) -> ExpertNames:
         if isinstance(module, MoE):
             share = module.num_local_experts
             first = groups._get_expert_parallel_rank(module.expert_group_name) * share
-            for local, expert in enumerate(module.deepspeed_moe.experts.deepspeed_experts):
+            mine: Any = module.deepspeed_moe.experts.deepspeed_experts
+            for local, expert in enumerate(mine):
                 for name in expert.state_dict():
                     there = f"{dot}{_LOCAL}.{first + local}.{name}"
                     found.logical[f"{dot}{_LOCAL}.{local}.{name}"] = there

@@ -72,7 +72,10 @@ def problems_of(engine: Any, checkpoint: Path, strict: bool) -> list[str]:
     if strict:
         here = {path.name for path in (checkpoint / "zero").iterdir() if path.is_dir()}
         others = dict(untrained(engine))
-        problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(here - {*shapes, *others, *names.elsewhere})]
+        problems += [
+            f"{name}: in the checkpoint, not in the model"
+            for name in sorted(here - {*shapes, *others, *names.elsewhere})
+        ]
         states = model_states(engine, checkpoint, _describe)
         for name, target in others.items():
             value = model_value(states, name, target, checkpoint, _describe)

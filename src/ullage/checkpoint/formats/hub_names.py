@@ -43,7 +43,7 @@ _OTHERS = {"router.": "", "shared_experts.": "shared_expert.", "shared_experts_g
 class _Stacks:
     """AutoEP's blocks: the paths of their modules, and the type of the model, None where nothing tells a known one."""
 
-    paths: tuple[str, ...]
+    paths: frozenset[str]
     model_type: str | None
 
 
@@ -66,20 +66,20 @@ def _stacks(inventory: Inventory) -> _Stacks | None:
     details = inventory.details
     if not isinstance(details, Details):
         return None
-    paths: dict[str, None] = {}
+    paths: set[str] = set()
     presets: set[Any] = set()
     for model in details.models.values():
         for layer in model.root.get("ds_autoep_layers") or []:
             path = layer.get("module_path") if isinstance(layer, dict) else None
             if isinstance(path, str) and layer.get("expert_key_prefix") == f"{path}.experts":
-                paths[path] = None
+                paths.add(path)
         config = model.root.get("ds_config")
         asked = config.get("expert_parallel") if isinstance(config, dict) else None
         presets.add(asked.get("preset_model") if isinstance(asked, dict) else None)
     if not paths:
         return None
     known = [kind for kind in (_config_type(inventory), *presets) if kind in _EXPERTS]
-    return _Stacks(tuple(paths), known[0] if known else None)
+    return _Stacks(frozenset(paths), known[0] if known else None)
 
 
 def _config_type(inventory: Inventory) -> Any:

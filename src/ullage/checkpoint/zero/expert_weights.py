@@ -56,7 +56,9 @@ def router_copies(model: ModelFile) -> dict[str, str]:
     module = model.module or {}
     found: dict[str, str] = {}
     for given in metadata.sequence(model.root.get("ds_autoep_layers"), "ds_autoep_layers", model.name):
-        (path,) = metadata.names([metadata.mapping(given, "a layer", model.name).get("module_path")], "path", model.name)
+        (path,) = metadata.names(
+            [metadata.mapping(given, "a layer", model.name).get("module_path")], "path", model.name
+        )
         under = re.compile(re.escape(path) + r"\.\w+\.(.+)", re.DOTALL)
         for name in module:
             match = under.fullmatch(name) if isinstance(name, str) and name not in trained else None

@@ -280,4 +280,3 @@ def _compare_shapes(folder: Folder, files: list[ExpertFile]) -> None:
                     )
                 )
                 break
-

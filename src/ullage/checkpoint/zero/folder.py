@@ -79,7 +79,7 @@ def read_files(folder: Folder) -> None:
             continue
         parsed, source = result
         strangers |= dict.fromkeys(source.strangers)
-        table: dict[tuple[int, ...], Any]
+        table: dict[Any, Any]
         if isinstance(parsed, ExpertFile):
             table, key = folder.experts, (parsed.model_rank, parsed.layer, parsed.expert)
         else:

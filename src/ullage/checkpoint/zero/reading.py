@@ -83,7 +83,7 @@ def read_zero(path: Path) -> Inventory:
     return Inventory(
         folder=path,
         format="zero",
-        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp, tuple(sorted(found.ep))),
+        written_by=WrittenBy(first.stage, first.wrapper, world, tp, pp, tuple(sorted(found.ep)), tuple(found.experts)),
         files=tuple(folder.files),
         tensors=(*tensors, *untrained),
         groups=tuple(folder.groups),
@@ -151,12 +151,14 @@ class _Found:
         slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
         uncut: by model rank, the state that is not cut like the weights.
         ep: sizes of expert parallelism.
+        experts: number of experts of each layer that has some.
         shapes: by model rank with experts, the shapes of all parameters by group.
     """
 
     slices: Stages = field(default_factory=dict)
     uncut: dict[int, Uncut] = field(default_factory=dict)
     ep: set[int] = field(default_factory=set)
+    experts: list[int] = field(default_factory=list)
     shapes: dict[int, list[Shapes]] = field(default_factory=dict)
 
 
@@ -195,6 +197,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     groups = [part.group for part in parts]
     folder.groups += groups
     found.ep |= experts.sizes
+    found.experts += [layer.total for layer in experts.layers.values()] if model_rank % tp == 0 else []
     if experts.sizes:
         found.shapes[model_rank] = [
             {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}

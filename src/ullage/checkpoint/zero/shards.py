@@ -184,7 +184,9 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
     if not isinstance(optimizer, dict):
         raise CheckpointError("not a ZeRO shard: no optimizer_state_dict in it", where=where)
     if optimizer.get("ds_zero_partition_groups"):
-        raise RefusedFile("a mixture of experts at ZeRO stage 3 (ds_zero_partition_groups) is not supported", where=where)
+        raise RefusedFile(
+            "a mixture of experts at ZeRO stage 3 (ds_zero_partition_groups) is not supported", where=where
+        )
     stage = _stage(optimizer, where)
     # The master weights of this rank, flat: of each parameter group, or at stage 3 of each sub-group.
     masters = optimizer.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
