@@ -183,6 +183,12 @@ def run(job: Job, rank: int) -> dict[str, Any]:
             from ullage.training.deepspeed import load_universal
 
             load_universal(engine, job.load_from)
+        elif job.loader == "load_ranges":  # what deepspeed.load_checkpoint of ours calls, with its figures
+            from ullage.training.ranges.loading import load_ranges
+
+            loaded = load_ranges(engine, job.load_from)
+            out["ranges"] = (loaded.share_bytes, loaded.read_bytes, loaded.compared)
+            out["client_state"] = loaded.client_state
         else:
             engine.load_checkpoint(str(job.load_from))
         out["loaded"] = state_of(engine)

@@ -36,10 +36,14 @@ class Unreadable(CheckpointError):
 
 
 class Sources:
-    """The files of a checkpoint, opened when needed; at most ``limit`` at once. Not for several threads."""
+    """The files of a checkpoint, opened when needed; at most ``limit`` at once. Not for several threads.
+
+    ``num_bytes``: bytes read so far.
+    """
 
     def __init__(self, inventory: Inventory, limit: int = 128) -> None:
         self._inventory, self._limit = inventory, limit
+        self.num_bytes = 0
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def fd(self, file: int) -> int:
@@ -73,6 +77,7 @@ class Sources:
                     found=f"{offset + done}",
                 )
             done += got
+            self.num_bytes += got
 
     def _path(self, file: int) -> Path:
         return self._inventory.folder / self._inventory.files[file].name
@@ -92,10 +97,24 @@ class Sources:
 
 @dataclass
 class Tally:
-    """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite."""
+    """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite.
+
+    ``block_bytes``: no run lies in two blocks of a file of this many bytes, where they are summed by block; 0: one block.
+    """
 
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     not_finite: int = 0
+    block_bytes: int = 0
+
+    def add(self, file: int, offset: int, content: memoryview) -> None:
+        """Sum what was read of a file, from the byte ``offset`` on."""
+        at = 0
+        while at < len(content):
+            end = len(content)
+            if self.block_bytes:
+                end = min(end, at + self.block_bytes - (offset + at) % self.block_bytes)
+            self.runs.append((file, offset + at, end - at, zlib.crc32(content[at:end])))
+            at = end
 
 
 def row_elements(tensor: Tensor) -> int:
@@ -220,7 +239,7 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
     for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
         end = at + length * item
         sources.read(file, offset, view[at:end])
-        tally.runs.append((file, offset, end - at, zlib.crc32(view[at:end])))
+        tally.add(file, offset, view[at:end])
         at = end
     if at != len(into):  # cannot be in an inventory without problems
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")

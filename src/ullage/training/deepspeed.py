@@ -44,6 +44,7 @@ from ullage.errors import CheckpointError, InputError
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.agreement import gather
 from ullage.training.expert_names import expert_names, group_names
+from ullage.training.ranges.loading import load_ranges, replaced
 from ullage.training.universal import (
     groups_name,
     is_stage3,
@@ -90,6 +91,43 @@ def init_distributed(backend: str | None = None) -> None:
             del marks["__compatible_ops__"]
         else:
             marks["__compatible_ops__"] = known
+
+
+def load_checkpoint(
+    engine: Any,
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    strict: bool = True,
+    load_lr_scheduler_states: bool = True,
+) -> tuple[str, dict[str, Any]]:
+    """Load a checkpoint of any number of ranks and any ZeRO stage into a DeepSpeed engine, without converting it.
+
+    Each rank reads from the files the elements that its own layout needs, straight into its tensors: its part of the
+    master weights and of the optimizer's state, frozen parameters and buffers. Steps, hyperparameters by group, loss
+    scale, schedule, counters and client state are those of the checkpoint. Nothing is written.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned, at ZeRO stage 1, 2 or 3 or with BF16_Optimizer, data-parallel.
+        folder: as for ``engine.load_checkpoint``, or the tag's own folder: what DeepSpeed wrote at any stage, or any
+            other checkpoint with an optimizer's state that :func:`ullage.checkpoint.read` reads.
+        tag: by default the latest.
+        strict: every frozen parameter and every buffer of a state dict must be in the checkpoint, and everything in the
+            checkpoint in the model.
+        load_lr_scheduler_states: as for ``engine.load_checkpoint``.
+
+    Returns what ``engine.load_checkpoint`` returns: the path read and the client state. Collective: every rank calls
+    it, and all raise if one does. Waits for the device. What is incomplete, or does not fit the model, is refused with
+    ``CheckpointError`` before anything is loaded. What is read is compared with the checksums of the files and of a
+    manifest, as far as nearly all of a record or block is read; if one of them differs, every rank raises, and the
+    engine holds a part of the checkpoint. Raises ``InputError`` for an engine without ZeRO, with experts, with model
+    parallelism, or with tensors on NVMe.
+
+    The first rank reads the descriptions of all files for all ranks. Hyperparameters and client state are unpickled
+    from two of the files on every rank, as by DeepSpeed.
+    """
+    loaded = load_ranges(engine, folder, tag, strict=strict, load_lr_scheduler_states=load_lr_scheduler_states)
+    return loaded.path, loaded.client_state
 
 
 def load_universal(
@@ -196,13 +234,13 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
 
     with contextlib.ExitStack() as around:
         # Ask for the universal loader, whatever the engine's config says.
-        around.enter_context(_replaced(engine._config, "load_universal_checkpoint", True))
+        around.enter_context(replaced(engine._config, "load_universal_checkpoint", True))
         # DeepSpeed looks for model states by the file name of this engine's stage; those of the other stages are read
         # too.
-        around.enter_context(_replaced(engine, "_get_all_ckpt_names", lambda *_: model_files(engine, parent / tag)))
-        around.enter_context(_replaced(zero, "load_state_dict", load_state_dict))
+        around.enter_context(replaced(engine, "_get_all_ckpt_names", lambda *_: model_files(engine, parent / tag)))
+        around.enter_context(replaced(zero, "load_state_dict", load_state_dict))
         if is_stage3(zero):
-            around.enter_context(_replaced(zero, "load_hp_checkpoint_state", _partition_reader(zero)))
+            around.enter_context(replaced(zero, "load_hp_checkpoint_state", _partition_reader(zero)))
         else:
             around.enter_context(_empty_fragments(zero))
             around.enter_context(_names_of_experts(engine))
@@ -212,22 +250,6 @@ def _load_together(engine: Any, parent: Path, tag: str, schedulers: bool) -> tup
             if not agreed:
                 _agree([f"rank {dist.get_rank()}: {type(error).__name__}: {error}"], parent / tag)
             raise
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` within, on this one object; after it the object is as it was."""
-    # Shadow on the instance; the class is not touched. This function stands for "no attribute of its own", because None
-    # may be a value.
-    own = vars(owner).get(name, _replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 @contextlib.contextmanager
@@ -268,7 +290,7 @@ def _names_of_experts(engine: Any) -> Iterator[None]:
     """Within it, parameters of experts have their names among all; after it, groups of experts have theirs again."""
     zero, names = engine.optimizer, expert_names(engine)
     groups = list(group_names(zero))
-    with _replaced(zero, "param_names", {p: names.of(name) for p, name in zero.param_names.items()}):
+    with replaced(zero, "param_names", {p: names.of(name) for p, name in zero.param_names.items()}):
         yield
     for group, name in groups:
         group["name"] = name

@@ -79,7 +79,7 @@ def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> i
     records: list[tuple[int, int, int]] = []
     try:
         for file, low, size, crc, inside in _by_record(inventory, runs):
-            filled = _with_gaps(sources, file, low, size, inside)
+            filled = with_gaps(sources, file, low, size, inside)
             parts.append(np.column_stack([filled, np.full(len(filled), len(records))]))
             records.append((file, low, crc))
     finally:
@@ -106,7 +106,7 @@ def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, in
                 yield file, offset, size, crc, mine[first:last]
 
 
-def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
+def with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
     """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it.
 
     Args:
