@@ -28,18 +28,21 @@ def model(width: int = 5) -> torch.nn.Module:
     return torch.nn.ModuleDict({"first": torch.nn.Linear(3, width), "last": torch.nn.Linear(width, 2, bias=False)})
 
 
-def test_only_another_layout_is_converted(written):
+def test_another_layout_is_read_by_ranges_or_converted(written):
     folder, _ = written
     assert conversion_for(folder, ZeroConfig(2, 3)) is None
-    for here, format in (
-        (ZeroConfig(2, 2), "universal"),
-        (ZeroConfig(3, 3), "universal"),
-        (ZeroConfig(0, 1), "safetensors"),
+    for here, target in (
+        (ZeroConfig(2, 2), None),
+        (ZeroConfig(3, 3), None),
+        (ZeroConfig(0, 1), folder / "global_step7_safetensors"),
     ):
         conversion = conversion_for(folder, here)
         assert conversion is not None
         assert (conversion.written, conversion.here, conversion.is_there) == (ZeroConfig(2, 3), here, False)
-        assert conversion.target == folder / f"global_step7_{format}"
+        assert conversion.target == target
+    assert str(conversion_for(folder, ZeroConfig(3, 2))) == (
+        f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 2 processes, ZeRO 3 each rank reads its part of it"
+    )
     assert str(conversion_for(folder, ZeroConfig(0, 1))) == (
         f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 1 process, without DeepSpeed it is converted to "
         "global_step7_safetensors"

@@ -99,7 +99,7 @@ class Sources:
 class Tally:
     """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite.
 
-    ``block_bytes``: no run lies in two blocks of a file of this many bytes, where they are summed by block; 0: one block.
+    ``block_bytes``: runs end where a block of this many bytes of their file ends; 0 where they need not.
     """
 
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)

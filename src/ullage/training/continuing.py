@@ -1,15 +1,17 @@
 """A checkpoint of DeepSpeed's, continued on another layout than the one that wrote it.
 
 What DeepSpeed writes is cut for one number of ranks and one ZeRO stage. Continued on the same, it is loaded as it is.
-On another it is converted first, once, to a folder beside it in the checkpoint, which the next continuation finds:
+On another:
 
 =====================================  ===============================================================================
-here                                   what is made, and who loads it
+here                                   what is done
 =====================================  ===============================================================================
-DeepSpeed, another size or stage       ``global_stepN_universal``: ``load_universal``
-no DeepSpeed: one process, or DDP      ``global_stepN_safetensors``: this module, weights and optimizer state by name
+DeepSpeed, another size or stage       each rank reads the elements that it needs (``ranges``); nothing is written
+no DeepSpeed: one process, or DDP      converted once to ``global_stepN_safetensors`` beside it, where the next
+                                       continuation finds it: weights and optimizer state by name
 =====================================  ===============================================================================
 
+A universal checkpoint that lies there, of the same step or a later one, is taken instead.
 The rest of a Trainer's checkpoint (its state, scheduler, random states) is the same for every layout. The global batch
 must be the same too if the losses are to go on as they were; ``ullage train`` sees to that.
 """
@@ -21,6 +23,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerState
 
-from ullage.checkpoint import convert, read
+from ullage.checkpoint import Inventory, convert, read
 from ullage.errors import CheckpointError
 from ullage.training import fsdp
 from ullage.training.agreement import agreement, gather
@@ -64,19 +67,19 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Conversion of a checkpoint before this run can continue from it. ``str()`` says it in one line.
+    """What is done with a checkpoint of another layout so that this run can continue from it, in one line: ``str()``.
 
     Attributes:
         source: DeepSpeed's folder ``global_stepN`` in the Trainer's checkpoint.
-        target: folder of the converted checkpoint, beside it.
-        format: ``"universal"`` under ZeRO, ``"safetensors"`` without DeepSpeed.
+        target: folder of the converted checkpoint, beside it; None where each rank reads what it needs.
+        format: of the target: ``"safetensors"``, or ``""`` without one.
         written: ranks and stage that wrote the source.
         here: ranks and stage of this run.
         is_there: whether an earlier continuation made the target.
     """
 
     source: Path
-    target: Path
+    target: Path | None
     format: str
     written: ZeroConfig
     here: ZeroConfig
@@ -84,51 +87,63 @@ class Conversion:
 
     def __str__(self) -> str:
         done = "was converted" if self.is_there else "is converted"
-        return f"{self.source} was written by {self.written}; for {self.here} it {done} to {self.target.name}"
+        what = "each rank reads its part of it" if self.target is None else f"it {done} to {self.target.name}"
+        return f"{self.source} was written by {self.written}; for {self.here} {what}"
 
-    def run(self) -> Path:
+    def run(self) -> Path | None:
         """Converts, unless that was done. Ranks share the work; every rank calls it. Returns the converted folder."""
-        if not self.is_there:
+        if self.target is not None and not self.is_there:
             rank = dist.get_rank() if self.here.ranks > 1 else 0
             convert(self.source, self.target, format=self.format, optimizer=True, rank=rank, world_size=self.here.ranks)
         return self.target
 
 
 def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
-    """The conversion of ``checkpoint``, a Trainer's folder, that ``here`` needs; None if it loads as it is.
+    """What is done with ``checkpoint``, a Trainer's folder, on the layout ``here``; None if it loads as it is.
 
     Reads no tensor data, changes nothing. What we cannot read, such as experts, is left to DeepSpeed's own loader,
     which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``, as does what was
-    written without DeepSpeed, for a run under ZeRO.
+    written without DeepSpeed, for a run under ZeRO, if nothing says which parameter has which state.
     """
     folder = Path(checkpoint)
     if here.stage and prefers_universal(folder):
         return None
     is_native = (folder / _LATEST).is_file()
-    # There is a converter from DeepSpeed's partitions, and none to them from optimizer.pt.
-    if here.stage and not is_native and (folder / _PLAIN).is_file():
+    is_plain = not is_native and (folder / _PLAIN).is_file()
+    if not is_native and not (here.stage and is_plain):
+        return None
+    try:
+        inventory = read(folder)
+    except CheckpointError:
+        if here.stage and not is_plain:
+            return None
+        if not is_plain:
+            raise
+        inventory = None
+    if is_plain:
+        return _from_plain(folder, inventory, here)
+    assert inventory is not None
+    # Same layout: load as it is. Stage 0 never is the same, because Trainer cannot load DeepSpeed's files without it.
+    written = ZeroConfig(inventory.written_by.stage or 0, inventory.written_by.dp)
+    if here.stage and written == here:
+        return None
+    source = folder / inventory.folder.name
+    if here.stage:
+        return Conversion(source, None, "", written, here, False)
+    target = folder / f"{source.name}_safetensors"
+    return Conversion(source, target, "safetensors", written, here, target.is_dir())
+
+
+def _from_plain(folder: Path, inventory: Inventory | None, here: ZeroConfig) -> Conversion:
+    """A checkpoint without DeepSpeed under ZeRO: read by ranges where its optimizer state has names."""
+    if inventory is None or len(inventory.keys) < 2:
         raise CheckpointError(
             "what was trained without DeepSpeed cannot be continued under ZeRO",
             where=str(folder / _PLAIN),
             expected="a checkpoint of DeepSpeed's, at any stage, of any size",
             hint="continue without DeepSpeed, on one process or several, or begin a new run from its weights",
         )
-    if not is_native:
-        return None
-    try:
-        inventory = read(folder)
-    except CheckpointError:
-        if here.stage:
-            return None
-        raise
-    # Same layout: load as it is. Stage 0 never is the same, because Trainer cannot load DeepSpeed's files without it.
-    written = ZeroConfig(inventory.written_by.stage or 0, inventory.written_by.dp)
-    if here.stage and written == here:
-        return None
-    format = "universal" if here.stage else "safetensors"
-    source = folder / inventory.folder.name
-    target = folder / f"{source.name}_{format}"
-    return Conversion(source, target, format, written, here, target.is_dir())
+    return Conversion(folder, None, "", ZeroConfig(0, inventory.written_by.dp), here, False)
 
 
 def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
@@ -179,7 +194,7 @@ class Continuation:
         return str(checkpoint)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
-        """The conversion that ``checkpoint`` needs first; None if it loads as it is.
+        """What is done with ``checkpoint`` on the layout of this run; None if it loads as it is.
 
         Collective; reads no tensor data, changes nothing.
         """
@@ -199,7 +214,7 @@ class Continuation:
 
     @contextlib.contextmanager
     def converted(self, checkpoint: str | None) -> Iterator[None]:
-        """Convert ``checkpoint`` where it has to be; within the block the Trainer's own loaders find the result."""
+        """Convert ``checkpoint`` where it has to be; within the block the Trainer's loaders take it as it then is."""
         self._conversion = None if checkpoint is None else self.conversion_for(checkpoint)
         if self._conversion is not None:
             self._conversion.run()
@@ -207,18 +222,31 @@ class Continuation:
             if not self._trainer.is_deepspeed_enabled:
                 yield
                 return
-            from ullage.training.deepspeed import resume_from_universal
+            from ullage.training.deepspeed import checkpoints_loaded_by
 
-            with resume_from_universal():
+            with checkpoints_loaded_by(partial(self._loads_ranges, checkpoint)):
                 yield
         finally:
             self._conversion = None
 
+    def _loads_ranges(self, resumed: str | None, engine: Any, path: str, strict: bool) -> bool:
+        """Load the checkpoint at ``path`` by ranges if it is of another layout. Returns whether it was."""
+        from ullage.training.ranges.loading import load_ranges
+
+        # transformers loads the best checkpoint too, which may be older than the layout of this run.
+        is_resumed = resumed is not None and Path(path) == Path(resumed)
+        if (self._conversion if is_resumed else self.conversion_for(path)) is None:
+            return False
+        # The resumed one was compared with its manifest as a whole, before the run began.
+        load_ranges(engine, path, strict=strict, manifest=not is_resumed)
+        return True
+
     def loads_weights(self, model: torch.nn.Module | None) -> bool:
         """Load the converted weights, if any, into ``model`` (None: the trainer's). Returns whether there were any."""
-        if self._conversion is not None:
-            load_weights(self._trainer.model if model is None else model, self._conversion)
-        return self._conversion is not None
+        if self._conversion is None or self._conversion.target is None:
+            return False
+        load_weights(self._trainer.model if model is None else model, self._conversion)
+        return True
 
     def loads_optimizer(self, checkpoint: str | None) -> bool:
         """Load the converted state of the optimizer, if any, and the schedule. Returns whether there was any."""
@@ -267,6 +295,7 @@ def load_weights(model: torch.nn.Module, conversion: Conversion) -> None:
 
     Raises ``CheckpointError`` that names everything that does not fit, before anything is copied.
     """
+    assert conversion.target is not None
     names = _names(model)
     targets = {name: value for value, own in names.items() for name in own}
     saved = _tensors(conversion.target)
@@ -292,6 +321,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
     Hyperparameters stay as they are: they are this run's arguments. Raises ``CheckpointError`` for a parameter whose
     state the checkpoint lacks.
     """
+    assert conversion.target is not None
     source = read(conversion.source)
     step_of = {
         tensor.name: source.steps[tensor.group]

@@ -1,4 +1,7 @@
-"""Resuming from a universal checkpoint, where DeepSpeed and the Hugging Face Trainer fall short.
+"""Resuming on another layout, where DeepSpeed and the Hugging Face Trainer fall short.
+
+:func:`load_checkpoint` reads the elements that each rank needs from a checkpoint of any layout (``ranges``).
+:func:`load_universal` loads one that was converted.
 
 A universal checkpoint holds each logical tensor once, so any number of ranks and any ZeRO stage can take its own part
 of it. DeepSpeed's loader does that, and gets some of it wrong (read and run on DeepSpeed 0.19.8):
@@ -185,18 +188,28 @@ def resume_from_universal() -> Iterator[None]:
     checkpoint of DeepSpeed's own is then loaded from it, at any number of ranks and any stage, and any other as ever.
     Everything else the Trainer keeps (its state, random states, scheduler) it reads from the same folder as before.
     """
+    with checkpoints_loaded_by(lambda engine, path, strict: False):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_loaded_by(load: Callable[[Any, str, bool], bool]) -> Iterator[None]:
+    """Within it the Hugging Face ``Trainer`` loads a checkpoint of DeepSpeed's by ``load``, if that returns True.
+
+    A universal checkpoint is loaded by :func:`load_universal`, and what ``load`` leaves by transformers' own function.
+    """
     from importlib import import_module
 
     module: Any = import_module("transformers.trainer")
     original = module.deepspeed_load_checkpoint
 
-    def load(engine: Any, checkpoint_path: str, load_module_strict: bool = True) -> None:
+    def load_any(engine: Any, checkpoint_path: str, load_module_strict: bool = True) -> None:
         if prefers_universal(checkpoint_path):
             load_universal(engine, checkpoint_path, strict=load_module_strict)
-        else:
+        elif not load(engine, checkpoint_path, load_module_strict):
             original(engine, checkpoint_path, load_module_strict=load_module_strict)
 
-    module.deepspeed_load_checkpoint = load
+    module.deepspeed_load_checkpoint = load_any
     try:
         yield
     finally:

@@ -127,7 +127,7 @@ class RaggedTrainerMixin(_Base):
     def train(
         self, resume_from_checkpoint: Any = None, *args: Any, allow_changed_checkpoint: bool = False, **kwargs: Any
     ) -> Any:
-        """Train as transformers does; a checkpoint of another layout is converted first.
+        """Train as transformers does; a checkpoint of another layout is taken too.
 
         ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
         is loaded; ``True`` takes the newest checkpoint that is whole. ``allow_changed_checkpoint`` takes files that
@@ -142,7 +142,7 @@ class RaggedTrainerMixin(_Base):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
-        """The conversion that ``train(resume_from_checkpoint=checkpoint)`` begins with; None if it loads as it is.
+        """What ``train(resume_from_checkpoint=checkpoint)`` does for another layout; None if it loads as it is.
 
         Collective; reads no tensor data, changes nothing.
         """

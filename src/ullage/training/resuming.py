@@ -60,7 +60,7 @@ def newest_whole(
 def state_notes(checkpoint: Path, several: bool) -> list[str]:
     """Notes on what ``checkpoint`` lacks and a Trainer starts again: random states, optimizer, schedule.
 
-    Collective. A checkpoint of another layout is converted, and says itself what it lacks.
+    Collective. A checkpoint of another layout says itself what it lacks.
     """
     name = f"rng_state_{rank_here(several)}.pth" if several else "rng_state.pth"
     written = len(list(checkpoint.glob("rng_state*.pth")))

@@ -1,1 +1,1 @@
-"""Loading of a checkpoint of any layout into a DeepSpeed engine: each rank reads the elements that its own layout needs."""
+"""Loading of a checkpoint of any layout into a DeepSpeed engine: each rank reads the elements that it needs."""

@@ -1,4 +1,4 @@
-"""Content of a checkpoint as every rank gets it from the first: where each element lies, and what the files say besides.
+"""Content of a checkpoint as every rank gets it from the first: where each element lies, and what else the files say.
 
 The first rank reads the descriptions of all files and proves that the fragments tile every tensor; the others get the
 result, so that N ranks do not each open the files of M.

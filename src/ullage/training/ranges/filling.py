@@ -58,7 +58,7 @@ def _state(zero: Any, plan: Plan, master: torch.Tensor, key: str) -> torch.Tenso
     there = zero.optimizer.state[master].get(key) if master in zero.optimizer.state else None
     if torch.is_tensor(there) and there.shape == master.shape:
         return there
-    # As ``Optimizer.load_state_dict``: a state that was saved in the dtype of its weights gets that of the weights here.
+    # As ``Optimizer.load_state_dict``: a state saved in the dtype of its weights gets the dtype of the weights here.
     saved = plan.dtypes.get(key)
     alike = saved is None or saved == plan.dtypes.get("fp32")
     return torch.zeros_like(master.data, dtype=master.dtype if alike else getattr(torch, saved or "float32"))

@@ -3,8 +3,8 @@
 1. The first rank reads the descriptions of all files and proves that each element lies in exactly one place
    (``content``); every rank compares it with its engine (``plan``). Whatever does not fit is raised here, by all ranks,
    and the engine is as it was.
-2. Each rank reads the elements that it masters, and what no optimizer holds, into its own tensors (``filling``), and the
-   sums of what all read are compared with those of the files (``checks``).
+2. Each rank reads the elements that it masters, and what no optimizer holds, into its own tensors (``filling``), and
+   the sums of what all read are compared with those of the files (``checks``).
 3. Steps, hyperparameters, counters and schedule are set, and the weights are made from the masters as the engine makes
    them after a step.
 """

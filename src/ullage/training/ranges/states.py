@@ -49,11 +49,10 @@ def read_saved(content: Content) -> Saved:
     if inventory.format == "zero":
         saved = root.get("optimizer" if inventory.written_by.stage == 0 else "optimizer_state_dict") or {}
     inner = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-    if not isinstance(inner, dict):  # elastic: a list by group, without hyperparameters
-        step = saved.get("base_optimizer_state_step")
-        inner = {"param_groups": [{} if step is None else {"step": step} for _ in inner]}
-    groups = inner.get("param_groups") or saved.get("param_groups") or []
-    state = inner.get("state") or {}
+    groups, state = [], {}  # as of an elastic checkpoint: a list by group, without hyperparameters
+    if isinstance(inner, dict):
+        groups = inner.get("param_groups") or saved.get("param_groups") or []
+        state = inner.get("state") or {}
     others = {*content.keys, *content.left_out, "step"}
     kept = {
         number: {key: copy.deepcopy(value) for key, value in state[first].items() if key not in others}
