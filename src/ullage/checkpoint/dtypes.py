@@ -29,3 +29,11 @@ NUMBER_CODES = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "bool": "?",
 }  # fmt: skip
+
+#: Names in headers of safetensors.
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64", "complex64": "C64",
+}  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,19 @@ from ullage.ranks.wire import gather_objects
 
 #: How many different values an error lists.
 _LISTED = 8
+
+#: Of a thread with a group of its own: ``axis``.
+_here = threading.local()
+
+
+@contextmanager
+def meeting_over(axis: Axis) -> Iterator[None]:
+    """Within it, this thread meets the other ranks over ``axis``: all of them, in a group that no other thread uses."""
+    _here.axis = axis
+    try:
+        yield
+    finally:
+        del _here.axis
 
 
 def gather(value: Any, several: bool) -> list[Any]:
@@ -38,7 +53,9 @@ def agreement(several: bool, doing: str) -> AbstractContextManager[None]:
 
 
 def _ranks(several: bool) -> Axis:
-    return Axis.world() if several else Axis("world")
+    if not several:
+        return Axis("world")
+    return getattr(_here, "axis", None) or Axis.world()
 
 
 def require_same_folder(folder: Path, several: bool) -> Path:

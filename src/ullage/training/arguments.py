@@ -26,7 +26,7 @@ WEIGHTINGS = ("token", "sequence")
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` and packing; plain ones work with our Trainer too, without packing.
+    """``transformers.TrainingArguments``, packing, and saving without waiting; plain ones work with our Trainer too.
 
     ``use_cpu`` is on where there is no accelerator.
     """
@@ -73,6 +73,13 @@ class TrainingArguments(transformers.TrainingArguments):
     packing_peak_flops: float | None = field(
         default=None,
         metadata={"help": "FLOP/s that one device could do (H100, bf16: 989e12); logs then have mfu."},
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Save checkpoints without waiting: the state is copied to host memory, and a thread writes it "
+            "while training goes on, whole or not at all as ever. One more copy of what is saved is held."
+        },
     )
     empty_step: str = field(
         default="warn",

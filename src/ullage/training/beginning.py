@@ -12,9 +12,11 @@ from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError, require_one_of
 from ullage.training import counting
 from ullage.training.agreement import agreement, gather
+from ullage.training.background import is_asked_for
 from ullage.training.comparing import compare_ranks, describe_arguments, describe_data, random_states_kept
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.saving import WholeCheckpointMixin
 
 
 class RunCheck:
@@ -36,6 +38,7 @@ class RunCheck:
         described: dict[str, Any] = {}
         with agreement(several, "looking at its training data"):
             empty_step_of(args)
+            _require_whole_checkpoints(trainer)
             dataset = trainer.train_dataset
             if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
@@ -89,3 +92,15 @@ def collated(trainer: Any, reader: BatchReader, dataset: Any, indices: list[int]
 def empty_step_of(arguments: Any) -> str:
     """Treatment of a step in which no label counts: ``"warn"`` or ``"error"``."""
     return require_one_of(getattr(arguments, "empty_step", "warn"), ("warn", "error"), "empty_step")
+
+
+def _require_whole_checkpoints(trainer: object) -> None:
+    """Raise ``InputError`` where saves in the background are asked of a trainer that saves as transformers does."""
+    if is_asked_for(getattr(trainer, "args", None)) and not isinstance(trainer, WholeCheckpointMixin):
+        raise InputError(
+            "this trainer's checkpoints are written by transformers itself",
+            where="TrainingArguments.async_save",
+            expected="WholeCheckpointMixin among the bases",
+            found=type(trainer).__name__,
+            hint="take a Trainer of ullage.training, or leave async_save out",
+        )

@@ -39,6 +39,7 @@ from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting, fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
+from ullage.training.background import BackgroundSave
 from ullage.training.beginning import RunCheck
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
@@ -79,10 +80,10 @@ class RaggedTrainerMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The parts read nothing of the trainer before it is asked for, so they may stand before its own constructor,
         # which already calls some of the methods below.
-        self.meter, self.stop = TokenMeter(), StopFlag()
+        self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
         self._packer = Packer(self, self._reader)
-        self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop)
+        self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._check = RunCheck(self, self._reader, self._packer)
         self._continuation = Continuation(self)

@@ -24,8 +24,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
 from ullage.training import fsdp
+from ullage.training.agreement import agreement
+from ullage.training.background import BackgroundSave
 from ullage.training.damage import examine, is_damaged
-from ullage.training.staging import incomplete, not_written, old_of, recover, staging_of, write_into, write_whole
+from ullage.training.staging import (
+    finish_whole,
+    incomplete,
+    not_written,
+    old_of,
+    one_line,
+    recover,
+    stage_whole,
+    staging_of,
+    write_into,
+    write_whole,
+)
 
 _STATE = "trainer_state.json"
 #: What holds a model's weights, or says where they are.
@@ -44,6 +57,9 @@ _TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
+
+    from ullage.training.snapshot import Snapshot
+    from ullage.training.staging import Staged
 else:
     _Base = object
 
@@ -56,6 +72,14 @@ class WholeCheckpointMixin(_Base):
 
     _staging: Path | None = None
     _push_later: str | None = None
+    _background: BackgroundSave | None = None
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' loop; with ``async_save``, no save outlasts it."""
+        if self._background is None:
+            self._background = BackgroundSave(self)
+        with self._background.run():
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -67,6 +91,9 @@ class WholeCheckpointMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        background = self._background if self._background is not None and self._background.is_on else None
+        if background is not None:
+            background.settle()  # before this save looks at what there is
         run_dir = Path(self._get_output_dir(trial))
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         best_step = self.state.best_global_step
@@ -93,7 +120,8 @@ class WholeCheckpointMixin(_Base):
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
 
-        save_checkpoint(run_dir, self.state.global_step, write, self.args, best=self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        save_checkpoint(run_dir, self.state.global_step, write, self.args, best=best, background=background)
         # An upload from the staging folder would race with the rename.
         if self._push_later is not None:
             self._push_later = None
@@ -128,7 +156,12 @@ class WholeCheckpointMixin(_Base):
             super()._load_best_model()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too."""
+        """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too.
+
+        What is being saved is whole before the best model is loaded.
+        """
+        if self._background is not None:
+            self._background.settle()
         # Without a limit Trainer deletes nothing here; rotate() does it below and leaves damaged checkpoints alone.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
@@ -149,6 +182,7 @@ def save_checkpoint(
     *,
     best: str | None = None,
     check: Callable[[Path], None] | None = None,
+    background: BackgroundSave | None = None,
 ) -> None:
     """Make ``checkpoint-<step>`` of a run, whole or not at all, and rotate older ones out. Collective.
 
@@ -159,14 +193,34 @@ def save_checkpoint(
         arguments: of the Trainer; the local rank, the ranks and ``save_total_limit`` are read.
         best: path of the checkpoint that is kept whatever its age.
         check: as for :func:`ullage.training.staging.write_whole`; by default, that the state and weights are there.
+        background: writes the checkpoint after this function has returned; None writes it before.
     """
     final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     several, first = arguments.world_size > 1, arguments.local_process_index == 0
     if first:
         remove_unfinished(run_dir)
-    write_whole(final, write, several=several, first_of_machine=first, check=check or _require_written)
-    if arguments.should_save:
-        rotate(run_dir, arguments.save_total_limit, best, keep=final)
+    check, limit = check or _require_written, arguments.save_total_limit if arguments.should_save else None
+    if background is None:
+        write_whole(final, write, several=several, first_of_machine=first, check=check)
+        rotate(run_dir, limit, best, keep=final)
+        return
+
+    staged: list[Staged] = []
+
+    def copy(snapshot: Snapshot) -> None:
+        def copied(place: Path) -> None:
+            with snapshot.taking(place):
+                write(place)
+
+        staged.append(stage_whole(final, copied, several=several, first_of_machine=first))
+
+    def finish(write_copies: Callable[[], None]) -> None:
+        with agreement(several, "writing a checkpoint"), one_line(final):
+            write_copies()
+        finish_whole(staged[0], check)
+        rotate(run_dir, limit, best, keep=final)
+
+    background.begin(copy, finish)
 
 
 def _require_written(place: Path) -> None:

@@ -25,6 +25,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
@@ -92,9 +93,26 @@ def write_whole(
         first_of_machine: whether this process makes the staging folder of its machine, in place of an old one.
         check: called with the written folder before it is renamed, on rank 0; raises if something is missing.
     """
+    finish_whole(stage_whole(target, write, several=several, first_of_machine=first_of_machine), check)
+
+
+def stage_whole(
+    target: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
+) -> Staged:
+    """The first part of :func:`write_whole`, which has the arguments: write, and leave it to :func:`finish_whole`."""
     target = require_same_folder(Path(target), several)
     staging = staging_of(target)
-    place = staging / target.name
+    return _stage(staging, target, lambda _: write(staging / target.name), several, first_of_machine)
+
+
+def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
+    """Sum what was written, list it in a manifest, flush it and give it its name. Collective.
+
+    Any thread of a rank may do it (:func:`ullage.training.agreement.meeting_over`). ``check``: as for
+    :func:`write_whole`.
+    """
+    target, staging, several = staged.target, staged.staging, staged.several
+    place = staged.place
 
     def look() -> None:
         if not place.is_dir():
@@ -102,17 +120,17 @@ def write_whole(
         if check is not None:
             check(place)
 
-    with _staged(staging, target, lambda _: write(place), look, several, first_of_machine) as owner:
-        # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
-        damaged = bool(examine(target, several).damage)
-        blocks, crcs = _summed(place, owner, several)
-        with agreement(several, "putting a checkpoint in its place"), _one_line(target):
-            if owner == rank_here(several) and place.is_dir():
-                # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is
-                # given.
-                write_manifest(place / manifest_name(owner), blocks, crcs)
-                _flush(place)
-                _put(place, target, damaged or is_damaged(target))
+    owner = _owner(staged, look)
+    # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
+    damaged = bool(examine(target, several).damage)
+    blocks, crcs = _summed(place, owner, several)
+    with agreement(several, "putting a checkpoint in its place"), one_line(target):
+        if owner == rank_here(several) and place.is_dir():
+            # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
+            write_manifest(place / manifest_name(owner), blocks, crcs)
+            _flush(place)
+            _put(place, target, damaged or is_damaged(target))
+    _clear(staged, owner)
 
 
 def write_into(
@@ -124,44 +142,53 @@ def write_into(
     """
     folder = require_same_folder(Path(folder), several)
     staging = folder / PARTIAL
-    with (
-        _staged(staging, folder, write, None, several, first_of_machine) as owner,
-        agreement(several, "putting files in their place"),
-        _one_line(folder),
-    ):
+    staged = _stage(staging, folder, write, several, first_of_machine)
+    owner = _owner(staged, None)
+    with agreement(several, "putting files in their place"), one_line(folder):
         if owner == rank_here(several):
             _flush(staging)
             for entry in sorted(staging.iterdir()):
                 # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
                 if not entry.name.startswith(_MARK):
                     _put(entry, folder / entry.name)
+    _clear(staged, owner)
 
 
-@contextmanager
-def _staged(
-    staging: Path,
-    target: Path,
-    write: Callable[[Path], None],
-    check: Callable[[], None] | None,
-    several: bool,
-    first_of_machine: bool,
-) -> Iterator[int]:
-    """Write below ``staging`` on all ranks; yield the owner of this rank's disk, and remove the folder afterwards.
+@dataclass(frozen=True)
+class Staged:
+    """What was written to a staging folder and is not in its place yet.
 
-    Collective. The owner is the lowest first rank of a machine that sees the same staging folder.
+    Attributes:
+        target: what it becomes, or becomes part of.
+        staging: the folder it was written to.
+        mark: beginning of the names of the marks of its disks.
+        several: whether there are other ranks.
+    """
+
+    target: Path
+    staging: Path
+    mark: str
+    several: bool
+
+    @property
+    def place(self) -> Path:
+        """The folder under its own name in the staging folder."""
+        return self.staging / self.target.name
+
+
+def _stage(staging: Path, target: Path, write: Callable[[Path], None], several: bool, first_of_machine: bool) -> Staged:
+    """Write below ``staging`` on all ranks. Collective.
 
     Args:
         staging: the folder to write to; removed first if it is there.
         target: what it becomes part of, for recovery and for messages.
         write: called with ``staging`` on every rank.
-        check: called on rank 0 after all ranks have written; raises if something is missing.
         several: whether there are other ranks.
         first_of_machine: whether this rank makes the folder, and marks its disk.
     """
-    rank = rank_here(several)
     # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
     mark = f"{_MARK}{gather(uuid.uuid4().hex, several)[0]}-"
-    with agreement(several, "preparing to save"), _one_line(target):
+    with agreement(several, "preparing to save"), one_line(target):
         if first_of_machine:
             if target.is_file():
                 raise CheckpointError("a file lies where the folder should", where=str(target))
@@ -170,23 +197,36 @@ def _staged(
                 recover(target)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True, exist_ok=True)
-    with agreement(several, "writing a checkpoint"), _one_line(target):
+    with agreement(several, "writing a checkpoint"), one_line(target):
         if first_of_machine:
             # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
             # separate disks each folder has its own; so the lowest mark names one owner per disk. Meeting before this
             # block has made sure that no first rank removes the folder after another has marked it.
-            (staging / f"{mark}{rank}").touch()
+            (staging / f"{mark}{rank_here(several)}").touch()
         write(staging)
-    with agreement(several, "checking what was written"):
+    return Staged(target, staging, mark, several)
+
+
+def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
+    """The lowest first rank of a machine that sees the same staging folder as this one, once all have written.
+
+    Collective. ``check``: called on rank 0; raises if something is missing.
+    """
+    with agreement(staged.several, "checking what was written"):
         # No mark with this token: another process has removed the folder and perhaps made one of its own.
-        owner = min((int(path.name.removeprefix(mark)) for path in staging.glob(f"{mark}*")), default=None)
+        marks = staged.staging.glob(f"{staged.mark}*")
+        owner = min((int(path.name.removeprefix(staged.mark)) for path in marks), default=None)
         if owner is None:
-            raise _vanished(target, staging)
-        if rank == 0 and check is not None:
+            raise _vanished(staged.target, staged.staging)
+        if rank_here(staged.several) == 0 and check is not None:
             check()
-    yield owner
-    if owner == rank:
-        shutil.rmtree(staging, ignore_errors=True)
+    return owner
+
+
+def _clear(staged: Staged, owner: int) -> None:
+    """Remove the staging folder of this rank's disk."""
+    if owner == rank_here(staged.several):
+        shutil.rmtree(staged.staging, ignore_errors=True)
 
 
 def _vanished(target: Path, staging: Path) -> CheckpointError:
@@ -201,14 +241,14 @@ def _vanished(target: Path, staging: Path) -> CheckpointError:
 def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[int]]:
     """The blocks of all files in ``place`` and their sums, read by the ranks of this disk together."""
     rank = rank_here(several)
-    with agreement(several, "listing a checkpoint"), _one_line(place):
+    with agreement(several, "listing a checkpoint"), one_line(place):
         files = files_in(place) if owner == rank else None
     told = gather((owner, files), several)
     # Ranks that see the same disk. Each sums a share of the blocks; neighbouring shares in rank order join in block
     # order.
     group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
     blocks = blocks_of(told[owner][1])
-    with agreement(several, "summing a checkpoint"), _one_line(place):
+    with agreement(several, "summing a checkpoint"), one_line(place):
         mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
     return blocks, [crc for other, own in enumerate(gather(mine, several)) if other in group for crc in own]
 
@@ -247,7 +287,7 @@ def _swap(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def _one_line(target: Path) -> Iterator[None]:
+def one_line(target: Path) -> Iterator[None]:
     """Turn what a full disk or a folder that is not ours raises in any library into one line that says what to do."""
     try:
         yield

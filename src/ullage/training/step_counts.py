@@ -45,7 +45,7 @@ class StepCounts:
 
     @staticmethod
     def row(
-        labels: int, complete: bool, problem: Exception | None, batches: int, stop: int, weight: float
+        labels: int, complete: bool, problem: BaseException | None, batches: int, stop: int, weight: float
     ) -> list[int]:
         """What a rank tells the others before a step: six integers, of which the last holds the bits of a float64."""
         return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]

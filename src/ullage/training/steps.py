@@ -29,6 +29,7 @@ from ullage.errors import TrainingError
 from ullage.exchange.source import deal
 from ullage.ranks import Axis, agree
 from ullage.training import counting, epochs
+from ullage.training.background import BackgroundSave
 from ullage.training.beginning import empty_step_of
 from ullage.training.epochs import Epoch
 from ullage.training.indices import SampleIndices
@@ -54,11 +55,20 @@ class StepSource:
         packer: of its steps.
         meter: counts what goes through the model.
         stop: the request to stop, which the ranks agree on before every step.
+        background: the save that may be under way, whose failure ends training before the next step.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer, meter: TokenMeter, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        reader: BatchReader,
+        packer: Packer,
+        meter: TokenMeter,
+        stop: StopFlag,
+        background: BackgroundSave,
+    ) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self._meter, self._stop = meter, stop
+        self._meter, self._stop, self._background = meter, stop, background
         self._epoch: Epoch | None = None
         self._indices: SampleIndices | None = None
         self._is_empty = False
@@ -261,10 +271,12 @@ class StepSource:
                 problem = error
         # Everything the ranks must know before a step travels in this one gather.
         complete = len(counts) == len(batches)
-        mine = StepCounts.row(sum(counts), complete, problem, len(batches), int(self._stop.requested), weight)
+        told = problem or self._background.failure
+        mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
         met = StepCounts.of(self._gathered(mine, device))
         self._stop.agreed = met.stop
         if met.failed:  # only then do the ranks meet again, to hear of the error
+            self._background.settle()  # that of a save comes first: it is older
             agree(problem, Axis.world(), "reading its batches")
         return met
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES
+from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -30,13 +30,7 @@ MAX_FILE_BYTES = 5 << 30
 #: The safetensors library refuses headers beyond 100 MB, so a larger number is damage.
 _MAX_HEADER_BYTES = 100 << 20
 
-_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32",
-    "uint64": "U64", "complex64": "C64",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 #: Small files that make a folder of weights a model; copied when they lie in the source folder or beside it.
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -162,11 +156,15 @@ def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, s
     at = 0
     for label, tensor, dtype in shard:
         size = tensor.numel * ITEM_BYTES[dtype]
-        if dtype not in _NAMES:
+        if dtype not in SAFETENSORS:
             raise CheckpointError(
                 "safetensors has no name for this dtype", where=label, found=dtype, hint="convert it with --to dcp"
             )
-        header[label] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        header[label] = {
+            "dtype": SAFETENSORS[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     # Spaces after the JSON are allowed; with them the data begin at a multiple of 8, as in files of the library.

@@ -26,6 +26,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "neftune_noise_alpha": (None,),
     "auto_find_batch_size": (False,),
     "empty_step": ("warn",),
+    "async_save": (False,),
     "packing_loss_weighting": ("token",),
 }
 
