@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.snapshot import Snapshot
 
+#: Files whose bytes are the same too. In others pickle writes equal strings once or twice, as they are one object or two.
+BYTES = ("model.safetensors", "optimizer.pt", "scheduler.pt")
 #: What a run of each kind is asked for with.
 KINDS = {
     "ddp": {},
@@ -50,7 +53,10 @@ def make(folder: Path, kind: str, **options) -> Trainer:
         **options,
     )
     return Trainer(
-        LlamaForCausalLM(config), arguments, train_dataset=samples, data_collator=RaggedCollator(labels_from="input_ids")
+        LlamaForCausalLM(config),
+        arguments,
+        train_dataset=samples,
+        data_collator=RaggedCollator(labels_from="input_ids"),
     )
 
 
@@ -58,23 +64,53 @@ def losses(trainer: Trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+def content(path: Path) -> object:
+    """What a file holds, without the speeds of the run."""
+    if path.name == "trainer_state.json":
+        state = json.loads(path.read_text())
+        state["log_history"] = [
+            {k: v for k, v in row.items() if k != "tokens_per_second"} for row in state["log_history"]
+        ]
+        return state
+    return path.read_bytes()
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two trees of tensors and values agree to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return type(one) is type(other) and (one == other or not isinstance(one, (int, float, str, bytes, bool)))
+
+
 def differing(one: Path, other: Path) -> list[str]:
-    """Files below either folder that are not the same bytes; arguments and manifests name the folder itself."""
+    """Files below either folder that do not hold the same; arguments and manifests name the folder itself."""
     names = {path.relative_to(root) for root in (one, other) for path in root.rglob("*") if path.is_file()}
     kept = sorted(name for name in names if name.name not in ("training_args.bin", "manifest.json"))
     assert len(kept) > 4, kept
-    return [
-        str(name)
-        for name in kept
-        if not ((one / name).is_file() and (other / name).is_file())
-        or (one / name).read_bytes() != (other / name).read_bytes()
-    ]
+    found = []
+    for name in kept:
+        if not ((one / name).is_file() and (other / name).is_file()):
+            found.append(f"{name}: missing")
+        elif content(one / name) != content(other / name):
+            archive = name.suffix in (".pt", ".pth", ".bin")
+            trees = [torch.load(root / name, weights_only=False) for root in (one, other)] if archive else [0, 1]
+            found += [] if same(*trees) else [str(name)]
+            found += [f"{name}: bytes"] if archive and name.parts[-1] in BYTES else []
+    return found
 
 
 def compared(folder: Path, kind: str) -> dict:
     """Files of both ways that differ; the losses of one, of the other, and of the second resumed in its middle."""
-    waited, asynchronous = make(folder / "waited", kind), make(folder / "async", kind, async_save=True)
+    # Each is made and trained in turn, so that both begin with the same random states.
+    waited = make(folder / "waited", kind)
     waited.train()
+    asynchronous = make(folder / "async", kind, async_save=True)
     asynchronous.train()
     there = sorted(path.name for path in (folder / "async").iterdir())
     found = differing(folder / "waited", folder / "async")

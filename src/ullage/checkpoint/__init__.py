@@ -4,13 +4,17 @@
     problems = inventory.problems()                  # [] when every tensor is whole
     report = ullage.checkpoint.convert(folder, target, format="universal")
     problems = ullage.checkpoint.verify(folder, target)
+    differences = ullage.checkpoint.diff(folder, other)             # by name, state and element
+    report = ullage.checkpoint.average([folder, other], target)     # of weights, as safetensors
 
 Only numpy is needed: neither torch nor DeepSpeed is imported.
 """
 
 from __future__ import annotations
 
+from ullage.checkpoint.conversion.averaging import average
 from ullage.checkpoint.conversion.converting import Report, convert
+from ullage.checkpoint.conversion.differing import Difference, Differences, diff
 from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import (
     File,
@@ -29,6 +33,8 @@ from ullage.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
+    "Difference",
+    "Differences",
     "File",
     "Fragments",
     "Group",
@@ -39,7 +45,9 @@ __all__ = [
     "Slice",
     "Tensor",
     "WrittenBy",
+    "average",
     "convert",
+    "diff",
     "on_paper",
     "read",
     "targets",

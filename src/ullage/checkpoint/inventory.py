@@ -37,7 +37,7 @@ class File:
     model_rank: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Fragments:
     """Parts of one tensor, as four int64 arrays [n], ordered by ``start``.
 
@@ -55,6 +55,9 @@ class Fragments:
 
     def __len__(self) -> int:
         return len(self.file)
+
+    def __repr__(self) -> str:
+        return f"Fragments({len(self)} of {int(self.length.sum())} elements)"
 
     @classmethod
     def one(cls, file: int, offset: int, length: int) -> Fragments:
@@ -286,7 +289,7 @@ class Problem:
         return " ".join((line + (f". {self.hint}" if self.hint else "")).split())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Inventory:
     """A checkpoint without its data. See :func:`ullage.checkpoint.read`.
 
@@ -319,6 +322,11 @@ class Inventory:
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], Tensor]:
         return {(t.name, t.key): t for t in self.tensors}
+
+    def __repr__(self) -> str:
+        counted = f"{len(self.tensors):,} tensors, {self.num_bytes:,} bytes in {len(self.files):,} files"
+        found = f", {len(self.read_problems):,} problems" if self.read_problems else ""
+        return f"Inventory({str(self.folder)!r}, {self.format}: {', '.join(self.keys)}; {counted}{found})"
 
     def tensor(self, name: str, key: str = "fp32") -> Tensor:
         """The tensor of that name and key. Raises ``KeyError``."""

@@ -26,6 +26,8 @@ VERBS = {
     "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
     "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
     "verify": "Compare a converted checkpoint with its source, byte by byte.",
+    "diff": "Say which tensors of two checkpoints differ, and by how much.",
+    "average": "Average the weights of checkpoints, or take their moving average, as safetensors.",
 }
 
 

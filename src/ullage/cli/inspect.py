@@ -115,7 +115,7 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         ("ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"),
         ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
         ("tensors", f"{len(inventory.tensors):,}, {size(inventory.num_bytes)}"),
-        ("states", ", ".join(inventory.keys)),
+        ("states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())),
         ("dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))),
         ("padding", f"{inventory.padding:,} elements"),
     ]
@@ -123,6 +123,13 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         held, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
         layers = f"{held} in each of {len(written_by.experts)} layers"
         facts.insert(3, ("experts", layers + (f", ep {sizes}" if sizes else ", none trained")))
+    if inventory.aliases:
+        facts.append(
+            ("tied", ", ".join(f"{alias} is {name}" for alias, name in list(inventory.aliases.items())[:limit]))
+        )
+    # What holds each tensor once, for any layout, tells of no ranks and has no padding.
+    if inventory.format != "zero" and not inventory.groups:
+        facts = [fact for fact in facts if fact[0] not in ("ranks", "padding")]
     if inventory.steps:
         facts.append(("step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))))
     console.print(_plain_table(facts))
@@ -142,6 +149,14 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         console.print(f"  {escape(str(problem))}", soft_wrap=True)
     if limit is not None and len(problems) > limit:
         console.print(f"  and {len(problems) - limit:,} more (--all)")
+
+
+def _bytes_by_key(inventory: Any) -> dict[str, int]:
+    """Bytes of each state, the weights first."""
+    found = dict.fromkeys(inventory.keys, 0)
+    for tensor in inventory.tensors:
+        found[tensor.key] = found.get(tensor.key, 0) + tensor.num_bytes
+    return found
 
 
 def _plain_table(facts: list[tuple[str, str]]) -> Any:

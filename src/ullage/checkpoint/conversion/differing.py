@@ -1,0 +1,278 @@
+"""Differences of two checkpoints of any formats: which tensors differ, and by how much.
+
+Tensors are paired by name and state. What one format calls ``fp32`` (master weights) another calls ``frozen`` or
+``buffer``, or stores under the name of a tied tensor; these are one *weight* here, so a ZeRO checkpoint and the
+safetensors made of it are compared throughout. Both are read in ranges of elements, by threads; memory is two ranges
+each, whatever the size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.conversion.converting import default_workers
+from ullage.checkpoint.formats import table as formats
+from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, Tally, as_floats, row_elements, stream
+
+#: The state under which the weights of all formats are compared.
+WEIGHT = "weight"
+#: Elements at a time, as bytes of the wider of both tensors.
+_RANGE_BYTES = 2 * CHUNK_BYTES
+#: Dtypes that numpy has no arithmetic of: their elements are compared, and not subtracted.
+_NO_NUMBERS = ("float8", "float4", "bits", "complex32")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor, or one fact, that is not the same in both checkpoints. ``str()`` says it in one line.
+
+    Attributes:
+        name: the tensor's; empty for the optimizer's steps.
+        key: ``weight``, a state such as ``exp_avg``, or ``step``.
+        kind: ``values``; ``dtype`` (and perhaps values); ``shape``; ``missing in first``; ``missing in second``;
+            ``step``.
+        first: dtype and shape, or steps, of the first; None where it is missing.
+        second: of the second.
+        elements: of the tensor.
+        differing: elements whose bytes differ, or whose numbers differ where dtypes do.
+        max_abs: largest difference of two finite elements; None where no numbers can be subtracted.
+        max_relative: largest difference over the larger magnitude of both, at most 2.
+        not_finite: elements that differ and are NaN or Inf on a side; they are in no maximum.
+    """
+
+    name: str
+    key: str
+    kind: str
+    first: str | None = None
+    second: str | None = None
+    elements: int = 0
+    differing: int = 0
+    max_abs: float | None = None
+    max_relative: float | None = None
+    not_finite: int = 0
+
+    def __str__(self) -> str:
+        title = " ".join(word for word in (self.name, self.key) if word)
+        if self.kind.startswith("missing"):
+            return f"{title}: {self.kind} ({self.first or self.second})"
+        said = [] if self.kind == "values" else [f"{self.first} against {self.second}"]
+        if self.differing:
+            said.append(f"{self.differing:,} of {self.elements:,} elements differ")
+            if self.max_abs is not None and self.differing > self.not_finite:
+                said.append(f"by at most {self.max_abs:.3g} (relative {self.max_relative:.3g})")
+            if self.not_finite:
+                said.append(f"{self.not_finite:,} of them NaN or Inf")
+        return f"{title}: {', '.join(said)}"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The result of :func:`diff`. True where the checkpoints differ.
+
+    Attributes:
+        first, second: the folders.
+        num_tensors: tensors that both have, which were compared unless their shapes differ.
+        num_elements: of these, in the first.
+        differences: by tensor, in the order of the first; empty where everything is the same.
+    """
+
+    first: str
+    second: str
+    num_tensors: int
+    num_elements: int
+    differences: tuple[Difference, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        return asdict(self) | {"equal": not self.differences, "differences": [asdict(d) for d in self.differences]}
+
+
+def diff(
+    first: str | Path | Inventory,
+    second: str | Path | Inventory,
+    *,
+    weights_only: bool = False,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Differences:
+    """Compare two checkpoints of any formats, tensor by tensor.
+
+    Args:
+        first: a folder, as for :func:`ullage.checkpoint.read`, or an inventory.
+        second: the other one.
+        weights_only: leave the optimizer's state and steps out.
+        workers: threads; by default as for :func:`ullage.checkpoint.convert`.
+        progress: called as ``progress(done, total)``, in bytes of the first.
+
+    Raises ``CheckpointError`` for a checkpoint that is not whole.
+    """
+    one, other = (each if isinstance(each, Inventory) else formats.read(each) for each in (first, second))
+    for inventory in (one, other):
+        formats.require_none(inventory, inventory.problems())
+    mine, yours = by_weight(one, weights_only), by_weight(other, weights_only)
+    found: list[Difference] = []
+    pairs: list[tuple[tuple[str, str], Tensor, Tensor]] = []
+    for name in dict.fromkeys([*mine, *yours]):
+        a, b = _with_aliases(name, mine, one), _with_aliases(name, yours, other)
+        if a is None or b is None:
+            found.append(Difference(*name, f"missing in {'first' if a is None else 'second'}", _said(a), _said(b)))
+        elif a.shape != b.shape:
+            found.append(Difference(*name, "shape", _said(a), _said(b), a.numel))
+        else:
+            pairs.append((name, a, b))
+    found += _compared(one, other, pairs, workers or default_workers(), progress)
+    order = {name: i for i, name in enumerate(dict.fromkeys([*mine, *yours]))}
+    found.sort(key=lambda difference: order[difference.name, difference.key])
+    if not weights_only:
+        found += _steps(one, other)
+    elements = sum(a.numel for _, a, _ in pairs)
+    return Differences(str(one.folder), str(other.folder), len(pairs), elements, tuple(found))
+
+
+def by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
+    """The tensors by name and state, in which every format calls a weight ``weight``."""
+    named = {}
+    for tensor in inventory.tensors:
+        is_weight = tensor.kind != "parameter" or tensor.key == "fp32"
+        if is_weight or not weights_only:
+            named[tensor.name, WEIGHT if is_weight else tensor.key] = tensor
+    return named
+
+
+def _with_aliases(name: tuple[str, str], tensors: dict[tuple[str, str], Tensor], inventory: Inventory) -> Tensor | None:
+    """The tensor of that name, or the one that it is tied to: formats choose which of both names is stored."""
+    label, key = name
+    if name in tensors or key != WEIGHT:
+        return tensors.get(name)
+    return tensors.get((inventory.aliases.get(label, label), key))
+
+
+def _said(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _steps(one: Inventory, other: Inventory) -> list[Difference]:
+    """The optimizer's steps. Groups are numbered differently by formats, and some do not keep steps: values count."""
+    steps = [sorted({float(step) for step in each.steps.values() if step is not None}) for each in (one, other)]
+    if not all(steps) or steps[0] == steps[1]:
+        return []
+    return [Difference("", "step", "step", *(", ".join(f"{step:g}" for step in each) for each in steps))]
+
+
+@dataclass
+class _Count:
+    """What is known of a pair so far."""
+
+    differing: int = 0
+    not_finite: int = 0
+    max_abs: float = 0.0
+    max_relative: float = 0.0
+    has_numbers: bool = field(default=True)
+
+
+def _compared(
+    one: Inventory,
+    other: Inventory,
+    pairs: list[tuple[tuple[str, str], Tensor, Tensor]],
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Difference]:
+    total, done = sum(a.num_bytes for _, a, _ in pairs), 0
+    jobs = []
+    for number, (_, a, b) in enumerate(pairs):
+        # Ranges begin where a row of either begins: slices that lie side by side are read in whole rows.
+        row = math.lcm(row_elements(a), row_elements(b))
+        step = max(1, _RANGE_BYTES // (row * max(a.item_bytes, b.item_bytes))) * row
+        jobs += [(number, low, min(low + step, a.numel)) for low in range(0, a.numel, step)]
+
+    def work(share: list[tuple[int, int, int]]) -> list[tuple[int, int, _Count]]:
+        ours, theirs = Sources(one), Sources(other)
+        try:
+            return [
+                (number, high - low, compare_range(ours, theirs, *pairs[number][1:], low, high))
+                for number, low, high in share
+            ]
+        finally:
+            ours.close()
+            theirs.close()
+
+    counts = [_Count(has_numbers=_has_numbers(a) and _has_numbers(b)) for _, a, b in pairs]
+    size = max(1, min(16, len(jobs) // (4 * workers) + 1))
+    with ThreadPoolExecutor(workers) as pool:
+        for found in pool.map(work, [jobs[i : i + size] for i in range(0, len(jobs), size)]):
+            for number, elements, count in found:
+                so_far = counts[number]
+                so_far.differing += count.differing
+                so_far.not_finite += count.not_finite
+                so_far.max_abs = max(so_far.max_abs, count.max_abs)
+                so_far.max_relative = max(so_far.max_relative, count.max_relative)
+                done += elements * pairs[number][1].item_bytes
+            if progress is not None:
+                progress(done, total)
+    differences = []
+    for ((name, key), a, b), count in zip(pairs, counts, strict=True):
+        kind = "values" if a.dtype == b.dtype else "dtype"
+        if not count.differing and kind == "values":
+            continue
+        made = Difference(name, key, kind, _said(a), _said(b), a.numel, count.differing, not_finite=count.not_finite)
+        if count.has_numbers:
+            made = replace(made, max_abs=count.max_abs, max_relative=count.max_relative)
+        differences.append(made)
+    return differences
+
+
+def compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int, high: int) -> _Count:
+    """The differences in the elements ``[low, high)`` of two tensors of one shape; reads both ranges at once."""
+    one, other = read_range(ours, a, low, high), read_range(theirs, b, low, high)
+    if a.dtype == b.dtype:
+        if np.array_equal(one, other):
+            return _Count()
+        unequal = (one.reshape(-1, a.item_bytes) != other.reshape(-1, b.item_bytes)).any(axis=1)
+    else:
+        unequal = np.ones(high - low, bool)
+    if not (_has_numbers(a) and _has_numbers(b)):
+        return _Count(int(unequal.sum()))
+    left, right = (numbers(chunk, t.dtype)[unequal] for chunk, t in ((one, a), (other, b)))
+    if a.dtype != b.dtype:
+        differ = (left != right) & ~(np.isnan(left) & np.isnan(right))
+        left, right = left[differ], right[differ]
+    finite = np.isfinite(left) & np.isfinite(right)
+    count = _Count(len(left), int((~finite).sum()))
+    if finite.any():
+        left, right = left[finite], right[finite]
+        with np.errstate(all="ignore"):
+            distance = np.abs(left - right)
+            larger = np.maximum(np.abs(left), np.abs(right))
+            relative = np.divide(distance, larger, out=np.zeros_like(distance), where=larger > 0)
+        count.max_abs, count.max_relative = float(distance.max()), float(relative.max())
+    return count
+
+
+def read_range(sources: Sources, tensor: Tensor, low: int, high: int) -> Bytes:
+    """The bytes of elements ``[low, high)``, at row boundaries, in memory of their own."""
+    buffer = np.empty((high - low) * tensor.item_bytes, np.uint8)
+    for chunk in stream(sources, tensor, low, high, buffer, Tally()):
+        return chunk
+    return buffer
+
+
+def numbers(chunk: Bytes, dtype: str) -> Any:
+    """The elements as float64, or complex128: wide enough for the difference of any two of them."""
+    if dtype.startswith("complex"):
+        return chunk.view(dtype).astype(np.complex128)
+    return as_floats(chunk, dtype).astype(np.float64)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return not tensor.dtype.startswith(_NO_NUMBERS)
