@@ -33,6 +33,7 @@ class Format(StrEnum):
     universal = "universal"
     safetensors = "safetensors"
     dcp = "dcp"
+    torch_dist = "torch_dist"
     trainer = "trainer"
     zero1 = "zero1"
     zero2 = "zero2"

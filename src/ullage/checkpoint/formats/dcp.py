@@ -51,7 +51,7 @@ CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 BUFFERS = ("ullage", "buffers")
 
 
-class _Writer:
+class ItemWriter:
     """Archives laid end to end in files, with the entries of ``.metadata`` for each."""
 
     def __init__(self) -> None:
@@ -66,6 +66,21 @@ class _Writer:
 
     def add(self, path: tuple[Any, ...], value: Any) -> Instance:
         """One item: a :class:`TensorCopy`, a constant tensor, or any other value. Returns where it lies."""
+        where = self._laid(value)
+        self.book(path, value, where)
+        return where
+
+    def add_chunks(self, flat: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], TensorCopy]]) -> None:
+        """One tensor in several chunks, each with its first index along each dim."""
+        self.paths[flat] = (flat,)
+        for index, (offsets, copy) in enumerate(chunks):
+            said = {"fqn": flat, "offset": Size(offsets), "index": index}
+            self.storage.append((Instance(_METADATA, "MetadataIndex", said), self._laid(copy)))
+        placed = [(offsets, copy.tensor.shape) for offsets, copy in chunks]
+        self.entries[flat] = _tensor_entry(chunks[0][1].dtype, shape, placed)
+
+    def _laid(self, value: Any) -> Instance:
+        """The place of an item, laid after all others."""
         if isinstance(value, TensorCopy):
             kind = (value.tensor.shape, value.dtype)
             if kind not in self._laid_out:
@@ -77,7 +92,6 @@ class _Writer:
         self._payloads += made.payloads
         self._texts += made.texts
         self._at += made.num_bytes
-        self.book(path, value, where)
         if self._at >= MAX_FILE_BYTES:
             self.close()
         return where
@@ -130,10 +144,19 @@ def entry_of(value: Any) -> Instance:
     shape = _shape_of(value)
     if shape is None:
         return Instance(_METADATA, "BytesStorageMetadata", {})
-    zeros, size = _zeros(len(shape)), Size(shape)
-    chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-    properties = _properties(value.dtype)
-    return Instance(_METADATA, "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
+    return _tensor_entry(value.dtype, shape, [(_zeros(len(shape)), shape)])
+
+
+def _tensor_entry(
+    dtype: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Instance:
+    """The entry of a tensor of these chunks, each (first index, shape)."""
+    listed = [
+        Instance(_METADATA, "ChunkStorageMetadata", {"offsets": Size(offsets), "sizes": Size(sizes)})
+        for offsets, sizes in chunks
+    ]
+    content = {"properties": _properties(dtype), "size": Size(shape), "chunks": listed}
+    return Instance(_METADATA, "TensorStorageMetadata", content)
 
 
 @lru_cache
@@ -150,7 +173,7 @@ def _properties(dtype: str) -> Instance:
 
 def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = True) -> list[Target]:
     """The files of the checkpoint, without the tensors' bytes."""
-    writer = _Writer()
+    writer = ItemWriter()
     tied: dict[str, list[str]] = {}
     for alias, owner in inventory.aliases.items():
         tied.setdefault(owner, []).append(alias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -68,4 +69,16 @@ def _format(folder: Path) -> str | None:
         return "trainer"
     if any(n.endswith(".safetensors") for n in names):
         return "safetensors"
-    return "dcp" if ".metadata" in names else None
+    if ".metadata" not in names:
+        return None
+    return "torch_dist" if "metadata.json" in names and _is_megatron(folder / "metadata.json") else "dcp"
+
+
+def _is_megatron(path: Path) -> bool:
+    """Whether ``metadata.json`` is that of Megatron-Core's distributed checkpoints."""
+    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
+        try:
+            told = json.loads(stream.read(_LONGEST_TAG))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"

@@ -14,6 +14,8 @@ from ullage.checkpoint.formats.dcp_reading import read_dcp
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import locate
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
+from ullage.checkpoint.formats.torch_dist import torch_dist_targets
+from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
 from ullage.checkpoint.formats.trainer_folder import trainer_targets
 from ullage.checkpoint.formats.trainer_reading import read_trainer
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
@@ -28,10 +30,11 @@ _READERS = {
     "universal": read_universal,
     "safetensors": read_safetensors,
     "dcp": read_dcp,
+    "torch_dist": read_torch_dist,
     "trainer": read_trainer,
 }
 #: The formats that a checkpoint can be converted to.
-FORMATS = ("universal", "safetensors", "dcp", "trainer", "zero1", "zero2", "zero3")
+FORMATS = ("universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3")
 #: Those that are shards of a number of ranks, and their ZeRO stage.
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 #: Files beside the target by which DeepSpeed finds it.
@@ -78,6 +81,8 @@ def targets(
     if format in STAGES:
         carried = optimizer is not False
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
+    if format == "torch_dist":
+        return torch_dist_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
     article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")

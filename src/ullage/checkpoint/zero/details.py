@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.files.torchfile import TorchFile
 from ullage.checkpoint.files.metadata import Shapes
+from ullage.checkpoint.files.torchfile import TorchFile
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Uncut, kept_whole
 

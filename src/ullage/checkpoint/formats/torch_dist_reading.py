@@ -1,0 +1,402 @@
+"""Reading of a Megatron-Core checkpoint (``torch_dist``): its GPT in the names of Hugging Face.
+
+The folder is a distributed checkpoint of torch (``dcp``) with two files beside it: ``metadata.json``, which names the
+format, and ``common.pt``, with Megatron's ``args``, the iteration and the optimizer's settings. Layers are stacked
+along a dim in front, or numbered; chunks are what ranks held, cut along any dims. Of each Hugging Face tensor the
+fragments are the row ranges that ``name_tables`` gives it: nothing is gathered or rearranged before it is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ullage.checkpoint.dtypes import FLOATS
+from ullage.checkpoint.dtypes import ITEM_BYTES as _ITEM
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert, TensorRef
+from ullage.checkpoint.formats.architecture import architecture_of
+from ullage.checkpoint.formats.dcp import Place, read_metadata
+from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
+from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.folder import record_table
+from ullage.errors import CheckpointError
+from ullage.layout import Int64
+
+#: Optimizer state of a parameter, of any of Megatron-Core's optimizers.
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+#: State in the buckets of the distributed optimizer: stretches of memory, without the names of parameters.
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+#: What may stand in front of every name: nothing, or the wrappers around the model.
+_PREFIXES = ("", "module.", "model.", "model.module.", "module.module.")
+#: State keys that are the master weights.
+_MASTERS = ("param", "fp32_param", "master_param")
+
+
+@dataclass
+class MegatronDetails(Details):
+    """What ``common.pt`` says, and the model's own weights where the optimizer has masters of them, by name."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    #: the content of ``common.pt``
+    common: dict[str, Any] = field(default_factory=dict)
+
+
+def read_torch_dist(folder: Path) -> Inventory:
+    """The inventory of a Megatron-Core checkpoint. Raises ``CheckpointError``.
+
+    Also where nothing tells how many heads the model has, or where they do not divide its rows.
+    """
+    if not (folder / "common.pt").is_file():
+        raise CheckpointError(
+            "a file is missing",
+            where=str(folder / "common.pt"),
+            expected="common.pt, which Megatron-Core writes beside the tensors",
+            hint="copy the folder again from where it was saved",
+        )
+    source = read_torch_file(folder / "common.pt")
+    common = metadata.mapping(source.root, "the content", source.path)
+    _, entries, places = read_metadata(folder)
+    reading = _Reading(folder, places, architecture_of(folder, common.get("args")))
+    for flat, entry in entries.items():
+        reading.add(flat, entry)
+    return _inventory(reading, common, source)
+
+
+def _inventory(reading: _Reading, common: dict[str, Any], source: TorchFile) -> Inventory:
+    tensors, weights = reading.tensors()
+    groups = _settings(common.get("optimizer"), source)
+    problems: list[Problem] = []
+    if reading.buckets:
+        problems.append(
+            Problem(
+                "the optimizer's state is saved as buckets of memory, which do not name parameters",
+                "common.pt",
+                found="sharding type dp_reshardable",
+                hint="convert the weights only, with --weights-only, or save with --dist-ckpt-optim-fully-reshardable",
+            )
+        )
+    elif any(t.key not in ("fp32", "frozen") for t in tensors):
+        tensors, problems = _grouped(tensors, groups)
+    steps: dict[int, tuple[Any, str | None]] = {
+        index: (float(step), "float32") for index, (_, step) in enumerate(groups) if step is not None
+    }
+    names = {t.name for t in tensors}
+    aliases = {alias: owner for alias, owner in TIED.items() if alias not in names and owner in names}
+    details = MegatronDetails({}, {}, steps, [settings for settings, _ in groups], weights=weights, common=common)
+    listed = tuple(File(name, (reading.folder / name).stat().st_size, "weights") for name in reading.files)
+    return Inventory(
+        reading.folder, "torch_dist", _written_by(common.get("args"), source.path), listed, tuple(tensors),
+        steps={index: step for index, (step, _) in steps.items()}, aliases=aliases, notes=tuple(reading.notes()),
+        read_problems=tuple(reading.problems), records=reading.record_tables(),
+        optimizer_problems=tuple(problems), details=details,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of one tensor of the files: where it lies, its shape, and its first index along each dim of the whole."""
+
+    file: int
+    at: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass
+class _Stored:
+    """A tensor of the files, all its layers, with its chunks."""
+
+    flat: str
+    shape: tuple[int, ...]
+    dtype: str
+    stacked: bool
+    chunks: list[_Chunk]
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return self.shape[1:] if self.stacked else self.shape
+
+    def bands(self) -> list[dict[Range, list[tuple[int, int, int, int]]]]:
+        """By layer and range of columns: fragments (file, offset, start, length) in the rows of these columns."""
+        rows, *inner = self.layer_shape
+        width = math.prod(inner)
+        found: list[dict[Range, list[tuple[int, int, int, int]]]] = [
+            {} for _ in range(self.shape[0] if self.stacked else 1)
+        ]
+        for chunk in self.chunks:
+            first, count = (chunk.offsets[0], chunk.shape[0]) if self.stacked else (0, 1)
+            shape, offsets = chunk.shape[self.stacked :], chunk.offsets[self.stacked :]
+            columns = (offsets[1], shape[1]) if len(shape) > 1 else (0, 1)
+            size = math.prod(shape)
+            # A chunk beyond its tensor would be a fragment of rows that are not there.
+            inside = offsets[0] + shape[0] <= rows and sum(columns) <= width and first + count <= len(found)
+            if not inside:
+                raise CheckpointError("a chunk that is no part of its tensor", where=self.flat, expected=self.shape)
+            for k in range(count if size else 0):
+                at = chunk.at + k * size * _ITEM[self.dtype]
+                part = (chunk.file, at, offsets[0] * columns[1], size)
+                found[first + k].setdefault(columns, []).append(part)
+        return found
+
+
+@dataclass
+class _Reading:
+    """A folder while it is read, item by item."""
+
+    folder: Path
+    places: dict[str, list[Place]]
+    architecture: Architecture
+    files: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    records: dict[int, list[Int64]] = field(default_factory=dict)
+    buckets: bool = False
+    #: by state key ("" for the model's weights) and name without prefix
+    stored: dict[tuple[str, str], _Stored] = field(default_factory=dict)
+    others: int = 0
+
+    def add(self, flat: str, entry: Inert) -> None:
+        """Read the chunks of one item, if it is a tensor."""
+        if _BUCKETS.match(flat):
+            self.buckets = True
+            return
+        if entry.name != "TensorStorageMetadata":
+            self.others += "_extra_state/" not in flat
+            return
+        state = _STATE.fullmatch(flat)
+        key, name = state.groups() if state else ("", flat)
+        where = str(self.folder / ".metadata")
+        shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", where)
+        numbered = _NUMBERED.search(name)
+        stacked = "decoder.layers." in name and numbered is None
+        chunks: list[_Chunk] = []
+        dtypes: set[str] = set()
+        for place in self.places.get(flat, []):
+            try:
+                chunk, dtype = self._chunk(place, shape)
+            except RefusedFile:
+                raise
+            except CheckpointError as error:
+                self.problems.append(Problem.of_error(error, place.file, parameter=flat))
+                continue
+            chunks.append(chunk)
+            dtypes.add(dtype)
+        if len(dtypes) > 1:
+            self.problems.append(Problem("chunks of several dtypes", parameter=flat, found=", ".join(sorted(dtypes))))
+        elif len(shape) not in ((2, 3) if stacked else (1, 2)):
+            self.problems.append(Problem("a tensor of a shape that no GPT has", parameter=flat, found=str(list(shape))))
+        else:
+            self.stored[key, name] = _Stored(flat, shape, next(iter(dtypes), "float32"), stacked, chunks)
+
+    def _chunk(self, place: Place, shape: tuple[int, ...]) -> tuple[_Chunk, str]:
+        source = place.open(self.folder)
+        file = self.files.setdefault(place.file, len(self.files))
+        ref = source.root
+        if not isinstance(ref, TensorRef) or len(ref.shape) != len(shape) or len(place.offsets) != len(shape):
+            found = list(ref.shape) if isinstance(ref, TensorRef) else None
+            raise CheckpointError("a chunk that is no part of its tensor", expected=list(shape), found=found)
+        if not ref.contiguous:
+            raise CheckpointError("a chunk that is not contiguous")
+        self.records.setdefault(file, []).append(record_table(source))
+        return _Chunk(file, source.place(ref), tuple(ref.shape), place.offsets), ref.dtype
+
+    def tensors(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The tensors in the names of Hugging Face, and the model's weights of which the optimizer has masters."""
+        names = {name for _, name in self.stored}
+        # The prefix under which most names are known, so that one strange name is told from a strange prefix.
+        tables = [_table(prefix) for prefix in _PREFIXES]
+        table = max(tables, key=lambda table: sum(_row_of(table, name) is not None for name in names))
+        strange = sorted(name for name in names if _row_of(table, name) is None)
+        if strange:
+            more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+            self.problems.append(
+                Problem(
+                    "names that Llama and Qwen do not have in Megatron-Core",
+                    ".metadata",
+                    found=", ".join(strange[:3])[:200] + more,
+                    hint="docs/formats.md has the table of names",
+                )
+            )
+        self.problems += _missing_layers({name for key, name in self.stored if not key})
+        made: dict[str, dict[str, Tensor]] = {}
+        for (key, name), stored in self.stored.items():
+            found = _row_of(table, name)
+            if found is None:
+                continue
+            for number, tensor in self._split(found[0], stored, key, found[1]):
+                made.setdefault(number, {})[key] = tensor
+        tensors: list[Tensor] = []
+        weights: dict[str, Tensor] = {}
+        has_state = any(set(states) - {""} for states in made.values())
+        for name in sorted(made, key=_in_model_order):
+            states = made[name]
+            master = next((k for k in _MASTERS if k in states and states[k].dtype in FLOATS), None)
+            chosen = states.get(master or "")
+            if chosen is None:
+                self.problems.append(Problem("optimizer state without the weights", parameter=name))
+            else:
+                frozen = has_state and not set(states) - {""}
+                kind, key = ("frozen", "frozen") if frozen else ("parameter", "fp32")
+                tensors.append(Tensor(**{**vars(chosen), "key": key, "kind": kind}))
+            if master is not None and "" in states:
+                weights[name] = states[""]
+            tensors += [t for k, t in sorted(states.items()) if k and k not in _MASTERS]
+        return tensors, weights
+
+    def _split(self, row: NameRow, stored: _Stored, key: str, layer: int | None) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of each tensor in ``stored``, layer by layer."""
+        rows, *inner = stored.layer_shape
+        ranges = ranges_of(row, rows, self.architecture, f"{self.folder}, {stored.flat}")
+        found: list[tuple[str, Tensor]] = []
+        try:
+            layers = stored.bands()
+        except CheckpointError as error:
+            self.problems.append(Problem.of_error(error, parameter=stored.flat))
+            return []
+        for index, bands in enumerate(layers):
+            number = index if stored.stacked else layer
+            for name, wanted in zip(row.of_layer(number), ranges):
+                found.append((name, _of_bands(name, key or "fp32", stored.dtype, bands, wanted, tuple(inner))))
+        return found
+
+    def record_tables(self) -> dict[int, Int64]:
+        """The records of each file, by offset."""
+        tables = {}
+        for file, parts in self.records.items():
+            table = np.unique(np.concatenate(parts), axis=0)
+            tables[file] = table[np.argsort(table[:, 0], kind="stable")]
+        return tables
+
+    def notes(self) -> list[str]:
+        """What was not looked into."""
+        return [f"{self.others} objects of ranks, such as rng_state, are not carried"] if self.others else []
+
+
+def _of_bands(
+    name: str,
+    key: str,
+    dtype: str,
+    bands: dict[Range, list[tuple[int, int, int, int]]],
+    ranges: list[Range],
+    inner: tuple[int, ...],
+) -> Tensor:
+    """The tensor of the rows in ``ranges``, one after another.
+
+    Args:
+        name: of Hugging Face.
+        key: the state of it.
+        dtype: of the elements.
+        bands: by range of columns (first, number), the fragments of all rows.
+        ranges: the rows.
+        inner: the dims after the rows.
+    """
+    rows, width = sum(end - begin for begin, end in ranges), math.prod(inner)
+    shape = (rows, *inner)
+    slices: list[Slice] = []
+    cut: list[Band] = []
+    for number, ((first, columns), listed) in enumerate(sorted(bands.items())):
+        whole, parts, at = Fragments.of(listed), [], 0
+        for begin, end in ranges:
+            part = whole.window(begin * columns, end * columns, _ITEM[dtype])
+            parts.append(part.moved((at - begin) * columns))
+            at += end - begin
+        slices.append(Slice(number, (rows, columns), Fragments.join(parts)))
+        cut.append(Band(number, 0, first, columns))
+    if [(band.at, band.width) for band in cut] in ([], [(0, width)]):
+        fragments = slices[0].fragments if slices else Fragments.of([])
+        return Tensor(name, key, shape, dtype, "parameter", (Slice(0, shape, fragments),))
+    merge = Merge("columns", rows, width, 1, tuple(cut))
+    return Tensor(name, key, shape, dtype, "parameter", tuple(slices), merge)
+
+
+def _table(prefix: str) -> dict[str, NameRow]:
+    return {prefix + (row.stacked if row.layered else row.megatron): row for row in NAMES}
+
+
+def _row_of(table: dict[str, NameRow], name: str) -> tuple[NameRow, int | None] | None:
+    """The row of the table for a name, and the number of the layer where the name has it."""
+    numbered = _NUMBERED.search(name)
+    if numbered is None:
+        return (table[name], None) if name in table else None
+    row = table.get(name[: numbered.start()] + numbered[1] + numbered[3])
+    return (row, int(numbered[2])) if row is not None and row.layered else None
+
+
+def _missing_layers(names: set[str]) -> list[Problem]:
+    """A problem per name that some layer has and another has not, where layers are numbered."""
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        numbered = _NUMBERED.search(name)
+        if numbered is not None:
+            layers.setdefault(numbered[3], set()).add(int(numbered[2]))
+    count = 1 + max((max(found) for found in layers.values()), default=-1)
+    return [
+        Problem(f"{what} is missing in a layer", found=f"{len(found)} of {count} layers")
+        for what, found in sorted(layers.items())
+        if len(found) != count
+    ]
+
+
+_ORDER = {name: place for place, row in enumerate(NAMES) for name in row.names}
+
+
+def _in_model_order(name: str) -> tuple[int, int, int]:
+    """The embedding, the layers in order, the rest."""
+    numbered = re.match(r"model\.layers\.(\d+)\.", name)
+    if numbered is None:
+        return (0 if name == "model.embed_tokens.weight" else 2), 0, _ORDER[name]
+    return 1, int(numbered[1]), _ORDER["model.layers.{n}." + name[numbered.end() :]]
+
+
+def _settings(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:
+    """(hyperparameters, step) of each parameter group, of a plain, mixed-precision or distributed optimizer."""
+    if not isinstance(saved, dict):
+        return []
+    if saved and all(isinstance(key, int) for key in saved):  # several optimizers, chained
+        return [group for key in sorted(saved) for group in _settings(saved[key], source)]
+    if isinstance(saved.get("optimizer"), dict):
+        saved = saved["optimizer"]
+    state = metadata.mapping(saved.get("state"), "the optimizer's state", source.path)
+    common = as_number(state.get("common_step"), source)
+    found = []
+    for group in metadata.sequence(saved.get("param_groups"), "param_groups", source.path):
+        settings = metadata.mapping(group, "param_groups", source.path)
+        step = as_number(settings.get("step"), source)
+        found.append(
+            ({k: v for k, v in settings.items() if k not in ("step", "params")}, common if step is None else step)
+        )
+    return found
+
+
+def _grouped(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], list[Problem]]:
+    """The tensors with their groups. Megatron-Core saves no names: it decays all but biases and what has one dim."""
+    decays = [i for i, (group, _) in enumerate(groups) if group.get("wd_mult", group.get("pre_wd_mult", 1.0))]
+    others = [i for i in range(len(groups)) if i not in decays]
+    if not groups or len(decays) > 1 or len(others) > 1:
+        what = "which parameter belongs to which group of the optimizer is not in the files"
+        expected = "one group with weight decay, and one without"
+        found = f"{len(decays)} and {len(others)}"
+        hint = "convert the weights only, with --weights-only"
+        return tensors, [Problem(what, "common.pt", expected=expected, found=found, hint=hint)]
+
+    def group_of(tensor: Tensor) -> int:
+        plain = tensor.name.endswith(".bias") or len(tensor.shape) == 1
+        return (others or decays)[0] if plain else (decays or others)[0]
+
+    return [Tensor(**{**vars(t), "group": group_of(t) if t.kind == "parameter" else None}) for t in tensors], []
+
+
+def _written_by(args: Any, where: str) -> WrittenBy:
+    """The sizes of the run that wrote the folder; one of each where ``args`` do not tell."""
+    names = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = [args.get(name) if isinstance(args, Inert) else None for name in names]
+    sizes = [1 if value is None else metadata.integer(value, f"args.{n}", where, 1) for n, value in zip(names, given)]
+    return WrittenBy(None, "Megatron-Core", *sizes)
