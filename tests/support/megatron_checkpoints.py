@@ -70,7 +70,6 @@ def config_of(kind="llama", tp=1, pp=1, **more):
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        variable_seq_lengths=pp > 1,
     )
 
 
@@ -191,15 +190,32 @@ class Job:
                     held, part = {"param": main, **optimizer.optimizer.state[main]}, slice(None)
                 yield from ((name, key, held[key], part) for key in ("param", *STATES))
 
+    def load_optimizer(self, found):
+        """Load the optimizer's state. With torch's Adam megatron-core 0.16.1 asks each parameter's state for a step,
+        which it saves with the groups alone, so that it cannot load its own files: the step in memory is handed to it.
+        """
+        for optimizer in self.optimizer.chained_optimizers:
+            take = optimizer._set_main_param_and_optimizer_states
+
+            def take_with_step(parameter, tensors, take=take, optimizer=optimizer):
+                held = optimizer._get_main_param_and_optimizer_states(parameter)
+                take(parameter, {"step": held["step"], **tensors})
+
+            optimizer._set_main_param_and_optimizer_states = take_with_step
+        self.optimizer.load_state_dict(found)
+
+    def make_state(self):
+        """A step without gradients: torch's Adam has no state before, and megatron-core asks for it, also to load."""
+        for parameter in self.ddp.parameters():
+            parameter.main_grad.zero_()
+        self.optimizer.step()
+
     @torch.no_grad()
     def fill(self, truth):
         """Take over weights and state. ``truth``: by key (``param`` and state keys), tensors by transformers' names."""
-        for parameter in self.ddp.parameters():
-            parameter.main_grad.zero_()
         for name, parameter in self.parameters():
             parameter.copy_(as_megatron(truth["param"], name, self.tp, self.tp_rank))
-        self.optimizer.reload_model_params()
-        self.optimizer.step()  # makes the state
+        self.make_state()
         for name, key, tensor, part in self.states():
             whole = as_megatron(truth[key], name, self.tp, self.tp_rank)
             tensor.copy_(whole.reshape(-1)[part].view(tensor.shape))
@@ -284,13 +300,15 @@ def load(rank, world, folder, kind, tp, pp, options):
     with megatron_on_cpu():
         optimizer = options.get("optimizer", True)
         job = Job(kind, tp, pp, getattr(torch, options.get("dtype", "float32")))
+        if optimizer:
+            job.make_state()
         metadata = dist_checkpointing.load_content_metadata(folder) or METADATA
         wanted = job.state_dict(metadata, loading=True, optimizer=optimizer)
         found = dist_checkpointing.load(wanted, folder)
         job.model.load_state_dict(found["model"])
         step = None
         if optimizer:
-            job.optimizer.load_state_dict(found["optimizer"])
+            job.load_optimizer(found["optimizer"])
             step = float(job.optimizer.param_groups[0]["step"])
         differences = job.differences(truth, optimizer)
         error = None
