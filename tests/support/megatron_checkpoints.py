@@ -102,7 +102,8 @@ def drawn(shapes, what):
 def as_megatron(state, name, tp, rank, heads=4, groups=2):
     """The part of tp rank ``rank`` of the whole model's parameter ``name``, from tensors by transformers' names."""
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        tokens = state["model.embed_tokens.weight" if name.startswith("embedding") else "lm_head.weight"]
+        tied = name.startswith("embedding") or "lm_head.weight" not in state
+        tokens = state["model.embed_tokens.weight" if tied else "lm_head.weight"]
         padding = torch.full((PADDED - len(tokens), tokens.shape[1]), 7.0)
         return torch.cat([tokens, padding]).chunk(tp)[rank]
     if name == "decoder.final_layernorm.weight":

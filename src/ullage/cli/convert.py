@@ -53,7 +53,7 @@ def convert_checkpoint(
     source: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
     target: Annotated[Path, typer.Argument(help="A folder that does not exist; its parents are made.")],
     to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors, dcp, zero).")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors, dcp, torch_dist, zero).")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
     dry_run: Annotated[
@@ -74,7 +74,7 @@ def convert_checkpoint(
         raise UsageError(
             f"a {to.value} checkpoint keeps its dtypes and its optimizer state",
             found=f"--dtype {dtype.value}" if dtype else "--weights-only",
-            hint="use --to safetensors or --to dcp",
+            hint="use --to safetensors, --to dcp or --to torch_dist",
         )
     inventory = read(source)
     options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}

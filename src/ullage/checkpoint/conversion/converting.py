@@ -33,6 +33,18 @@ from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
 from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
 
+#: By format of the source: what it means that twins differ, and what to do.
+_TWINS = {
+    "zero": (
+        "pipeline stages hold different values of one parameter",
+        "a tied weight that has drifted apart, or two parameters of one name",
+    ),
+    "torch_dist": (
+        "the optimizer's master copy is not the model's weight",
+        "Megatron-Core 0.16.1 writes it so where a bucket of its buffers is padded; save again with --no-save-optim",
+    ),
+}
+
 
 @dataclass
 class Report:
@@ -83,10 +95,10 @@ def convert(
     Args:
         source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
         target: a folder that does not exist; its parents are made.
-        format: ``universal``, ``safetensors``, ``dcp``, ``trainer`` (a folder that a plain Trainer resumes from), or
-            ``zero1``, ``zero2``, ``zero3``: the shards of a DeepSpeed run of that stage.
+        format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a plain
+            Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: the shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
-        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors and dcp); of ``zero1`` to
+        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors, dcp, torch_dist); of ``zero1`` to
             ``zero3`` the dtype that the run trains in, by default that of the source's module.
         optimizer: whether to carry the optimizer's state; by default not to safetensors, always to universal.
         progress: called as ``progress(done, total)``, in bytes, from any thread, never from two at once.
@@ -292,16 +304,13 @@ class _Job:
             os.close(fd)
 
     def _compare_twins(self) -> None:
-        """Refuse tensors that several pipeline stages hold under one name with different values."""
+        """Refuse tensors of which the source holds two copies that differ."""
         carried = {(payload.tensor.name, payload.tensor.key) for t in self.targets for payload in t.payloads}
         pairs: list[Pair] = [(a, b, None) for a, b in self.inventory.twins if (a.name, a.key) in carried]
         for problem in compare_pairs(self.inventory, self.inventory, pairs, self.report.workers):
-            raise CheckpointError(
-                "pipeline stages hold different values of one parameter",
-                where=f"{self.inventory.folder}, parameter {problem.parameter}",
-                found=problem.what,
-                hint="a tied weight that has drifted apart, or two parameters of one name",
-            )
+            what, hint = _TWINS.get(self.inventory.format, _TWINS["zero"])
+            where = f"{self.inventory.folder}, parameter {problem.parameter}"
+            raise CheckpointError(what, where=where, found=problem.what, hint=hint)
 
     def _gather(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Wait until the journals of all processes hold all units; returns their lines by number."""

@@ -4,6 +4,7 @@
 universal     every state file's description, the steps, ``optimizer_state.pt``, the model states
 safetensors   the indexes, what the headers say beside tensors, ``config.json`` and its like
 dcp           ``.metadata`` and every item that it names
+torch_dist    ``common.pt``, ``metadata.json``, the weights beside their masters, objects of ranks
 trainer       as safetensors, and ``optimizer.pt`` and ``scheduler.pt``
 zero          every file, object by object
 ============  ======================================================================================================
@@ -24,9 +25,10 @@ from ullage.checkpoint.conversion.contents import Walk
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.formats import dcp, safetensors, trainer_folder
+from ullage.checkpoint.files.unpickling import Inert, TensorRef, Unpickler
+from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
 from ullage.checkpoint.formats.table import STAGES, universal_files
+from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
 from ullage.checkpoint.zero.modules import whole_tensor
@@ -48,6 +50,8 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
             found.dcp()
         elif theirs.format == "zero":
             found.zero()
+        elif theirs.format == "torch_dist" and found.options:
+            found.torch_dist()
     except CheckpointError as error:  # the source cannot be converted to this
         found.problems.append(Problem.of_error(error, error.where))
     return found
@@ -55,11 +59,13 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
 
 def options_of(folder: Path) -> dict[str, Any]:
     """The options in ``ullage.json`` of a target; empty for a target that another tool wrote."""
-    try:
-        said = json.loads((folder / "ullage.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
+    for place in (folder, folder.parent):  # Megatron-Core's checkpoint is a folder in the target
+        try:
+            said = json.loads((place / "ullage.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        return said if isinstance(said, dict) else {}
+    return {}
 
 
 def has_optimizer(theirs: Inventory) -> bool:
@@ -243,6 +249,33 @@ class FileComparison:
                 self._add("a file is missing in the target", planned.name)
                 continue
             self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
+
+    # Megatron-Core's
+
+    def torch_dist(self) -> None:
+        """The files beside the tensors, the names in ``.metadata``, and the weights of which there are masters."""
+        options = {"dtype": self.options.get("dtype"), "optimizer": bool(self.options.get("optimizer"))}
+        root = self.folder.parent
+        for planned in torch_dist.torch_dist_targets(self.ours, **options):
+            path = root / planned.name
+            if not path.is_file():
+                self._add("a file is missing in the target", planned.name)
+            elif planned.root is not None:
+                walk = Walk(read_torch_file(path))
+                walk.compare(planned.root, walk.source.root if walk.source else None)
+                self._conclude(walk, None, planned.name)
+            elif path.name == ".metadata":
+                # The entries alone: where a chunk lies follows from the order of the source's tensors.
+                _, entries, _ = dcp.read_metadata(self.folder)
+                wanted = Unpickler(planned.texts[0][1]).load().get("state_dict_metadata")
+                self._conclude(_compared(wanted, entries, "the metadata"), None, planned.name)
+            elif not planned.payloads and path.read_bytes() != planned.texts[0][1]:
+                self._add("the file holds something else", planned.name)
+        details = self.theirs.details
+        if isinstance(details, MegatronDetails):
+            for name, weight in details.weights.items():
+                if (name, "fp32") in self.ours:
+                    self.pairs.append((self.ours.tensor(name), weight, None))
 
     # Distributed checkpoints
 

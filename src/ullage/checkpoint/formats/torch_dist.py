@@ -26,6 +26,7 @@ from ullage.checkpoint.formats.name_tables import (
     EXTRA_STATES,
     NAMES,
     READ_ONLY,
+    TIED,
     Architecture,
     NameRow,
     ranges_of,
@@ -178,6 +179,9 @@ def _states(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
             states.setdefault(tensor.key, {})[tensor.name] = tensor
     if set(states) <= {"fp32"}:
         return {}
+    # A tied name that the source stores twice has no state of its own.
+    masters = {name: t for name, t in states["fp32"].items() if name in states.get("exp_avg", {}) or name not in TIED}
+    states["fp32"] = masters
     if set(states) != set(STATES) or len({frozenset(held) for held in states.values()}) > 1:
         raise CheckpointError(
             "optimizer state that Megatron-Core's Adam does not have",

@@ -19,12 +19,13 @@ import numpy as np
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.dtypes import ITEM_BYTES as _ITEM
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.formats.architecture import architecture_of
 from ullage.checkpoint.formats.dcp import Place, read_metadata
+from ullage.checkpoint.formats.megatron_settings import grouped, settings_of, written_by
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.errors import CheckpointError
@@ -73,7 +74,7 @@ def read_torch_dist(folder: Path) -> Inventory:
 
 def _inventory(reading: _Reading, common: dict[str, Any], source: TorchFile) -> Inventory:
     tensors, weights = reading.tensors()
-    groups = _settings(common.get("optimizer"), source)
+    groups = settings_of(common.get("optimizer"), source)
     problems: list[Problem] = []
     if reading.buckets:
         problems.append(
@@ -85,18 +86,21 @@ def _inventory(reading: _Reading, common: dict[str, Any], source: TorchFile) -> 
             )
         )
     elif any(t.key not in ("fp32", "frozen") for t in tensors):
-        tensors, problems = _grouped(tensors, groups)
+        tensors, problems = grouped(tensors, groups)
     steps: dict[int, tuple[Any, str | None]] = {
         index: (float(step), "float32") for index, (_, step) in enumerate(groups) if step is not None
     }
     names = {t.name for t in tensors}
     aliases = {alias: owner for alias, owner in TIED.items() if alias not in names and owner in names}
+    masters = {t.name: t for t in tensors if t.key == "fp32"}
+    # A master is the weight before rounding. Where it is not, the state of that parameter was saved from another place.
+    twins = tuple((masters[name], weight) for name, weight in weights.items() if name in masters)
     details = MegatronDetails({}, {}, steps, [settings for settings, _ in groups], weights=weights, common=common)
     listed = tuple(File(name, (reading.folder / name).stat().st_size, "weights") for name in reading.files)
     return Inventory(
-        reading.folder, "torch_dist", _written_by(common.get("args"), source.path), listed, tuple(tensors),
+        reading.folder, "torch_dist", written_by(common.get("args"), source.path), listed, tuple(tensors),
         steps={index: step for index, (step, _) in steps.items()}, aliases=aliases, notes=tuple(reading.notes()),
-        read_problems=tuple(reading.problems), records=reading.record_tables(),
+        read_problems=tuple(reading.problems), records=reading.record_tables(), twins=twins,
         optimizer_problems=tuple(problems), details=details,
     )  # fmt: skip
 
@@ -134,16 +138,16 @@ class _Stored:
         ]
         for chunk in self.chunks:
             first, count = (chunk.offsets[0], chunk.shape[0]) if self.stacked else (0, 1)
-            shape, offsets = chunk.shape[self.stacked :], chunk.offsets[self.stacked :]
-            columns = (offsets[1], shape[1]) if len(shape) > 1 else (0, 1)
+            shape, (row, *column) = chunk.shape[self.stacked :], chunk.offsets[self.stacked :]
+            columns = (column[0], shape[1]) if column else (0, 1)
             size = math.prod(shape)
             # A chunk beyond its tensor would be a fragment of rows that are not there.
-            inside = offsets[0] + shape[0] <= rows and sum(columns) <= width and first + count <= len(found)
+            inside = row + shape[0] <= rows and sum(columns) <= width and first + count <= len(found)
             if not inside:
                 raise CheckpointError("a chunk that is no part of its tensor", where=self.flat, expected=self.shape)
             for k in range(count if size else 0):
                 at = chunk.at + k * size * _ITEM[self.dtype]
-                part = (chunk.file, at, offsets[0] * columns[1], size)
+                part = (chunk.file, at, row * columns[1], size)
                 found[first + k].setdefault(columns, []).append(part)
         return found
 
@@ -354,49 +358,3 @@ def _in_model_order(name: str) -> tuple[int, int, int]:
     if numbered is None:
         return (0 if name == "model.embed_tokens.weight" else 2), 0, _ORDER[name]
     return 1, int(numbered[1]), _ORDER["model.layers.{n}." + name[numbered.end() :]]
-
-
-def _settings(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:
-    """(hyperparameters, step) of each parameter group, of a plain, mixed-precision or distributed optimizer."""
-    if not isinstance(saved, dict):
-        return []
-    if saved and all(isinstance(key, int) for key in saved):  # several optimizers, chained
-        return [group for key in sorted(saved) for group in _settings(saved[key], source)]
-    if isinstance(saved.get("optimizer"), dict):
-        saved = saved["optimizer"]
-    state = metadata.mapping(saved.get("state"), "the optimizer's state", source.path)
-    common = as_number(state.get("common_step"), source)
-    found = []
-    for group in metadata.sequence(saved.get("param_groups"), "param_groups", source.path):
-        settings = metadata.mapping(group, "param_groups", source.path)
-        step = as_number(settings.get("step"), source)
-        found.append(
-            ({k: v for k, v in settings.items() if k not in ("step", "params")}, common if step is None else step)
-        )
-    return found
-
-
-def _grouped(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], list[Problem]]:
-    """The tensors with their groups. Megatron-Core saves no names: it decays all but biases and what has one dim."""
-    decays = [i for i, (group, _) in enumerate(groups) if group.get("wd_mult", group.get("pre_wd_mult", 1.0))]
-    others = [i for i in range(len(groups)) if i not in decays]
-    if not groups or len(decays) > 1 or len(others) > 1:
-        what = "which parameter belongs to which group of the optimizer is not in the files"
-        expected = "one group with weight decay, and one without"
-        found = f"{len(decays)} and {len(others)}"
-        hint = "convert the weights only, with --weights-only"
-        return tensors, [Problem(what, "common.pt", expected=expected, found=found, hint=hint)]
-
-    def group_of(tensor: Tensor) -> int:
-        plain = tensor.name.endswith(".bias") or len(tensor.shape) == 1
-        return (others or decays)[0] if plain else (decays or others)[0]
-
-    return [Tensor(**{**vars(t), "group": group_of(t) if t.kind == "parameter" else None}) for t in tensors], []
-
-
-def _written_by(args: Any, where: str) -> WrittenBy:
-    """The sizes of the run that wrote the folder; one of each where ``args`` do not tell."""
-    names = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-    given = [args.get(name) if isinstance(args, Inert) else None for name in names]
-    sizes = [1 if value is None else metadata.integer(value, f"args.{n}", where, 1) for n, value in zip(names, given)]
-    return WrittenBy(None, "Megatron-Core", *sizes)
