@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import ullage.checkpoint as checkpoint
 from tests.support import processes
+from tests.support.hugging_face_shapes import config_of, shapes_of
+from tests.support.launch import ROOT
 from ullage.checkpoint.formats.architecture import of_config
 from ullage.checkpoint.formats.name_tables import NAMES, Architecture, ranges_of
 from ullage.checkpoint.formats.rows import rows_of
@@ -31,32 +33,6 @@ def value_of(inventory, tensor):
     data = b"".join(bytes(part) for part in stream(sources, tensor, 0, tensor.numel, buffer, Tally()))
     sources.close()
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
-
-
-def config_of(kind, **more):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16 if kind == "qwen3" else 8}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
-    rest = {"max_position_embeddings": 64, "tie_word_embeddings": kind == "qwen2", "rope_theta": 1e4}
-    return {"model_type": kind, **heads, **sizes, **rest, **more}
-
-
-def shapes_of(config):
-    """Shapes by transformers' names, as its models have them."""
-    hidden, ffn, channels = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * channels, config["num_key_value_heads"] * channels
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}self_attn.q_proj.weight": (query, hidden), f"{prefix}mlp.down_proj.weight": (hidden, ffn)}
-        shapes |= {f"{prefix}self_attn.{n}_proj.weight": (key, hidden) for n in "kv"}
-        shapes |= {f"{prefix}mlp.{n}_proj.weight": (ffn, hidden) for n in ("gate", "up")}
-        shapes |= {f"{prefix}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, query)
-        if config["model_type"] == "qwen2":
-            shapes |= {f"{prefix}self_attn.{n}_proj.bias": (query if n == "q" else key,) for n in "qkv"}
-        if config["model_type"] == "qwen3":
-            shapes |= {f"{prefix}self_attn.{n}_norm.weight": (channels,) for n in "qk"}
-    return shapes if config["tie_word_embeddings"] else {**shapes, "lm_head.weight": (config["vocab_size"], hidden)}
 
 
 def hf_folder(folder, kind, dtype=torch.float32, **more):
@@ -139,6 +115,12 @@ def test_rows_of_a_tensor_are_its_rows(tmp_path, kind):
             if end > begin:
                 assert inventory.problems() == [], (begin, end)
                 assert torch.equal(value_of(inventory, cut), whole[begin:end]), (begin, end)
+
+
+def test_the_table_of_names_is_printed_in_the_docs():
+    page = (ROOT / "docs" / "formats.md").read_text()
+    rows = [f"| `{r.megatron}` | {', '.join(f'`{name}`' for name in r.names)} | {r.rule} |" for r in NAMES]
+    assert "\n".join(["| Megatron-Core | Hugging Face | rule |", "|---|---|---|", *rows, ""]) in page
 
 
 def refused(folder, format="torch_dist"):
@@ -229,7 +211,7 @@ def saved(folder, kind, tp, pp, world, **options):
 
     found = processes.run(megatron.save, world, str(folder), kind, tp, pp, options, method="fork")
     assert all(outcome.get("value") for outcome in found), found[0]
-    megatron.hf_config(kind).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config_of(kind)))
     return megatron.truth_of(kind)
 
 
@@ -307,7 +289,7 @@ def test_megatron_loads_what_hugging_face_held(tmp_path, kind):
 
     (tmp_path / "hf").mkdir()
     save_file(megatron.truth_of(kind)["param"], tmp_path / "hf" / "model.safetensors")
-    megatron.hf_config(kind).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config_of(kind)))
     checkpoint.convert(tmp_path / "hf", tmp_path / "megatron", format="torch_dist", workers=1)
     for tp, pp in [(1, 1), (2, 1), (1, 2)] if kind == "qwen2" else [(1, 1), (2, 1)]:
         _, error = loaded(tmp_path / "megatron" / "release", kind, tp, pp, tp * pp, optimizer=False)

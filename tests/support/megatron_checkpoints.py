@@ -12,6 +12,7 @@ import os
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,6 +20,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
+from tests.support.hugging_face_shapes import config_of as config_of_transformers
+from tests.support.hugging_face_shapes import shapes_of
 from ullage.engines.megatron import on_cpu
 
 #: What differs from Llama: biases of q, k and v; norms of q and k; tied embeddings.
@@ -75,18 +78,6 @@ def config_of(kind="llama", tp=1, pp=1, **more):
 
 VOCABULARY, PADDED = 60, 64
 STATES = ("exp_avg", "exp_avg_sq")
-
-
-def hf_config(kind, layers=2):
-    """A config of transformers with the shapes of :func:`config_of`."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
-    more = {"head_dim": KINDS[kind]["kv_channels"]} if "kv_channels" in KINDS[kind] else {}
-    return made(
-        num_hidden_layers=layers, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=VOCABULARY, rms_norm_eps=1e-6, tie_word_embeddings=KINDS[kind].get("tied", False), **more,
-    )  # fmt: skip
 
 
 def drawn(shapes, what):
@@ -150,8 +141,10 @@ class Job:
     """The model of one rank, under DDP, with megatron-core's optimizer."""
 
     def __init__(self, kind, tp, pp, dtype=torch.float32, distributed=True):
-        # megatron-core writes its files from processes of its own, which a daemon may not have.
+        # megatron-core writes its files from processes of its own, which a daemon may not have; the one that hands
+        # their results on is forked like them, which spares it the start of an interpreter.
         multiprocessing.current_process()._config["daemon"] = False
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
         parallel_state.initialize_model_parallel(tp, pp)
         self.tp, self.tp_rank = tp, parallel_state.get_tensor_model_parallel_rank()
         half = dtype == torch.bfloat16
@@ -263,11 +256,7 @@ METADATA = {
 
 def truth_of(kind):
     """Weights and optimizer state by transformers' names."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(hf_config(kind))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return {key: drawn(shapes, key) for key in ("param", *STATES)}
+    return {key: drawn(shapes_of(config_of_transformers(kind)), key) for key in ("param", *STATES)}
 
 
 def save(rank, world, folder, kind, tp, pp, options):
@@ -319,9 +308,11 @@ def load(rank, world, folder, kind, tp, pp, options):
             with torch.no_grad():
                 ours = job.model(tokens, torch.arange(12)[None], mask)[0, :, :VOCABULARY]
     if pp == 1:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(hf_config(kind))
+        config = config_of_transformers(kind)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes_of(config)
         model.load_state_dict(truth["param"], strict=False)
         with torch.no_grad():
             error = float((ours - model.eval()(tokens).logits[0]).abs().max())

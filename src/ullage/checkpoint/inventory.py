@@ -293,8 +293,8 @@ class Problem:
 class Inventory:
     """A checkpoint without its data. See :func:`ullage.checkpoint.read`.
 
-    ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp. ``steps``
-    is the optimizer's step by parameter group, as it was saved (a number; None where the optimizer keeps none).
+    ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp, torch_dist.
+    ``steps`` is the optimizer's step by parameter group, as it was saved (a number; None where it keeps none).
     ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
     ``read_problems`` are those met while reading; :meth:`problems` adds those of the tiling. ``records`` gives, by
     file, the archive's records as an int64 array [n, 3] of offset, bytes and CRC-32. ``twins`` are pairs of tensors

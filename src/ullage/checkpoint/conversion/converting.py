@@ -95,8 +95,8 @@ def convert(
     Args:
         source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
         target: a folder that does not exist; its parents are made.
-        format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a plain
-            Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: the shards of a DeepSpeed run of that stage.
+        format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a
+            plain Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
         dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors, dcp, torch_dist); of ``zero1`` to
             ``zero3`` the dtype that the run trains in, by default that of the source's module.

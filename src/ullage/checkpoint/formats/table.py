@@ -45,8 +45,8 @@ def read(folder: str | Path) -> Inventory:
     """The inventory of a checkpoint: logical tensors and their fragments, parallel sizes, paddings.
 
     ``folder`` is the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors or DCP folder; or ``checkpoint-N`` of a Trainer,
-    with ``optimizer.pt`` or a folder of these in it. No tensor data is read, and no
+    ``latest_checkpointed_iteration.txt``; or a universal, safetensors, DCP or Megatron-Core folder; or ``checkpoint-N``
+    of a Trainer, with ``optimizer.pt`` or a folder of these in it. No tensor data is read, and no
     code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for experts of a kind that is not read, and for a
