@@ -329,7 +329,7 @@ class FileComparison:
             places: where ``.metadata`` says that it lies.
         """
         if isinstance(value, TensorCopy):
-            keys = ("fp32", "frozen") if path[0] == "model" else (value.tensor.key,)
+            keys = ("fp32", "frozen", "buffer") if path[0] == "model" else (value.tensor.key,)
             # The entry must have the dtype of the target, which may have been cast; the bytes are compared elsewhere.
             key = next((key for key in keys if (value.tensor.name, key) in self.theirs), None)
             value = value if key is None else replace(value, dtype=self.theirs.tensor(value.tensor.name, key).dtype)

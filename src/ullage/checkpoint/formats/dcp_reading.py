@@ -1,7 +1,7 @@
 """Reading of a DCP folder: its tensors from their chunks, and the optimizer's steps, settings and groups.
 
-Chunks are what ranks wrote: whole tensors, rows of one (FSDP2), or blocks (rows of what tensor parallelism cut along
-another dim). ``ullage.engines.fsdp`` leaves its sizes beside them, in ``ullage_layout.json``.
+Chunks are what ranks wrote: whole tensors, rows of one (FSDP2), columns (rows of what tensor parallelism cut along
+another dim), or any other blocks. ``ullage.engines.fsdp`` leaves its sizes beside them, in ``ullage_layout.json``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile, as_number
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
@@ -26,6 +27,8 @@ from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
+#: Runs of neighbouring elements in one tensor, each of which is read by itself.
+_MAX_RUNS = 1 << 22
 #: The sizes of the axes of the run that wrote a folder, as ``ullage.engines.fsdp`` writes them.
 LAYOUT = "ullage_layout.json"
 
@@ -33,7 +36,7 @@ LAYOUT = "ullage_layout.json"
 def read_dcp(folder: Path) -> Inventory:
     """The inventory of a DCP folder. Raises ``CheckpointError`` for one that is not of this format.
 
-    Of a tensor that is cut along dim 0 and one other dim at most; another is a problem of the inventory.
+    Tensors may be cut along any dims.
     """
     _, entries, places = read_metadata(folder)
     reading = _DcpReading(folder, entries, places)
@@ -225,8 +228,8 @@ def _joined(name_key: tuple[str, str], shape: tuple[int, ...], chunks: list[_Chu
         raise CheckpointError("chunks that do not fit together")
     dtype = chunks[0].dtype if chunks else "float32"
     cut = {dim for chunk in chunks for dim in range(1, len(shape)) if chunk.shape[dim] != shape[dim]}
-    if len(cut) > 1:
-        raise CheckpointError("a tensor that is cut along more than two dims", found=sorted(cut))
+    if len(cut) > 1 or (cut and not _side_by_side(chunks, shape, min(cut))):
+        return Tensor(*name_key, shape, dtype, "parameter", (Slice(0, shape, _blocks(chunks, shape)),))
     if not cut:
         part = Slice(0, shape, _rows(chunks, shape))
         return Tensor(*name_key, shape, dtype, "parameter", (part,))
@@ -241,6 +244,36 @@ def _joined(name_key: tuple[str, str], shape: tuple[int, ...], chunks: list[_Chu
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     merge = Merge("columns", outer, shape[dim], inner, tuple(bands))
     return Tensor(*name_key, shape, dtype, "parameter", tuple(slices), merge)
+
+
+def _side_by_side(chunks: list[_Chunk], shape: tuple[int, ...], dim: int) -> bool:
+    """Whether the chunks are columns along ``dim``: no two of other widths overlap there."""
+    columns = sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks})
+    return sum(width for _, width in columns) == shape[dim]
+
+
+def _blocks(chunks: list[_Chunk], shape: tuple[int, ...]) -> Fragments:
+    """Blocks cut along any dims, each run of neighbouring elements a fragment. Raises ``CheckpointError``."""
+    item = ITEM_BYTES[chunks[0].dtype]
+    strides = np.array([math.prod(shape[dim + 1 :]) for dim in range(len(shape))], np.int64)
+    tables: list[Int64] = []
+    held = 0
+    for chunk in chunks:
+        # Of the dims behind ``last`` the block has all indices, so its elements are neighbours from there on.
+        last = max(dim for dim in range(len(shape)) if chunk.shape[dim] != shape[dim] or dim == 0)
+        run, count = math.prod(chunk.shape[last:]), math.prod(chunk.shape[:last])
+        held += count
+        if held > _MAX_RUNS:
+            raise CheckpointError("a tensor that is cut into too many pieces", expected=f"at most {_MAX_RUNS}")
+        if not run * count:
+            continue
+        index = np.indices(chunk.shape[:last], np.int64).reshape(last, -1)
+        first = np.array(chunk.offsets, np.int64) @ strides
+        starts = first + (strides[:last, None] * index).sum(0)
+        offsets = chunk.at + np.arange(count) * run * item
+        columns = (np.full(count, chunk.file), offsets, starts, np.full(count, run))
+        tables.append(np.column_stack(columns))
+    return Fragments.of(np.concatenate(tables) if tables else [])
 
 
 def _rows(chunks: list[_Chunk], shape: tuple[int, ...]) -> Fragments:

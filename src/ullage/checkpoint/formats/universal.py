@@ -57,19 +57,9 @@ _LONGEST_NAME = 255
 
 
 def universal_targets(inventory: Inventory) -> list[Target]:
-    """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
+    """The files of the universal checkpoint of ZeRO shards, without the tensors' bytes. Raises ``CheckpointError``."""
     details = inventory.details
-    if inventory.format != "zero" or not isinstance(details, Details):
-        raise CheckpointError(
-            "only a ZeRO checkpoint can be made universal", where=str(inventory.folder), found=inventory.format
-        )
-    if inventory.written_by.stage == 0:
-        raise CheckpointError(
-            "only a ZeRO checkpoint can be made universal",
-            where=str(inventory.folder),
-            found="ZeRO stage 0, without parameter groups",
-            hint="convert it with --to safetensors or --to dcp",
-        )
+    assert isinstance(details, Details)
     laid_out: dict[Any, Target] = {}
     targets = [state_file(tensor, laid_out=laid_out) for tensor in inventory.tensors]
     targets += _step_files(inventory)

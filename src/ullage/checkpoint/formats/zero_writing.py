@@ -83,6 +83,13 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
     """The writer, once the source is found to say all that it needs."""
     groups = optimizer_groups(inventory)
     where = str(inventory.folder)
+    model = model_states.lead_model(inventory)
+    if inventory.format == "zero" and model is not None and model.module is None:
+        raise CheckpointError(
+            "shards of a pipeline module are not written: its layers have files and names of their own",
+            where=where,
+            hint="convert it with --to universal, which keeps its files",
+        )
     if optimizer and not groups:
         raise CheckpointError(
             "nothing says which parameters the optimizer has, and in which groups",
