@@ -31,7 +31,7 @@ from ullage.checkpoint.files.archive import (
 )
 from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, Named, Size
-from ullage.checkpoint.formats.optimizer_groups import optimizer_groups
+from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
 from ullage.checkpoint.formats.safetensors import cast_of
 from ullage.checkpoint.formats.universal import number
 from ullage.checkpoint.inventory import Inventory
@@ -198,9 +198,9 @@ def items(
     found: list[tuple[tuple[Any, ...], Any]] = [
         (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights
     ]
-    buffers = [tensor.name for tensor in inventory.tensors if tensor.kind == "buffer"]
-    # torch keeps buffers and frozen parameters alike; a loader of the model asks for neither name.
-    found += [(BUFFERS, buffers)] if buffers else []
+    buffers = known_buffers(inventory)
+    # torch keeps buffers and frozen parameters alike; a loader of the model does not ask for this item.
+    found += [] if buffers is None else [(BUFFERS, buffers)]
     return found + _optimizer_items(inventory) if optimizer else found
 
 

@@ -20,8 +20,6 @@ from ullage.errors import CheckpointError
 
 #: Entries of a group that list its parameters.
 LISTING = ("params", "param_names")
-#: Numbers that a group is counted by; every other state has the shape of its parameter.
-_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +99,10 @@ def states_by_name(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def weights(inventory: Inventory) -> dict[str, Tensor]:
-    """Trained weights by name."""
-    return {t.name: t for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32"}
-
-
-def plain_numbers(held: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are plain numbers or words, which every format can write."""
-    return {key: value for key, value in held.items() if isinstance(value, _PLAIN)}
+def known_buffers(inventory: Inventory) -> list[str] | None:
+    """Names of buffers, to be written beside tensors that no optimizer holds; None where there is nothing to say."""
+    details = inventory.details
+    untrained = [tensor for tensor in inventory.tensors if tensor.kind != "parameter"]
+    if not untrained or not isinstance(details, Details) or not details.buffers_known:
+        return None
+    return [tensor.name for tensor in untrained if tensor.kind == "buffer"]

@@ -20,7 +20,7 @@ from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
-from ullage.checkpoint.formats.optimizer_groups import optimizer_groups
+from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
 from ullage.checkpoint.zero.details import Details, kept_by_group
 from ullage.errors import CheckpointError, InputError
@@ -68,8 +68,8 @@ def weights_targets(inventory: Inventory, stem: str, tensors: dict[str, Tensor])
 def weights_header(inventory: Inventory) -> dict[str, str]:
     """Metadata in the header of a file of weights: the tied names, and which tensors are buffers."""
     said = {"aliases": json.dumps(inventory.aliases)} if inventory.aliases else {}
-    buffers = [tensor.name for tensor in inventory.tensors if tensor.kind == "buffer"]
-    return said | ({"buffers": json.dumps(buffers)} if buffers else {})
+    buffers = known_buffers(inventory)
+    return said | ({} if buffers is None else {"buffers": json.dumps(buffers)})
 
 
 def optimizer_header(inventory: Inventory) -> dict[str, str]:
@@ -260,7 +260,7 @@ def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details,
         for index in range(len(groups))
         if str(index) in numbers
     }
-    known = "buffers" in said or not groups
+    known = "buffers" in said
     return Details({}, {}, found, settings, names=names, numbers=kept, buffers_known=known), aliases
 
 
