@@ -31,6 +31,9 @@ import numpy as np
 #: Fills everything that is not an element of a parameter. No value of :func:`values` comes near it.
 SENTINEL = -7.25e7
 STEP = 7
+#: Width of what the gates of experts read.
+GATED = 3
+_GATE, _EXPERTS = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts"
 
 
 #: in the writer's process: values drawn before the forks
@@ -84,6 +87,12 @@ class Recipe:
     #: a ``PipelineModule``: files by layer, as Megatron-DeepSpeed writes them. The names of its parameters begin with the
     #: number of their layer, and every stage has as many layers.
     pipeline: bool = False
+    #: layers of experts (``deepspeed.moe.layer.MoE``) by path: how many, and the shapes of one. Each is a group more,
+    #: the last ones, and its gate is in the first. Needs ``ep``, the ranks that share the experts.
+    experts: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = field(default_factory=dict)
+    ep: int = 1
+    #: ranks that hold the same experts follow one another (``use_data_before_expert_parallelism``)
+    data_before: bool = False
     tag: str = f"global_step{STEP}"
     seed: int = 0
 
@@ -114,7 +123,11 @@ class Truth:
 
     def shapes(self, model_rank: int = 0) -> dict[str, tuple[int, ...]]:
         """Trained parameters of one model rank, in the order of the recipe."""
-        return {name: tuple(s) for group in self.recipe.groups_of(model_rank) for name, s in group.items()}
+        found = {name: tuple(s) for group in self.recipe.groups_of(model_rank) for name, s in group.items()}
+        for path, (total, inner) in self.recipe.experts.items():
+            found[f"{path}.{_GATE}"] = (total, GATED)
+            found |= {f"{path}.{_EXPERTS}.{e}.{n}": tuple(s) for e in range(total) for n, s in inner.items()}
+        return found
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -349,6 +362,27 @@ def _build(recipe: Recipe, model_rank: int):
     return root, groups
 
 
+def _add_experts(recipe: Recipe, root: Any, groups: list[dict[str, Any]]) -> None:
+    """Add the layers of experts to ``root``, their gates to the first group, and a group per layer for the experts."""
+    import torch
+    from deepspeed.moe.layer import MoE
+
+    class Expert(torch.nn.Module):
+        def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+            super().__init__()
+            for name, shape in shapes.items():
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(tuple(shape))))
+
+    for path, (total, shapes) in recipe.experts.items():
+        layer: Any = MoE(GATED, Expert(shapes), total, recipe.ep)
+        root.add_module(path, layer)
+        gate = layer.deepspeed_moe.gate.wg.weight
+        gate.data.zero_()
+        groups[0]["params"].append(gate)
+        held = list(layer.deepspeed_moe.experts.parameters())
+        groups.append({"params": held, "weight_decay": 0.0, "moe": True, "name": f"ep_size_{recipe.ep}"})
+
+
 def _build_pipeline(recipe: Recipe, rank: int):
     """A pipeline module of this rank's layers, its parameter groups, and its rank among the model ranks."""
     import torch
@@ -421,6 +455,8 @@ def _config(recipe: Recipe) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
+    if recipe.data_before:
+        config["use_data_before_expert_parallelism"] = True
     if recipe.dtype in ("bf16", "bf16_optimizer"):
         config["bf16"] = {"enabled": True}
     if recipe.dtype == "bf16_optimizer":
@@ -452,6 +488,7 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
         model_rank = mpu.get_model_parallel_rank() if mpu else 0
         dp_rank = mpu.get_data_parallel_rank() if mpu else rank
         model, groups = _build(recipe, model_rank)
+        _add_experts(recipe, model, groups)
     if recipe.info is not None:
         model.universal_checkpoint_info = lambda: recipe.info  # read by the engine where it is a method
     if recipe.dtype == "fp16":  # nothing is computed here, so a processor without fp16 will do
@@ -479,7 +516,7 @@ def _fill(truth: Truth, recipe: Recipe, zero: Any, model_rank: int, dp_rank: int
     """Overwrites masters, moments and model weights with the truth, and everything else with the sentinel."""
     import torch
 
-    names = zero.param_names
+    names = {p: _among_all(recipe, name, dp_rank) for p, name in zero.param_names.items()}
     inner = zero.optimizer
     partitions = _partitions(zero, recipe, dp_rank)
     for group, (flat, _) in zip(inner.param_groups, partitions if recipe.stage < 3 else []):
@@ -513,6 +550,22 @@ def _fill(truth: Truth, recipe: Recipe, zero: Any, model_rank: int, dp_rank: int
         for group in zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups:
             for param in group:
                 param.data.copy_(torch.from_numpy(truth.tensor(names[param], "fp32", model_rank)))
+
+
+def _expert_places(recipe: Recipe, dp_rank: int) -> tuple[int, int]:
+    """(expert-parallel rank, number of the partition) of a data-parallel rank, as Megatron and DeepSpeed order them."""
+    same = recipe.dp // recipe.ep
+    return (dp_rank // same, dp_rank % same) if recipe.data_before else (dp_rank % recipe.ep, dp_rank // recipe.ep)
+
+
+def _among_all(recipe: Recipe, name: str, dp_rank: int) -> str:
+    """The name of an expert's parameter with the number that the expert has among all."""
+    for path, (total, _) in recipe.experts.items():
+        begin = f"{path}.{_EXPERTS}."
+        if name.startswith(begin):
+            local, _, leaf = name.removeprefix(begin).partition(".")
+            return f"{begin}{_expert_places(recipe, dp_rank)[0] * (total // recipe.ep) + int(local)}.{leaf}"
+    return name
 
 
 def _fill_plain(truth: Truth, engine: Any) -> None:
@@ -554,8 +607,12 @@ def _partitions(zero: Any, recipe: Recipe, dp_rank: int):
     bf16 = hasattr(zero, "bf16_groups")
     flats = zero.bf16_groups_flat if bf16 else zero.bit16_groups_flat
     masters = zero.fp32_groups_flat_partition if bf16 else zero.single_partition_of_fp32_groups
-    for flat, master, group in zip(flats, masters, zero.bf16_groups if bf16 else zero.bit16_groups):
-        low, fragments = dp_rank * master.numel(), []
+    for number, (flat, master, group) in enumerate(
+        zip(flats, masters, zero.bf16_groups if bf16 else zero.bit16_groups)
+    ):
+        # The last groups are experts', cut over the ranks that hold the same ones.
+        is_experts = number >= len(masters) - len(recipe.experts)
+        low, fragments = (_expert_places(recipe, dp_rank)[1] if is_experts else dp_rank) * master.numel(), []
         high = low + master.numel()
         for param in group:
             at = (param.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -1,0 +1,144 @@
+"""Experts of real runs on gloo: converted, compared with the engines' own tensors, and resumed at another size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from tests.support import moe_worker
+from tests.support.moe_worker import merged
+from tests.support.zero_worker import Job, launch
+from ullage import checkpoint
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+
+def results_of(job):
+    found = launch(job, timeout=100)
+    errors = [result["traceback"] for result in found if "error" in result]
+    assert not errors, errors[0]
+    return found
+
+
+def run(folder, world, stage=1, function="run", **config):
+    job = Job(
+        folder / "results", world, stage, seed=3, num_steps=config.pop("steps", 2), save_after=2, save_to=folder / "run", width=16,
+        precision=config.pop("precision", "fp32"), module=moe_worker.__name__, function=function, config=config,
+    )  # fmt: skip
+    return job, results_of(job)
+
+
+def differences(truth, folder):
+    """Every tensor of a universal folder that is not what the engines held, bit for bit."""
+    held = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
+    found = sorted(held ^ {name for name, _ in truth})
+    for name, key in truth.keys():
+        stem = "fp32" if key in ("frozen", "buffer") else key
+        got = torch.load(folder / "zero" / name / f"{stem}.pt", weights_only=False)["param"]
+        if not torch.equal(got, truth[name, key]):
+            found.append(f"{name} {key}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "more"),
+    [
+        (1, [1], {}),
+        (2, [1, 2], {"stage": 2, "frozen": True}),
+        (4, [1, 2, 4], {"precision": "bf16", "stage": 2}),
+        (8, [1, 2, 4, 8], {"experts": [8, 8], "other": {"use_data_before_expert_parallelism": True}}),
+        (4, [[1, 4]], {"precision": "bf16_optimizer"}),  # layers of two sizes
+    ],
+)
+def test_every_size_equals_the_engines(world, sizes, more, tmp_path):
+    job, results = run(tmp_path, world, function="run_each", each=sizes, **more)
+    for number, ep in enumerate(sizes):
+        truth = merged([result["each"][number] for result in results])
+        assert sum("deepspeed_experts" in name for name, _ in truth) > 40
+        source = job.save_to / f"ep{ep}"
+        inventory = checkpoint.read(source)
+        assert inventory.problems() == []
+        assert inventory.written_by.ep == tuple(ep if isinstance(ep, list) else [ep])
+        target = tmp_path / f"universal{ep}"
+        checkpoint.convert(inventory, target)
+        assert differences(truth, target) == []
+        assert checkpoint.verify(source, target) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_run_goes_on_at_another_size(stage, tmp_path):
+    """Written by 4 ranks at ep 2; goes on by 4 ranks at ep 4 and by 2 at ep 1, as the run that was not interrupted."""
+    job, results = run(tmp_path, 4, stage, ep=2, frozen=True, steps=7)
+    truth = merged(results)
+    checkpoint.convert(job.save_to, tmp_path / "universal" / "tag")
+    for world, ep in [(4, 4), (2, 1)]:
+        later = replace(
+            job, world=world, seed=9, config={**job.config, "ep": ep}, first_step=2, num_steps=5, save_after=7,
+            results=tmp_path / f"results{ep}", save_to=tmp_path / f"run{ep}", load_from=tmp_path / "universal",
+        )  # fmt: skip
+        resumed = results_of(later)
+        loaded = merged([{"saved": result["loaded"]} for result in resumed])
+        assert loaded.keys() == truth.keys()
+        assert [which for which in truth if not torch.equal(loaded[which], truth[which])] == []
+        assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
+        # What it saves is named and cut for its own size.
+        inventory = checkpoint.read(later.save_to)
+        assert (inventory.problems(), inventory.notes, inventory.written_by.ep) == ([], (), (ep,))
+
+
+def expected(truth, name, key="fp32"):
+    """A tensor of the model in memory, from what AutoEP's engines held."""
+    block = name.partition(".experts.")[0] + ".experts."
+    if name.endswith("gate_up_proj"):
+        return torch.cat([truth[f"{block}w1", key], truth[f"{block}w3", key]], 1)
+    if name.endswith("experts.down_proj"):
+        return truth[f"{block}w2", key]
+    renamed = {".mlp.gate.weight": ".mlp.router.gate.weight", "shared_expert.": "shared_experts.",
+               "shared_expert_gate.": "shared_experts_gate."}  # fmt: skip
+    for there, here in renamed.items():
+        name = name.replace(there, here)
+    return truth[name, key]
+
+
+@pytest.mark.parametrize(("kind", "stage", "world"), [("mixtral", 2, 4), ("qwen2_moe", 1, 2)])
+def test_autoep_becomes_the_model_it_was(kind, stage, world, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    job, results = run(tmp_path, world, stage, "run_autoep", ep=2, autoep=kind)
+    truth = merged(results)
+    assert checkpoint.read(job.save_to).problems() == []
+    for format in ("universal", "safetensors", "dcp"):
+        checkpoint.convert(job.save_to, tmp_path / format, format=format)
+        assert checkpoint.verify(job.save_to, tmp_path / format) == []
+    assert differences(truth, tmp_path / "universal") == []
+    # The files have the names of the hub, and are loaded as such.
+    block, gate = ("block_sparse_moe", "w1") if kind == "mixtral" else ("mlp", "gate_proj")
+    weights = load_file(tmp_path / "safetensors" / "model.safetensors")
+    one = weights[f"model.layers.1.{block}.experts.3.{gate}.weight"]
+    assert torch.equal(one, truth["model.layers.1.mlp.experts.w1", "fp32"][3])
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "safetensors", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    model = loaded.state_dict()
+    assert [name for name in model if not torch.equal(model[name], expected(truth, name))] == []
+    # DCP has the names and stacks of the model in memory, optimizer state too.
+    states = {name: {"exp_avg": torch.full_like(value, 7)} for name, value in model.items()}
+    held = {"model": {name: torch.zeros_like(value) for name, value in model.items()}, "optim": {"state": states}}
+    dcp.load(held, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in model:
+        assert torch.equal(held["model"][name], expected(truth, name))
+        assert torch.equal(states[name]["exp_avg"], expected(truth, name, "exp_avg"))
+
+
+def test_autoep_goes_on_at_another_size(tmp_path):
+    job, results = run(tmp_path, 2, 1, "run_autoep", ep=2, autoep="mixtral", steps=7)
+    checkpoint.convert(job.save_to, tmp_path / "universal" / "tag")
+    later = replace(
+        job, world=4, seed=9, config={**job.config, "ep": 4}, first_step=2, num_steps=5, save_after=None,
+        results=tmp_path / "resumed", save_to=None, load_from=tmp_path / "universal",
+    )  # fmt: skip
+    resumed = results_of(later)
+    assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
