@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 
 def results_of(job):
-    found = launch(job, timeout=100)
+    found = launch(job, timeout=200)
     errors = [result["traceback"] for result in found if "error" in result]
     assert not errors, errors[0]
     return found
@@ -34,7 +34,7 @@ def differences(truth, folder):
     """Every tensor of a universal folder that is not what the engines held, bit for bit."""
     held = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
     found = sorted(held ^ {name for name, _ in truth})
-    for name, key in truth.keys():
+    for name, key in truth:
         stem = "fp32" if key in ("frozen", "buffer") else key
         got = torch.load(folder / "zero" / name / f"{stem}.pt", weights_only=False)["param"]
         if not torch.equal(got, truth[name, key]):
@@ -48,7 +48,7 @@ def differences(truth, folder):
         (1, [1], {}),
         (2, [1, 2], {"stage": 2, "frozen": True}),
         (4, [1, 2, 4], {"precision": "bf16", "stage": 2}),
-        (8, [1, 2, 4, 8], {"experts": [8, 8], "other": {"use_data_before_expert_parallelism": True}}),
+        (8, [1, 2, 4, 8], {"experts": [8], "other": {"use_data_before_expert_parallelism": True}}),
         (4, [[1, 4]], {"precision": "bf16_optimizer"}),  # layers of two sizes
     ],
 )
@@ -56,7 +56,7 @@ def test_every_size_equals_the_engines(world, sizes, more, tmp_path):
     job, results = run(tmp_path, world, function="run_each", each=sizes, **more)
     for number, ep in enumerate(sizes):
         truth = merged([result["each"][number] for result in results])
-        assert sum("deepspeed_experts" in name for name, _ in truth) > 40
+        assert sum("deepspeed_experts" in name for name, _ in truth) > 20
         source = job.save_to / f"ep{ep}"
         inventory = checkpoint.read(source)
         assert inventory.problems() == []

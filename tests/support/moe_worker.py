@@ -45,7 +45,7 @@ class Net(nn.Module):
         self.enter = nn.Linear(FEATURES, width)
         self.scale = nn.Parameter(torch.rand(width) + 0.5, requires_grad=False)
         self.layers = nn.ModuleList(
-            MoE(width, Expert(width), count, size, k=1, drop_tokens=False, use_rts=False)
+            MoE(width, Expert(width), count, size, k=1, min_capacity=0, drop_tokens=False, use_rts=False)
             for size, count in zip(ep, experts)
         )
         self.leave = nn.Linear(width, 1)
@@ -66,8 +66,8 @@ def ep_rank(size: int) -> int:
 
 def build(job: Job) -> nn.Module:
     """The model of ``job.seed``: each expert drawn by its global number, so that a rank's share is a share of one."""
-    ep = job.config["ep"] if isinstance(job.config["ep"], list) else [job.config["ep"]] * 2
     experts = job.config.get("experts", [4, 8])
+    ep = job.config["ep"] if isinstance(job.config["ep"], list) else [job.config["ep"]] * len(experts)
     torch.manual_seed(job.seed)
     model = Net(job.width, ep, experts)
     rank = torch.distributed.get_rank()
@@ -201,7 +201,8 @@ def run(job: Job, rank: int) -> dict[str, Any]:
     model = build(job)
     optimizer = torch.optim.AdamW(groups_of(model))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(job), dist_init_required=False)
-    return train(engine, job, lambda step: engine(*data(step, job, rank)))
+    dtype = next(model.parameters()).dtype
+    return train(engine, job, lambda step: engine(*(part.to(dtype) for part in data(step, job, rank))))
 
 
 def autoep_model(job: Job) -> Any:
