@@ -1,0 +1,127 @@
+"""Each rank of an engine reads its ranges from a checkpoint of another layout: bit for bit, and hardly a byte more."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
+from tests.support.real_zero import Recipe
+from tests.support.zero_worker import Job, launch
+from ullage.checkpoint.manifest import blocks_of, files_in, sums, write_manifest
+from ullage.errors import InputError
+from ullage.training.deepspeed import load_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+GROUPS = [{"a.weight": (37, 29), "b.weight": (11, 7), "one": (1,)}, {"a.bias": (37,), "b.bias": (11,)}]
+BASE = Recipe(groups=GROUPS, frozen={"scale": (13,)}, buffers={"count": (5,)}, weight_decay=[0.1, 0.0])
+#: Eight ranks hold padding in every partition, and of the second group the last ones nothing else.
+SOURCES = {
+    "stage 1": replace(BASE, stage=1, dp=8),
+    "stage 2": replace(BASE, stage=2, dp=3, round_robin=True),
+    "stage 3": replace(BASE, stage=3, dp=3, sub_group_size=300),
+    "stage 3 of one": replace(BASE, stage=3, dp=1),
+    "bf16": replace(BASE, stage=1, dp=2, dtype="bf16_optimizer"),
+    "without ZeRO": replace(BASE, stage=0, dp=1, named=True),
+}
+
+
+def content_of(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): zlib.crc32(p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    write_sources(folder, SOURCES)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "world"),
+    [
+        (replace(BASE, stage=1), 5),
+        (replace(BASE, stage=2, round_robin=True), 2),
+        (replace(BASE, stage=3, sub_group_size=300), 3),
+        (replace(BASE, stage=1, dtype="bf16_optimizer"), 1),
+    ],
+    ids=["stage 1 on 5", "stage 2 on 2", "stage 3 on 3", "bf16 on 1"],
+)
+def test_every_layout_is_read_bit_for_bit(sources: Path, tmp_path: Path, recipe: Recipe, world: int) -> None:
+    before = content_of(sources)
+    rows = load_everywhere(sources, tmp_path / "results", recipe, world)
+    assert rows.keys() == SOURCES.keys()
+    for name, ranks in rows.items():
+        assert [row["differences"] for row in ranks] == [[]] * world, name
+        assert all(row["iteration"] == 7 for row in ranks)
+        # The share is what the layout says: all elements of master weights and two moments, on one rank each.
+        whole = sum(3 * 4 * n for n in (37 * 29, 77, 1, 37, 11))
+        frozen = 13 * (2 if name == "bf16" else 4)
+        buffers = 5 * 4 * world
+        assert sum(row["share"] for row in ranks) == whole + buffers + frozen * (1 if recipe.stage == 3 else world)
+        assert all(row["share"] <= row["read"] <= 1.05 * row["share"] for row in ranks), name
+        assert all(row["compared"] > 3 for row in ranks)
+    assert content_of(sources) == before  # nothing beside them, nothing changed
+
+
+@pytest.mark.slow
+def test_what_is_damaged_or_of_another_model_is_refused_by_every_rank(tmp_path: Path) -> None:
+    """Before anything is loaded, where the files' descriptions tell; the engine is then as it was."""
+    recipe = Recipe(stage=2, dp=2, groups=[{"w": (300, 200)}])
+    folder = tmp_path / "sources"
+    kinds = ("missing", "flipped", "cut", "listed", "wider")
+    write_sources(folder, dict.fromkeys(kinds, recipe) | {"wider": replace(recipe, groups=[{"w": (301, 200)}])})
+    write_sources(tmp_path / "more", {"more": replace(recipe, groups=[{"w": (300, 200), "v": (2,)}])})
+    (tmp_path / "more" / "more").rename(folder / "more")
+    shard = "global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (folder / "missing" / shard).unlink()
+    content = bytearray((folder / "flipped" / shard).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "flipped" / shard).write_bytes(content)
+    listed = blocks_of(files_in(folder / "listed"))
+    write_manifest(folder / "listed" / "manifest.json", listed, [crc ^ 1 for crc in sums(folder / "listed", listed)])
+    write_manifest(folder / "cut" / "manifest.json", blocks := blocks_of(files_in(folder / "cut")), [0] * len(blocks))
+    (folder / "cut" / shard).write_bytes((folder / "cut" / shard).read_bytes()[:-100])
+    said = try_damaged(folder, tmp_path / "results", replace(recipe, stage=3), 3)
+    for kind, (before_loading, text) in {
+        "missing": (True, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        "cut": (True, "is damaged: expected"),
+        "wider": (True, "w: [301, 200] in the checkpoint, [300, 200] here"),
+        "more": (True, "v: in the checkpoint, not in the model"),
+        "flipped": (False, "corrupted: the data fails its checksum"),
+        "listed": (False, "corrupted: the data fails its checksum"),
+    }.items():
+        assert all(rank[kind]["error"] for rank in said), kind
+        assert any(text in rank[kind]["error"] for rank in said), (kind, [rank[kind] for rank in said])
+        assert all(rank[kind]["untouched"] is before_loading for rank in said), kind
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_reads_leaves_the_checkpoint_as_it_is(sources: Path, tmp_path: Path) -> None:
+    before = content_of(sources)
+    what: dict[str, Any] = {"module": "tests.support.ranges_worker", "function": "die_while_reading"}
+    with pytest.raises(RuntimeError, match="left no result"):
+        launch(Job(tmp_path / "results", 1, 2, 0, load_from=sources / "stage 3", **what), timeout=60)
+    assert content_of(sources) == before
+
+
+@pytest.mark.parametrize(
+    ("zero", "engine", "found"),
+    [
+        ({}, {}, "no ZeRO optimizer"),
+        ({"bit16_groups": [], "param_names": {}}, {"has_moe_layers": True}, "a model with experts"),
+        ({"bit16_groups": [], "param_names": {}}, {"mp_world_size": 2}, "2 model-parallel ranks"),
+        ({"fp16_groups": [], "param_names": {}, "swap_optimizer": True}, {}, "offloaded to NVMe"),
+    ],
+)
+def test_an_engine_that_cannot_be_filled_is_refused(zero: Any, engine: Any, found: str) -> None:
+    made = SimpleNamespace(optimizer=SimpleNamespace(**zero), **{"mp_world_size": 1, **engine})
+    with pytest.raises(InputError, match=found):
+        load_checkpoint(made, "nowhere")
