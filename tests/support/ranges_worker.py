@@ -168,5 +168,5 @@ def die_while_reading(job: Job, rank: int) -> None:
     assert job.load_from is not None
     recipes = json.loads((job.load_from.parent / LIST).read_text())
     engine = make_engine(replace(Recipe(**recipes[job.load_from.name]), stage=job.stage))
-    Sources.read = fifth
+    Sources.read = fifth  # pyright: ignore[reportAttributeAccessIssue]
     load_checkpoint(engine, job.load_from)

@@ -70,6 +70,16 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     return {"losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}}
 
 
+def train_ours(job: Job, rank: int) -> dict[str, Any]:
+    """As :func:`train`, by our Trainer, with what it says beforehand of a checkpoint of another layout."""
+    from ullage.training import Trainer
+
+    trainer = Trainer(model=Wrapped(build(job)), args=arguments(job, job.save_to), train_dataset=Rows())
+    said = str(trainer.conversion_for(job.load_from)) if job.load_from else ""
+    trainer.train(resume_from_checkpoint=str(job.load_from) if job.load_from else None)
+    return {"losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}, "said": said}
+
+
 #: files of a checkpoint at stage 2 on two ranks
 FILES = (
     "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt",

@@ -59,8 +59,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def resume(tmp_path: Path, folder: Path, expected: dict[str, Any], world: int, stage: int, **more: Any) -> None:
-    """Resumes on other ranks and compares the state at once and the next five losses."""
+def resume(
+    tmp_path: Path, folder: Path, expected: dict[str, Any], world: int, stage: int, **more: Any
+) -> list[dict[str, Any]]:
+    """Resumes on other ranks and compares the state at once and the next five losses. Returns the ranks' results."""
     losses_within = more.pop("losses_within", 1e-5)
     job = Job(tmp_path / "results", world, stage, seed=more.pop("seed", 7), first_step=SAVED, load_from=folder, **more)
     results = launch(job)
@@ -70,6 +72,7 @@ def resume(tmp_path: Path, folder: Path, expected: dict[str, Any], world: int, s
     found, wanted = results[0]["losses"], expected["losses"][SAVED:]
     assert len(found) == 5
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < losses_within, (found, wanted)
+    return results
 
 
 def untopological(state: dict[str, Any]) -> dict[str, Any]:
@@ -77,11 +80,12 @@ def untopological(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "steps": sorted(set(state["steps"]))}
 
 
-def test_a_resumed_run_is_the_same_run(sources, tmp_path: Path) -> None:
-    """The quick one: stage 1 on two ranks, resumed at stage 3 on one."""
+@pytest.mark.parametrize("loader", ["load_ranges", "load_universal"])
+def test_a_resumed_run_is_the_same_run(sources, tmp_path: Path, loader: str) -> None:
+    """The quick one: stage 1 on two ranks, resumed at stage 3 on one, from the shards and from the conversion."""
     folder, expected = sources(1, world=2)
     assert expected["saved"]["hyper"][0]["weight_decay"] != expected["saved"]["hyper"][1]["weight_decay"]
-    resume(tmp_path, folder, expected, world=1, stage=3)
+    resume(tmp_path, folder, expected, world=1, stage=3, loader=loader)
 
 
 @pytest.mark.slow
@@ -96,6 +100,18 @@ def test_any_stage_on_any_number_of_ranks(sources, tmp_path: Path, source: int, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("source", "stage", "world"), [(1, 3, 3), (2, 1, 8), (3, 2, 2)])
+def test_the_shards_of_another_layout(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
+    """Read by ranges, without the conversion: the same state and five losses, and of the bytes each rank's share."""
+    folder, expected = sources(source)
+    losses = resume(tmp_path, folder, expected, world, stage, loader="load_ranges", losses_within=1e-6)
+    for share, read, compared in (result["ranges"] for result in losses):
+        assert share <= read <= 1.05 * share
+        assert compared > 0
+    assert all(result["client_state"]["note"] == "kept" for result in losses)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "stage", "world"), [(1, 2, 8), (2, 1, 3), (3, 1, 2), (3, 2, 1)])
 def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
     """At stages 1 and 2, where what it drops (frozen, buffers) comes from the model: the same seed here."""
@@ -104,11 +120,21 @@ def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "source", "stage"), [("momentum", 1, 3), ("momentum", 3, 2), ("sgd", 1, 3)])
-def test_optimizers_without_adams_states(sources, tmp_path: Path, optimizer: str, source: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "source", "stage", "loader"),
+    [
+        ("momentum", 1, 3, "load_universal"),
+        ("momentum", 3, 2, "load_ranges"),
+        ("sgd", 1, 3, "load_universal"),
+        ("sgd", 1, 3, "load_ranges"),
+    ],
+)
+def test_optimizers_without_adams_states(
+    sources, tmp_path: Path, optimizer: str, source: int, stage: int, loader: str
+) -> None:
     folder, expected = sources(source, world=2, optimizer=optimizer)
     assert bool(expected["saved"]["optim"]) == (optimizer == "momentum")
-    resume(tmp_path, folder, expected, 1, stage, optimizer=optimizer)
+    resume(tmp_path, folder, expected, 1, stage, optimizer=optimizer, loader=loader)
 
 
 @pytest.mark.slow
@@ -189,6 +215,27 @@ def test_the_hugging_face_trainer_resumes(tmp_path: Path, stage: int, target: in
         Job(tmp_path / "second", world, target, seed=7, save_to=tmp_path / "out2", load_from=checkpoint, **trainer)
     )
     assert not failed(second), failed(second)[0]
+    expected, found = first[0]["losses"], second[0]["losses"]
+    assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "target", "world"), [(1, 3, 3), (3, 2, 1)])
+def test_our_trainer_resumes_from_the_shards_themselves(tmp_path: Path, stage: int, target: int, world: int) -> None:
+    """Another size and stage: the losses go on, and nothing lies beside the shards that was not there before."""
+    trainer = {"module": "tests.support.trainer_worker", "function": "train_ours"}
+    first = launch(Job(tmp_path / "first", 2, stage, seed=1, save_to=tmp_path / "out", **trainer))
+    assert not failed(first), failed(first)[0]
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
+    second = launch(
+        Job(tmp_path / "second", world, target, seed=7, save_to=tmp_path / "out2", load_from=checkpoint, **trainer)
+    )
+    assert not failed(second), failed(second)[0]
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
+    written, here = f"2 processes, ZeRO {stage}", f"{world} process{'es' * (world > 1)}, ZeRO {target}"
+    said = f"{checkpoint}/global_step3 was written by {written}; for {here} each rank reads its part of it"
+    assert [result["said"] for result in second] == [said] * world
     expected, found = first[0]["losses"], second[0]["losses"]
     assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)
 
