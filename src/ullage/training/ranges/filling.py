@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
+from ullage.checkpoint import Inventory, Tensor
+from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, Tally, row_elements, stream
+from ullage.errors import CheckpointError
 from ullage.training.ranges.places import masters
 from ullage.training.ranges.plan import Plan, Read
 
 
 class Filler:
-    """The open files, a buffer and a record of what was read."""
+    """The open files, buffers and a record of what was read."""
 
-    def __init__(self, sources: Sources, tally: Tally) -> None:
+    def __init__(self, sources: Sources, tally: Tally, inventory: Inventory) -> None:
         self.sources, self.tally = sources, tally
-        self._buffer = np.empty(CHUNK_BYTES, np.uint8)
+        self._buffers = [np.empty(CHUNK_BYTES, np.uint8)]
+        self._twins: dict[tuple[str, str], list[Tensor]] = {}
+        for first, other in inventory.twins:
+            self._twins.setdefault((first.name, first.key), []).append(other)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, reads: Iterable[Read]) -> None:
-        """Copy the elements of ``reads`` into ``target``, flat, in its dtype."""
+        """Copy the elements of ``reads`` into ``target``, flat, in its dtype.
+
+        Raises ``CheckpointError`` where pipeline stages hold different values of one parameter.
+        """
         for read in reads:
             dtype, row, at = getattr(torch, read.tensor.dtype), row_elements(read.tensor), read.at
             # Rows that tensor parallelism has cut are read whole, so what is asked for may lie inside the first one.
             low, stop = read.start // row * row, read.start + read.length
             high = min(-(-stop // row) * row, read.tensor.numel)
-            for chunk in stream(self.sources, read.tensor, low, high, self._buffer, self.tally):
+            for chunk in self._chunks(read.tensor, low, high):
                 values = torch.from_numpy(chunk).view(dtype)
                 begin, end = max(read.start - low, 0), min(len(values), stop - low)
                 if begin < end:
                     target.narrow(0, at, end - begin).copy_(values[begin:end])
                     at += end - begin
                 low += len(values)
+
+    def _chunks(self, tensor: Tensor, low: int, high: int) -> Iterator[Bytes]:
+        """The bytes of elements ``[low, high)``, equal in every stage of a pipeline that holds the tensor."""
+        held = [tensor, *self._twins.get((tensor.name, tensor.key), [])]
+        while len(self._buffers) < len(held):
+            self._buffers.append(np.empty(CHUNK_BYTES, np.uint8))
+        streams = [stream(self.sources, t, low, high, b, self.tally) for t, b in zip(held, self._buffers)]
+        for chunk, *others in zip(*streams, strict=True):
+            if not all(np.array_equal(chunk, other) for other in others):
+                raise CheckpointError(
+                    "pipeline stages hold different values of one parameter",
+                    where=f"parameter {tensor.name} ({tensor.key})",
+                    hint="a tied weight that has drifted apart, or two parameters of one name",
+                )
+            yield chunk
 
 
 def fill_optimizer(filler: Filler, zero: Any, plan: Plan) -> dict[int, dict[str, torch.Tensor]]:

@@ -111,7 +111,7 @@ def _require_fit(plan: Plan, content: Content) -> None:
 def _read(engine: Any, content: Content, plan: Plan, saved: Saved, sources: Sources) -> int:
     """Read all tensors and compare their sums; returns how many sums were compared, on all ranks."""
     zero, tally = engine.optimizer, Tally(block_bytes=BLOCK_BYTES if content.blocks else 0)
-    filler, runs = Filler(sources, tally), None
+    filler, runs = Filler(sources, tally, content.inventory), None
     with agreement(True, "reading the checkpoint"):
         states = fill_optimizer(filler, zero, plan)
         fill_untrained(filler, plan)
