@@ -1,0 +1,131 @@
+"""Runs that are killed while a checkpoint is written in the background, and what is left to go on from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY = 9, 3
+
+
+def train(folder: str, resume: bool, told: Any, width: int) -> None:
+    """One run with a save after every third step; ``told`` hears of each when its copy is made."""
+    import torch
+
+    from ullage.training import Trainer, TrainingArguments
+    from ullage.training.background import BackgroundSave
+
+    torch.set_num_threads(1)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(4, width), torch.nn.Linear(width, width)
+
+        def forward(self, x: Any, labels: Any = None) -> dict[str, Any]:
+            hidden = torch.nn.functional.dropout(self.two(self.one(x).relu()), 0.1)
+            return {"loss": (hidden.sum(-1) - labels).square().mean()}
+
+    begin = BackgroundSave.begin
+
+    def heard(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        if told is not None:
+            told.send(time.monotonic())
+
+    BackgroundSave.begin = heard
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(40)]
+    arguments = TrainingArguments(
+        folder, use_cpu=True, disable_tqdm=True, report_to=[], max_steps=STEPS, save_steps=EVERY, save_total_limit=2,
+        per_device_train_batch_size=4, learning_rate=1e-3, async_save=True,
+    )  # fmt: skip
+    began = time.monotonic()
+    Trainer(Net(), arguments, train_dataset=samples).train(resume_from_checkpoint=resume or None)
+    if told is not None:
+        told.send(time.monotonic() - began)
+
+
+@dataclass
+class Outcome:
+    """What a kill left, and what the same command made of it.
+
+    Attributes:
+        delay: seconds from the copy of a save to the kill.
+        save: number of the save, from 0.
+        killed: whether the process was still running.
+        left: names in the folder after the kill.
+        before: the newest checkpoint under its own name, "" without one.
+        problems: what is wrong; empty where all is well.
+    """
+
+    delay: float
+    save: int
+    killed: bool
+    left: list[str]
+    before: str
+    problems: list[str]
+
+
+class Runs:
+    """Runs forked from a server that has everything loaded. ``width``: of the model, width² weights."""
+
+    def __init__(self, folder: Path, width: int = 700) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.preload", "ullage.training"])
+        self._folder, self._width = folder, width
+        self.whole = folder / "whole"
+        self.duration = self._finish(self.whole, resume=False)
+
+    def _start(self, folder: Path, resume: bool) -> tuple[Any, Any]:
+        hear, tell = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=train, args=(str(folder), resume, tell, self._width))
+        process.start()
+        tell.close()
+        return process, hear
+
+    def _finish(self, folder: Path, resume: bool) -> float:
+        process, hear = self._start(folder, resume)
+        said = []
+        while process.is_alive() or hear.poll():
+            try:
+                if hear.poll(0.05):
+                    said.append(hear.recv())
+            except EOFError:
+                break
+        process.join(60)
+        assert process.exitcode == 0, f"exit status {process.exitcode}"
+        return said[-1]
+
+    def kill(self, number: int, save: int, delay: float) -> Outcome:
+        """Kill a new run ``delay`` seconds after the copy of save ``save``; look at what is left, and go on."""
+        from ullage.training.damage import examine
+        from ullage.training.saving import checkpoints_in
+
+        folder = self._folder / f"killed{number}"
+        process, hear = self._start(folder, resume=False)
+        for _ in range(save + 1):
+            assert hear.poll(60), "the run made no save"
+            copied = hear.recv()
+        while time.monotonic() < copied + delay:
+            time.sleep(0.0005)
+        killed = process.is_alive()
+        process.kill()
+        process.join()
+        left = sorted(path.name for path in folder.iterdir())
+        there = checkpoints_in(folder)
+        problems = [f"{path.name} is damaged" for path in there if examine(path).damage]
+        # The saves before this one were settled: at most one was under way.
+        if save and not any(int(path.name.rpartition("-")[2]) >= EVERY * save for path in there):
+            problems.append(f"checkpoint-{EVERY * save} is gone, and none is after it")
+        self._finish(folder, resume=bool(there))
+        for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            last = f"checkpoint-{STEPS}/{name}"
+            if (folder / last).read_bytes() != (self.whole / last).read_bytes():
+                problems.append(f"{last} is another one")
+        if any(path.name.endswith(".partial") for path in folder.iterdir()):
+            problems.append("a staging folder is left")
+        return Outcome(delay, save, killed, left, there[-1].name if there else "", problems)
