@@ -5,10 +5,10 @@
 
 A Llama is trained by ``ullage.training.Trainer`` with a checkpoint after every ``--every`` steps, both ways in turn,
 each run in fresh processes. The *stall* of a save is the time that the loop spends in it: all of ``_save_checkpoint``,
-and what it waits for the save before. The first save of a run is told apart: it also gets the memory of the copy. So that
-nothing is hidden, the whole runs are compared too: *slowdown* is the wall time of the steps between two saves over that
-of a run without saves, since the writer takes processor time from steps on a machine without idle cores. The ratio
-counts, not the seconds: both ways write the same bytes to the same disk minutes apart.
+and what it waits for the save before. The first save of a run is told apart: it also gets the memory of the copy. So
+that nothing is hidden, the whole runs are compared too: *slowdown* is the wall time of the steps between two saves
+over that of a run without saves, since the writer takes processor time from steps on a machine without idle cores. The
+ratio counts, not the seconds: both ways write the same bytes to the same disk minutes apart.
 """
 
 from __future__ import annotations

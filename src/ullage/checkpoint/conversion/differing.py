@@ -167,7 +167,8 @@ def _steps(one: Inventory, other: Inventory) -> list[Difference]:
     steps = [sorted({float(step) for step in each.steps.values() if step is not None}) for each in (one, other)]
     if not all(steps) or steps[0] == steps[1]:
         return []
-    return [Difference("", "step", "step", *(", ".join(f"{step:g}" for step in each) for each in steps))]
+    first, second = (", ".join(f"{step:g}" for step in each) for each in steps)
+    return [Difference("", "step", "step", first, second)]
 
 
 @dataclass
