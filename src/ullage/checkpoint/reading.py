@@ -13,11 +13,13 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ullage.checkpoint.blocks import Blocks
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
 from ullage.errors import CheckpointError
 
@@ -25,6 +27,9 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
 CHUNK_BYTES = 2 << 20
+
+#: Tables of quantised state that are kept: scales (1.6 % of the codes of a rank) and values of the codes.
+_TABLES = 16
 
 #: By dtype: the unsigned integer of its size, and the bits of its exponent, which are all 1 in NaN and Inf alone.
 _EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF0000000000000)}
@@ -45,6 +50,7 @@ class Sources:
         self._inventory, self._limit = inventory, limit
         self.num_bytes = 0
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], npt.NDArray[np.float32]] = OrderedDict()
 
     def fd(self, file: int) -> int:
         """The descriptor of file number ``file``; the one not used for longest is closed where too many are open."""
@@ -78,6 +84,19 @@ class Sources:
                 )
             done += got
             self.num_bytes += got
+
+    def table(self, file: int, offset: int, count: int, tally: Tally) -> npt.NDArray[np.float32]:
+        """``count`` float32 values of ``file``, read once and kept while they are among the last used."""
+        key = file, offset
+        if key not in self._tables:
+            values = np.empty(count, np.float32)
+            self.read(file, offset, values.view(np.uint8).data)
+            tally.runs.append((file, offset, values.nbytes, zlib.crc32(values.view(np.uint8).data)))
+            self._tables[key] = values
+            if len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
 
     def _path(self, file: int) -> Path:
         return self._inventory.folder / self._inventory.files[file].name
@@ -168,7 +187,7 @@ def read_small(
     Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
     """
     counts = [0] * len(wanted)
-    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and t.dtype == dtype]
+    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.is_verbatim and t.dtype == dtype]
     for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
         tensor, dtype, at = wanted[i]
         mine = Tally(tally.runs)
@@ -233,6 +252,9 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         into: memory for exactly these elements.
         tally: gets a run per read.
     """
+    if part.blocks is not None:
+        _decode(sources, part, part.blocks, low, high, into, tally)
+        return
     # The fragments of a window tile it in order, so the buffer is filled from its beginning without a gap.
     found = part.fragments.window(low, high, item)
     view, at = into.data, 0
@@ -242,6 +264,20 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         tally.add(file, offset, view[at:end])
         at = end
     if at != len(into):  # cannot be in an inventory without problems
+        raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
+
+
+def _decode(sources: Sources, part: Slice, blocks: Blocks, low: int, high: int, into: Bytes, tally: Tally) -> None:
+    """As ``_gather``, of a slice whose files hold codes of one byte."""
+    found, at = part.fragments.window(low, high, 1), 0
+    values = into.view(np.float32)
+    for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
+        codes = np.empty(length, np.uint8)
+        sources.read(file, offset, codes.data)
+        tally.runs.append((file, offset, length, zlib.crc32(codes.data)))
+        values[at : at + length] = blocks.decode(file, offset, codes, partial(sources.table, tally=tally))
+        at += length
+    if at != len(values):  # cannot be in an inventory without problems
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
 
 
@@ -339,7 +375,8 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
         whole = np.empty((rows, merge.size * width), np.uint8)
         for index, part in enumerate(tensor.slices):
             mine = [b for b in merge.bands if b.slice == index and b.width]
-            own = sum(b.width for b in mine)
+            # Of a slice not all columns need be taken: another may hold the same.
+            own = int(np.prod(part.shape, dtype=np.int64)) // (merge.outer * merge.inner)
             local = np.empty((rows, own * width), np.uint8)
             # Where row ``low`` begins in this slice, whose own rows are shorter than those of the whole.
             first = low // row_elements(tensor) * own * merge.inner

@@ -279,7 +279,7 @@ class _Worker:
         at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
         before = len(tally.runs)
         # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
-        as_read = payload.dtype == payload.tensor.dtype and payload.tensor.merge.kind == "flat"
+        as_read = payload.dtype == payload.tensor.dtype and payload.tensor.is_verbatim
         fd = os.open(os.path.join(self.partial, self.targets[unit.first].name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):

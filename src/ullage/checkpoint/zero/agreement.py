@@ -15,8 +15,11 @@ from ullage.checkpoint.zero.shards import ShardFile
 _LISTED = 20
 
 
-def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
-    """Find missing shards, shards of ranks beyond the world size, and files that name another world size."""
+def require_ranks(folder: Folder, world: int, model_ranks: range, copies: int = 1) -> None:
+    """Find missing shards, shards of ranks beyond the world size, and files that name another world size.
+
+    ``copies`` is the number of groups of ``world`` ranks that held the same shards, of which one group saved them.
+    """
     ranks: dict[int, list[int]] = {}
     for model_rank, dp_rank in folder.shards:
         ranks.setdefault(model_rank, []).append(dp_rank)
@@ -52,13 +55,13 @@ def require_ranks(folder: Folder, world: int, model_ranks: range) -> None:
             )
     for model in folder.models.values():
         claimed = model.dp_world_size
-        if claimed is not None and claimed != world:
+        if claimed is not None and claimed != world * copies:
             folder.problems.append(
                 Problem(
                     "the world size disagrees with the files",
                     model.name,
                     model.dp_rank,
-                    expected=f"dp_world_size {world}, as the shards say",
+                    expected=f"dp_world_size {world * copies}, as the shards say",
                     found=str(claimed),
                 )
             )

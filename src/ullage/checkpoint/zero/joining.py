@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES
@@ -64,10 +65,11 @@ def join_stages(
     for (name, key), stages in slices.items():
         # One tensor per stage. If any of them cannot be made, its problem is noted and the name is left out.
         made = [_joined(folder, name, key, stages[stage], patterns, tp, kind) for stage in sorted(stages)]
-        held = [tensor for tensor in made if tensor is not None]
-        if len(held) < len(made):
+        if not all(made):
             continue
-        first, *others = held
+        for tensor, *copies in made:
+            twins += [(tensor, copy) for copy in copies]
+        first, *others = held = [tensor for tensor, *_ in made]
         tensors.append(first)
         for other in others:
             if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -86,8 +88,10 @@ def join_stages(
     return tensors, twins
 
 
-def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Patterns, tp: int, kind: Any) -> Tensor | None:
-    """One tensor from what tensor-parallel ranks hold of it; None and a problem where it cannot be made.
+def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Patterns, tp: int, kind: Any) -> list[Tensor]:
+    """The tensor that tensor-parallel ranks hold; none, and a problem, where it cannot be made.
+
+    Further ones are the same tensor, taken from other ranks that must hold the same elements.
 
     Args:
         folder: gets the problem.
@@ -101,15 +105,20 @@ def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Pattern
     missing = sorted(set(range(tp)) - set(parts))
     if missing:
         folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {missing[0]}", parameter=name))
-        return None
+        return []
     dtype, group = parts[0][1], parts[0][2]
     if any(part[1] != dtype for part in parts.values()):
         found = ", ".join(sorted({part[1] for part in parts.values()}))
         folder.problems.append(Problem(f"slices of {key} are of several dtypes", parameter=name, found=found))
-        return None
+        return []
+    slices = [parts[t][0] for t in range(tp)]
+    if len({s.blocks is None for s in slices}) > 1:
+        folder.problems.append(Problem(f"slices of {key} are 8-bit on some ranks only", parameter=name))
+        return []
     try:
-        whole = join(name, [parts[t][0] for t in range(tp)], patterns, ITEM_BYTES[dtype])
+        whole = join(name, slices, patterns, ITEM_BYTES[dtype] if slices[0].blocks is None else 1)
     except CheckpointError as error:
         folder.problems.append(Problem.of_error(error, parameter=error.where or name))
-        return None
-    return Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)
+        return []
+    first = Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)
+    return [first, *(replace(first, slices=slices, merge=merge) for slices, merge in whole.others)]

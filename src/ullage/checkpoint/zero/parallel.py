@@ -3,7 +3,7 @@
 Megatron-DeepSpeed saves lists of regular expressions (``re.match``, at most one match a list) that say, by the name of
 a parameter, what its slices are: replicas, parts along dim 0 (the default) or dim 1 (row parallel), parts of several
 sub-parameters (SwiGLU halves, fused QKV), or values to average; and which tensors carry padding rows of a vocabulary.
-Versions 0.2 to 0.4 of the description are supported.
+Versions 0.2 to 0.5 of the description are supported; the geometric map that may come with it is in ``affine``.
 
 Every one of these is bands along one dim: ``width`` indices of a slice lie at ``at`` in the whole. Where nothing comes
 before that dim, a band is a contiguous run and the fragments can address the whole directly (``Merge("flat")``).
@@ -14,17 +14,27 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ullage.checkpoint.blocks import Blocks
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
+from ullage.checkpoint.zero.affine import AffineMaps, Placement, placed_by_map
 from ullage.errors import CheckpointError
 
-_MAX_VERSION = 0.4
+_MAX_VERSION = 0.5
 #: Sub-parameters of one parameter: a larger number is damage, and would be allocated.
 _MAX_SUB_PARAMETERS = 1 << 16
 _INFO = "universal_checkpoint_info"
+_UNDESCRIBED = "autotp_unsupported_parameter_patterns"
+#: Lists of patterns that say how slices join.
+_CATEGORIES = (
+    "tp_replicated_parameter",
+    "parameter_to_average",
+    "parameter_with_2_sub_params_cat_dim_0",
+    "parameter_with_row_parallelism",
+)
 
 
 @dataclass(frozen=True)
@@ -86,17 +96,15 @@ class Patterns:
                 found=metadata.brief(version),
             )
         self.version = float(version)
-        unsupported = self.info.get("autotp_unsupported_parameter_patterns")
-        if unsupported:
-            raise CheckpointError(
-                "the writer says that it cannot describe how these were cut",
-                where=self.where or None,
-                found=str(unsupported)[:200],
-            )
+        #: Patterns of parameters of which the writer says that it cannot describe their cut, each with the reason.
+        undescribed = self.info.get(_UNDESCRIBED) or {}
+        reasons = dict(undescribed) if isinstance(undescribed, dict) else dict.fromkeys(undescribed, "")
+        metadata.regexes(list(reasons), f"{_UNDESCRIBED} of {_INFO}", self.where)
+        self._undescribed = reasons
         self._lists = {
             key: metadata.regexes(value, f"{key} of {_INFO}", self.where)
             for key, value in self.info.items()
-            if isinstance(key, str) and key.endswith(("_patterns", "_cat_dim_0"))
+            if isinstance(key, str) and key.endswith(("_patterns", "_cat_dim_0")) and key != _UNDESCRIBED
         }
         self.vocab_size = 0
         if self._lists.get("vocabulary_parameter_patterns"):
@@ -104,6 +112,21 @@ class Patterns:
             self.vocab_size = metadata.integer(size, f"original_vocab_size of {_INFO}", self.where)
         self._fused = _fused_parameters(self.info, self.where)
         self.widths = _shard_widths(self.info, self.where)
+        self.affine = AffineMaps(self.info, self.where)
+
+    def require_described(self, name: str) -> None:
+        """Raise ``CheckpointError`` for a parameter of which the writer says that nothing describes its slices."""
+        for pattern, reason in self._undescribed.items():
+            if re.match(pattern, name):
+                raise CheckpointError(
+                    "the writer says that it cannot describe how this was cut", where=name, found=metadata.brief(reason)
+                )
+
+    def states(self, name: str) -> bool:
+        """Whether a list of patterns says how the slices of ``name`` join; where none does, they lie along dim 0."""
+        # Every list is asked, so that a pattern that matches counts as used.
+        found = [self.match(which, name) for which in _CATEGORIES]
+        return self.sub_parameters(name) is not None or any(found)
 
     def match(self, which: str, name: str) -> str | None:
         """The pattern of list ``which`` that matches ``name``. Raises ``CheckpointError`` when more than one does."""
@@ -134,12 +157,16 @@ class Patterns:
 
 @dataclass(frozen=True)
 class Joined:
-    """The whole tensor: its shape, its slices, their merge, and the entries of a universal file beside it."""
+    """The whole tensor: its shape, its slices, their merge, and the entries of a universal file beside it.
+
+    ``others`` are (slices, merge) of the same tensor, taken from other ranks that hold the same elements.
+    """
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     merge: Merge
     extra: dict[str, Any]
+    others: tuple[tuple[tuple[Slice, ...], Merge], ...] = ()
 
 
 def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) -> Joined:
@@ -147,56 +174,85 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
 
     Raises ``CheckpointError`` that names the tensor, for slices that do not fit together.
     """
+    given = patterns.affine.find(name)
+    if given is None:
+        patterns.require_described(name)
+        return _flat(name, slices, _by_patterns(name, slices, patterns), patterns, item_bytes)
+    # The map is followed; where patterns speak of the parameter as well, both must say the same.
+    stated = _by_patterns(name, slices, patterns) if patterns.states(name) else None
+    made: list[Joined] = []
+    for choice in range(1 if given.is_replicated else given.num_holders):
+        place = placed_by_map(name, given, slices, stated, lambda: _by_patterns(name, slices, patterns), choice)
+        whole = slices
+        if place is None:  # no bands: run by run
+            found = given.fragments(slices, choice, item_bytes)
+            whole = [_whole(slices, given.shape, found)]
+            place = Placement(given.shape, Merge(), stated.extra if stated else {})
+        made.append(_flat(name, whole, place, patterns, item_bytes))
+    return replace(made[0], others=tuple((other.slices, other.merge) for other in made[1:]))
+
+
+def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Placement:
+    """How the slices join, by the lists of patterns. Raises ``CheckpointError`` for slices that do not fit together."""
     first = slices[0].shape
     tp = len(slices)
     extra: dict[str, Any] = {}
-    # 1. The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
+    # The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
     sub = patterns.sub_parameters(name)
     bands: list[Band]
     if patterns.match("tp_replicated_parameter", name):
         _same_shapes(name, slices)
-        shape, merge = first, Merge("replicated") if tp > 1 else Merge()
-    elif patterns.match("parameter_to_average", name):
+        return Placement(first, Merge("replicated") if tp > 1 else Merge(), extra)
+    if patterns.match("parameter_to_average", name):
         _same_shapes(name, slices)
-        shape, merge = first, Merge("average") if tp > 1 else Merge()
+        return Placement(first, Merge("average") if tp > 1 else Merge(), extra)
+    if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
+        if not all(s.shape for s in slices):
+            raise CheckpointError("a parameter of two halves without a dim", where=name)
+        # ``torch.chunk(slice, 2)``: the first half is the larger one.
+        halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
+        dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
+        extra |= {"cat_dim": 0, "param_n_sub_params": 2}
+    elif sub is not None:
+        dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
+        bands = _interleaved(widths)
+        extra["sub_param_shape"] = normal
     else:
-        if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
-            if not all(s.shape for s in slices):
-                raise CheckpointError("a parameter of two halves without a dim", where=name)
-            # ``torch.chunk(slice, 2)``: the first half is the larger one.
-            halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
-            dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
-            extra |= {"cat_dim": 0, "param_n_sub_params": 2}
-        elif sub is not None:
-            dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
-            bands = _interleaved(widths)
-            extra["sub_param_shape"] = normal
-        else:
-            dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
-            shape = _stacked(name, slices, dim)
-            bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
-            extra["cat_dim"] = dim
-        # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        merge = Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands))
-    # 2. Padding rows of a vocabulary are cut off.
+        dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
+        shape = _stacked(name, slices, dim)
+        bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
+        extra["cat_dim"] = dim
+    # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    return Placement(shape, Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands)), extra)
+
+
+def _flat(name: str, slices: list[Slice], place: Placement, patterns: Patterns, item_bytes: int) -> Joined:
+    """The tensor of a placement: a vocabulary cut to its size, and what needs no merging as one slice."""
+    shape, merge, extra = place.shape, place.merge, dict(place.extra)
+    # 1. Padding rows of a vocabulary are cut off.
     if patterns.match("vocabulary_parameter", name):
         if not shape:
             raise CheckpointError("a vocabulary without rows", where=name)
         # The bands stay those of the padded whole: rows beyond ``shape`` are simply never read.
         shape = (min(shape[0], patterns.vocab_size), *shape[1:])
         extra["vocab_tensor"] = True
-    # 3. Stacks of experts: the loader takes the rows of its rank.
+    # 2. Stacks of experts: the loader takes the rows of its rank.
     if shape and patterns.match("expert_parameter", name):
         extra |= {"is_expert_param": True, "ep_num_experts": shape[0]}
-    # 4. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
-    if merge.kind == "columns" and (merge.outer == 1 or tp == 1):
+    # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
+    if merge.kind == "columns" and (merge.outer == 1 or len(slices) == 1):
         joined = _flattened(slices, merge, math.prod(shape), item_bytes)
-        return Joined(shape, (Slice(slices[0].model_rank, shape, joined),), Merge(), extra)
+        return Joined(shape, (_whole(slices, shape, joined),), Merge(), extra)
     if merge.kind == "flat":
         cut = slices[0].fragments.window(0, math.prod(shape), item_bytes)
-        return Joined(shape, (Slice(slices[0].model_rank, shape, cut),), merge, extra)
+        return Joined(shape, (_whole(slices, shape, cut),), merge, extra)
     return Joined(shape, tuple(slices), merge, extra)
+
+
+def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) -> Slice:
+    """One slice that holds the whole, from ``fragments`` of several."""
+    return Slice(slices[0].model_rank, shape, fragments, Blocks.join([s.blocks for s in slices]))
 
 
 def _same_shapes(name: str, slices: list[Slice]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.blocks import Blocks, CodedPart
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.inventory import Fragments, Group
 from ullage.checkpoint.zero.folder import Folder
@@ -73,16 +73,22 @@ def undealt(names: list[str], ranks: int) -> list[str]:
     return [name for _, name in sorted(zip(dealt, names))]
 
 
-def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]) -> tuple[str, list[Fragments]]:
-    """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
+def fragments_of(
+    folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]
+) -> tuple[str, list[Fragments], Blocks | None]:
+    """The dtype of one state of a group, its fragments by parameter, and how they are decoded where they are codes.
+
+    The state is cut like the weights.
+    """
     # 1. Where the flat tensor of each rank lies; numel is -1 for a rank that lacks it.
     lead = mine[min(mine)]
-    dtype = lead.flats[group.index][key].dtype
+    first = lead.flats[group.index][key]
+    dtype, coded = first.dtype, dict[int, CodedPart]()
     offset, numel = np.zeros(group.num_shards, np.int64), np.full(group.num_shards, -1, np.int64)
     file = np.zeros(group.num_shards, np.int64)
     for rank, shard in mine.items():
         flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
-        if flat is None or flat.dtype != dtype:
+        if flat is None or flat.dtype != dtype or (flat.coded is None) != (first.coded is None):
             folder.add_problem(
                 f"state {key} is missing or of another dtype",
                 shard,
@@ -92,14 +98,16 @@ def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFi
             )
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
+        if flat.coded is not None:
+            coded[shard.file] = flat.coded
     # 2. Pieces that end beyond their flat tensor are problems, and are left out.
     pieces = group.pieces
     short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
     _compare_lengths(folder, group, key, mine, numel, short)
     # 3. The byte at which each piece begins in its file.
-    item_bytes = ITEM_BYTES[dtype]
-    where = offset[pieces.shard] + pieces.shard_start * item_bytes
-    return dtype, fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
+    where = offset[pieces.shard] + pieces.shard_start * first.item_bytes
+    found = fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
+    return dtype, found, Blocks(coded) if coded else None
 
 
 def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:

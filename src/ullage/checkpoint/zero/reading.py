@@ -25,14 +25,16 @@ from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, WrittenBy
-from ullage.checkpoint.zero import expert_weights, modules, plain, shards
+from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.zero import expert_weights, modules, muon, plain, shards
 from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.expert_parts import Part, dense_ranks, experts_of, parts_of
 from ullage.checkpoint.zero.experts import layers_of
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
+from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups
+from ullage.checkpoint.zero.muon import Momentum, taken_momentum
 from ullage.checkpoint.zero.parallel import Patterns
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
 from ullage.checkpoint.zero.shards import ShardFile
@@ -49,13 +51,17 @@ def read_zero(path: Path) -> Inventory:
         if folder.experts:
             raise RefusedFile("experts without ZeRO are not supported", where=str(path))
         return plain.read_plain(folder)
+    require_known_kind(folder)
     first = _first(folder)
     lead = folder.models[min(folder.models)]
     world = dense_ranks(first, lead.dp_world_size)
     model_ranks = sorted({m for m, _ in folder.shards} | {m for m, _ in folder.models})
     tp, pp = parallel_sizes(folder, len(model_ranks))
     require_plausible(folder, "ranks hold a shard", world, len({d for _, d in folder.shards}))
-    require_ranks(folder, world, range(tp * pp))
+    copies = shard_groups(folder, world)
+    if copies > 1:
+        folder.notes.append(f"MiCS: {copies} groups of {world} ranks hold the same shards; the first group's are saved")
+    require_ranks(folder, world, range(tp * pp), copies)
     require_agreement(folder)
     for model in folder.models.values():
         model.aliases |= expert_weights.router_copies(model)
@@ -74,8 +80,6 @@ def read_zero(path: Path) -> Inventory:
     more_files = expert_weights.untrained(folder, trained)
     untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, trained, more_files)
     modules.note_left_out_parameters(folder)
-    if patterns.info.get("affine_map"):
-        folder.notes.append("affine_map is ignored: slices join by the lists of patterns that the file also has")
     if unused := patterns.unused():
         folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
     steps = _steps(folder)
@@ -92,7 +96,7 @@ def read_zero(path: Path) -> Inventory:
         notes=tuple(dict.fromkeys(folder.notes)),
         read_problems=tuple(folder.problems),
         records=folder.records,
-        twins=(*twins, *more),
+        twins=(*twins, *more, *found.twins),
         optimizer_problems=tuple(p for uncut in found.uncut.values() for p in uncut.problems),
         details=Details(
             {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
@@ -149,6 +153,7 @@ class _Found:
 
     Attributes:
         slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
+        twins: pairs of tensors, or of slices of one, that two ranks hold and that must be equal.
         uncut: by model rank, the state that is not cut like the weights.
         ep: sizes of expert parallelism.
         experts: number of experts of each layer that has some.
@@ -156,6 +161,7 @@ class _Found:
     """
 
     slices: Stages = field(default_factory=dict)
+    twins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     uncut: dict[int, Uncut] = field(default_factory=dict)
     ep: set[int] = field(default_factory=set)
     experts: list[int] = field(default_factory=list)
@@ -203,6 +209,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
             {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}
             for index in range(len(shapes))
         ]
+    momenta = [taken_momentum(part.group, part.local, part.mine) for part in parts]
     uncut = found.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
     folder.notes += uncut.notes
     for part in parts:
@@ -210,6 +217,9 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
             # State that is no partition has no place in the layout; ``kept_whole`` carries it.
             if key not in uncut.keys:
                 _add_slices(folder, part, key, tp, found.slices)
+    for part, momentum in zip(parts, momenta):
+        if momentum is not None:
+            _add_momentum(momentum, part.local, model_rank, tp, lead.group_of[part.group.index], found)
     # Stage 3 writes no mappings.
     if lead.stage < 3:
         compare_mappings(folder, parts)
@@ -229,7 +239,12 @@ def _add_slices(folder: Folder, part: Part, key: str, tp: int, slices: Stages) -
     if key not in lead.flats[group.index]:
         folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
         return
-    dtype, fragments = fragments_of(folder, group, key, part.mine)
+    dtype, fragments, blocks = fragments_of(folder, group, key, part.mine)
+    if blocks is not None:
+        folder.notes.append(f"group {group.index}: {key} is 8-bit in the files, and is decoded to float32")
+        if any(placed.rows is not None for placed in part.placed):
+            folder.add_problem("8-bit state of stacked experts is not supported", lead, group=group.index)
+            return
     for placed, pieces in zip(part.placed, fragments):
         # A model rank is pipeline stage · tp + tensor-parallel rank.
         there = slices.setdefault((placed.name, key), {}).setdefault(group.model_rank // tp, {})
@@ -240,8 +255,29 @@ def _add_slices(folder: Folder, part: Part, key: str, tp: int, slices: Stages) -
                 folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
                 continue
             whole = Fragments.join([known.fragments, whole])
-        made = Slice(group.model_rank, placed.shape, whole)
+        made = Slice(group.model_rank, placed.shape, whole, blocks)
         there[group.model_rank % tp] = (made, dtype, lead.group_of[group.index])
+
+
+def _add_momentum(
+    momentum: Momentum, named: dict[str, tuple[int, ...]], model_rank: int, tp: int, group: int, found: _Found
+) -> None:
+    """Add the whole momenta of a Muon group; of several copies the first is taken, and the others must equal it.
+
+    Args:
+        momentum: of the group.
+        named: the shape of each parameter.
+        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
+        tp: number of tensor-parallel ranks.
+        group: the parameter group.
+        found: gets the slices, and the pairs to compare.
+    """
+    for name, copies in momentum.copies.items():
+        held = [Slice(model_rank, named[name], whole) for whole in copies]
+        parts = found.slices.setdefault((name, muon.KEY), {}).setdefault(model_rank // tp, {})
+        parts[model_rank % tp] = (held[0], momentum.dtype, group)
+        first, *others = (Tensor(name, muon.KEY, s.shape, momentum.dtype, "parameter", (s,)) for s in held)
+        found.twins += [(first, other) for other in others]
 
 
 def _group(

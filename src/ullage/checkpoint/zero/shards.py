@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.blocks import CodedPart
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
-from ullage.checkpoint.zero import experts
+from ullage.checkpoint.zero import blockwise, experts
 from ullage.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -45,12 +47,19 @@ class FlatTensor:
         numel: number of elements.
         offset: byte of the file at which the first lies.
         digest: of its content, for a small tensor whose length is not the partition's; else None.
+        coded: how its elements are decoded, where the file holds codes of one byte.
     """
 
     dtype: str
     numel: int
     offset: int
     digest: str | None = None
+    coded: CodedPart | None = None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element in the file."""
+        return ITEM_BYTES[self.dtype] if self.coded is None else 1
 
 
 @dataclass
@@ -200,7 +209,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
                 "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
             )
         flat, scalar = _split(source, master, state, f"{where}, group {i}")
-        flats.append(flat)
+        flats.append(blockwise.decoded(flat))
         scalars.append(scalar)
         step = state.get("step")
         dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
@@ -269,7 +278,7 @@ def _states(
     state = metadata.mapping(base.get("state"), f"state of {entry}", where)
     found = []
     for identity, g in zip(ids, groups):
-        held = dict(metadata.mapping(state.get(identity), f"state of {entry}", where))
+        held = blockwise.unwrapped(dict(metadata.mapping(state.get(identity), f"state of {entry}", where)))
         step = settings[g].get("step") if g < len(settings) else None
         # FusedAdam keeps the step in the group, not in the state of each parameter.
         if "step" not in held and step is not None:

@@ -21,6 +21,8 @@ WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --t
 #: Numbers that an optimizer computes again from the weights before it reads them, so that they may be left out.
 #: RMS: ``Adafactor.step`` of transformers.
 _RECOMPUTED = {"RMS"}
+#: Dtypes of codes: no optimizer keeps values of its own in one byte.
+_CODES = {"uint8", "int8"}
 
 
 @dataclass
@@ -53,6 +55,18 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
         for key, placed in flat.items()
         if key != "fp32" and placed.numel not in (sizes.get(index), flat["fp32"].numel)
     }
+    found.problems += [
+        Problem(
+            f"optimizer state {key} is quantised in a way that is not known",
+            lead.name, lead.dp_rank, index,
+            expected="blocks with a scale each, as bitsandbytes saves them",
+            found=f"{placed.numel} elements of {placed.dtype}",
+            hint=WEIGHTS_ONLY,
+        )
+        for index, flat in enumerate(lead.flats)
+        for key, placed in flat.items()
+        if placed.dtype in _CODES
+    ]  # fmt: skip
     # A state on some ranks only has no place on the others.
     for shard in ordered[1:]:
         # The reverse, a state that ``lead`` has and another rank lacks, is found where fragments are made of the state.

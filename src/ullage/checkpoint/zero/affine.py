@@ -1,0 +1,327 @@
+"""The geometric description of tensor-parallel slices: ``affine_map`` of ``universal_checkpoint_info``.
+
+A map says, by a pattern of parameter names, the shape of the whole, the shape of each rank's slice, and pieces: blocks
+of elements that lie at (offset, strides) of the whole and at (offset, strides) of the slice, in elements of the flat
+tensors. ``locations`` are the ranks that hold the same block. The map needs no category of layout, so it also describes
+what no list of patterns can, such as a fused projection of which a part is cut and the rest is on every rank.
+
+A piece here becomes bands of columns, or, where it is no such band, runs of elements. Blocks on several ranks are read
+from the first, and every other choice of rank is a second tensor that a conversion compares with the first.
+Source: ``deepspeed/checkpoint/affine.py`` of DeepSpeed 0.19.8 (encoding 1).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ullage.checkpoint.files import metadata
+from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
+from ullage.errors import CheckpointError
+from ullage.layout import Int64
+
+_ENTRY = "affine_map of universal_checkpoint_info"
+#: The encoding of maps that is understood.
+_ENCODING = 1
+#: Runs of elements of one parameter: a layout of more is refused, since each costs 32 bytes.
+_MAX_RUNS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of elements: of one shape in the whole and in the slice, each with an offset and strides, in elements.
+
+    Shape and strides are folded: no dim of size 1, and no two dims that are one in both tensors.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, tuple[int, ...]]
+    slice: tuple[int, tuple[int, ...]]
+    locations: tuple[int, ...]
+
+    def runs(self) -> Int64:
+        """[n, 3] of start in the whole, start in the slice, and length, of runs that are contiguous in both."""
+        last = self.shape[-1:] if self.whole[1][-1:] == self.slice[1][-1:] == (1,) else ()
+        length = last[0] if last else 1
+        outer = self.shape[: len(self.shape) - len(last)]
+        if math.prod(outer) > _MAX_RUNS:
+            raise CheckpointError("a piece of more runs than can be held", expected=_MAX_RUNS, found=math.prod(outer))
+        starts = [np.full(outer, offset, np.int64) for offset in (self.whole[0], self.slice[0])]
+        for axis, size in enumerate(outer):
+            along = np.arange(size).reshape([-1 if i == axis else 1 for i in range(len(outer))])
+            starts[0] += along * self.whole[1][axis]
+            starts[1] += along * self.slice[1][axis]
+        return np.column_stack([starts[0].reshape(-1), starts[1].reshape(-1), np.full(starts[0].size, length)])
+
+    def rows(self, outer: int, size: int, width: int) -> tuple[int, int, int] | None:
+        """(begin, at, width) of the piece as one band of ``outer`` rows; None where it is no band.
+
+        Args:
+            outer: number of rows of the whole.
+            size: elements per row of the whole.
+            width: elements per row of the slice.
+        """
+        at, begin = self.whole[0], self.slice[0]
+        if len(self.shape) == 1 and self.whole[1] == self.slice[1] == (1,):
+            # Contiguous in both: it is a band of whole rows, or all of a row where there is only one.
+            held = self.shape[0] // outer
+            fits = self.shape[0] % outer == 0 and (outer == 1 or held == size == width)
+        elif len(self.shape) == 2 and self.shape[0] == outer and self.whole[1] == (size, 1):
+            held, fits = self.shape[1], self.slice[1] == (width, 1)
+        elif len(self.shape) == 1 and self.shape[0] == outer and (self.whole[1], self.slice[1]) == ((size,), (width,)):
+            held, fits = 1, True
+        else:
+            return None
+        return (begin, at, held) if fits and at + held <= size and begin + held <= width else None
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """The map of one parameter: the whole, and by tensor-parallel rank the slice and its pieces."""
+
+    shape: tuple[int, ...]
+    slices: dict[int, tuple[int, ...]]
+    pieces: dict[int, tuple[Piece, ...]]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole, in order."""
+        numel = math.prod(self.shape)
+        return len(self.slices) > 1 and all(
+            len(held) == 1 and held[0].shape in ((numel,), ()) and held[0].whole == held[0].slice
+            and held[0].locations == tuple(sorted(self.slices))
+            for held in self.pieces.values()
+        ) and all(math.prod(s) == numel for s in self.slices.values())  # fmt: skip
+
+    @property
+    def num_holders(self) -> int:
+        """The most ranks that hold one piece."""
+        return max((len(p.locations) for held in self.pieces.values() for p in held), default=1)
+
+    def chosen(self, choice: int) -> list[tuple[int, Piece]]:
+        """(rank, piece) of every piece once: of those that several ranks hold, from the rank of this ``choice``."""
+        return [
+            (rank, piece)
+            for rank, held in sorted(self.pieces.items())
+            for piece in held
+            if rank == piece.locations[choice % len(piece.locations)]
+        ]
+
+    def bands(self, choice: int) -> Merge | None:
+        """The bands of columns that the pieces are; None where they are none, or need several dims."""
+        numel, held = math.prod(self.shape), self.chosen(choice)
+        # Rows of the whole are as many as the cut leaves: the number that some piece has, or one.
+        for outer in sorted({1, *(p.shape[0] for _, p in held if p.shape)}):
+            if not outer or numel % outer or any(math.prod(s) % outer for s in self.slices.values()):
+                continue
+            size = numel // outer
+            rows = [p.rows(outer, size, math.prod(self.slices[r]) // outer) for r, p in held]
+            if all(row is not None for row in rows):
+                bands = [Band(r, *row) for (r, _), row in zip(held, rows) if row is not None and row[2]]
+                return Merge("columns", outer, size, 1, tuple(sorted(bands, key=lambda b: (b.at, b.slice))))
+        return None
+
+    def fragments(self, slices: list[Slice], choice: int, item_bytes: int) -> Fragments:
+        """The fragments of the whole, run by run, from those of ``slices``."""
+        parts: list[Fragments] = []
+        for rank, piece in self.chosen(choice):
+            for whole, begin, length in piece.runs().tolist():
+                found = slices[rank].fragments.window(begin, begin + length, item_bytes)
+                parts.append(found.moved(whole - begin))
+                if len(parts) > _MAX_RUNS:
+                    raise CheckpointError("a parameter of more runs than can be held", expected=_MAX_RUNS)
+        return Fragments.join(parts)
+
+
+class Placement(NamedTuple):
+    """The shape of the whole, how the slices make it, and the entries of a universal file beside it."""
+
+    shape: tuple[int, ...]
+    merge: Merge
+    extra: dict[str, Any]
+
+
+def placed_by_map(
+    name: str,
+    given: AffineMap,
+    slices: list[Slice],
+    stated: Placement | None,
+    usual: Callable[[], Placement],
+    choice: int = 0,
+) -> Placement | None:
+    """The placement that a map describes; None where its pieces are no bands of columns.
+
+    Args:
+        name: of the parameter, for errors.
+        given: its map.
+        slices: those of tensor-parallel ranks 0, 1, ...
+        stated: what the lists of patterns say of this parameter; None where they say nothing.
+        usual: what is done where nothing is said.
+        choice: of ranks that hold the same piece.
+
+    Raises ``CheckpointError`` where the map does not fit the slices, or says otherwise than the patterns.
+    """
+    sizes = [math.prod(s.shape) for s in slices]
+    described = [math.prod(given.slices[r]) if r in given.slices else -1 for r in range(len(slices))]
+    if described != sizes or len(given.slices) != len(slices):
+        raise CheckpointError("affine_map describes other slices", where=name, expected=described, found=sizes)
+    merge = Merge("replicated") if given.is_replicated else given.bands(choice)
+    if stated is not None:
+        _require_same(name, given, stated, slices)
+        return merge and Placement(given.shape, merge, stated.extra)
+    # Loaders that know no map go by ``cat_dim``, which is right where the map says what is usual.
+    try:
+        extra = usual().extra
+        _require_same(name, given, usual(), slices)
+    except CheckpointError:
+        extra = {}
+    return merge and Placement(given.shape, merge, extra)
+
+
+def _require_same(name: str, given: AffineMap, stated: Placement, slices: list[Slice]) -> None:
+    """Raise ``CheckpointError`` where the patterns place elements elsewhere than the map does."""
+    kind = "replicated" if given.is_replicated else "columns"
+    same = math.prod(stated.shape) == math.prod(given.shape)
+    if len(slices) > 1 or stated.merge.kind == "columns":
+        same = same and stated.merge.kind == kind
+    if same and stated.merge.kind == "columns":
+        mine = np.concatenate([_with_rank(rank, piece.runs()) for rank, piece in given.chosen(0)] or [_NO_RUNS])
+        same = np.array_equal(_joined_runs(mine), _joined_runs(_runs_of(stated.merge, slices)))
+    if not same:
+        raise CheckpointError(
+            "affine_map and the patterns of universal_checkpoint_info contradict each other",
+            where=name,
+            expected=f"{stated.merge.kind}, {list(stated.shape)}, as the patterns say",
+            found=f"{kind}, {list(given.shape)}",
+        )
+
+
+_NO_RUNS = np.zeros((0, 4), np.int64)
+
+
+def _with_rank(rank: int, runs: Int64) -> Int64:
+    """[n, 4] of start in the whole, rank, start in the slice, and length."""
+    return np.column_stack([runs[:, 0], np.full(len(runs), rank), runs[:, 1:]])
+
+
+def _runs_of(merge: Merge, slices: list[Slice]) -> Int64:
+    """Runs of bands of columns, row by row, as [n, 4]."""
+    rows, parts = np.arange(merge.outer), [_NO_RUNS]
+    for band in merge.bands:
+        width = math.prod(slices[band.slice].shape) // max(1, merge.outer)
+        whole = rows * merge.size * merge.inner + band.at * merge.inner
+        begin = rows * width + band.begin * merge.inner
+        length = np.full(merge.outer, band.width * merge.inner)
+        parts.append(_with_rank(band.slice, np.column_stack([whole, begin, length])))
+    return np.concatenate(parts)
+
+
+def _joined_runs(runs: Int64) -> Int64:
+    """The same runs by start, those that continue one another as one."""
+    runs = runs[runs[:, 3] > 0]
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    ends = runs[:, [0, 2]] + runs[:, 3:]
+    follows = (ends[:-1] == runs[1:, [0, 2]]).all(axis=1) & (runs[:-1, 1] == runs[1:, 1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(runs) else np.zeros(0, np.int64)
+    joined = runs[first].copy()
+    joined[:, 3] = np.add.reduceat(runs[:, 3], first) if len(runs) else 0
+    return joined
+
+
+class AffineMaps:
+    """The maps of a checkpoint, looked up by the name of a parameter; ``info`` is ``universal_checkpoint_info``."""
+
+    def __init__(self, info: dict[str, Any], where: str) -> None:
+        self._where = where
+        entry = metadata.mapping(info.get("affine_map"), _ENTRY, where)
+        encoding = metadata.integer(entry.get("version", _ENCODING), f"version of {_ENTRY}", where)
+        if encoding > _ENCODING:
+            raise CheckpointError(
+                "affine_map is of an unknown encoding",
+                where=where or None,
+                expected=f"up to {_ENCODING}",
+                found=encoding,
+            )
+        self._maps = metadata.mapping(entry.get("params"), _ENTRY, where)
+        metadata.regexes(list(self._maps), _ENTRY, where)
+
+    def find(self, name: str) -> AffineMap | None:
+        """The map of a parameter, or None. Raises ``CheckpointError`` for a malformed map, or where two match."""
+        found = [pattern for pattern in self._maps if re.match(pattern, name)]
+        if len(found) > 1:
+            raise CheckpointError("more than one pattern of affine_map matches", where=name, found=found)
+        return _map(name, self._maps[found[0]], self._where) if found else None
+
+
+def _map(name: str, given: Any, where: str) -> AffineMap:
+    where = f"{where}, parameter {name}"
+    held = metadata.mapping(given, _ENTRY, where)
+    whole = metadata.shape(held.get("logical_shape"), _ENTRY, where)
+    slices: dict[int, tuple[int, ...]] = {}
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for key, rank in metadata.mapping(held.get("ranks"), _ENTRY, where).items():
+        # Keys are numbers, and texts where the map went through JSON.
+        number = metadata.integer(int(key) if isinstance(key, str) and key.isdecimal() else key, _ENTRY, where)
+        rank = metadata.mapping(rank, _ENTRY, where)
+        slices[number] = metadata.shape(rank.get("shard_shape"), _ENTRY, where)
+        listed = metadata.sequence(rank.get("pieces"), _ENTRY, where)
+        made = [_piece(p, math.prod(whole), math.prod(slices[number]), where) for p in listed]
+        pieces[number] = tuple(piece for piece in made if math.prod(piece.shape))
+        if any(number not in piece.locations for piece in pieces[number]):
+            raise metadata.malformed(_ENTRY, where, f"locations that name rank {number}, which holds the piece", None)
+    # A piece must be where its locations say that it is, or a choice of another rank would lose it.
+    blocks = {(rank, p.shape, p.whole) for rank, held in pieces.items() for p in held}
+    for held in pieces.values():
+        for piece in held:
+            for rank in piece.locations:
+                if (rank, piece.shape, piece.whole) not in blocks:
+                    raise metadata.malformed(_ENTRY, where, f"a piece on rank {rank}, as its locations say", "none")
+    return AffineMap(whole, slices, pieces)
+
+
+def _piece(given: Any, whole: int, slice_: int, where: str) -> Piece:
+    """One piece, checked and folded; ``whole`` and ``slice_`` are numbers of elements."""
+    held = metadata.mapping(given, _ENTRY, where)
+    if held.get("scale", 1.0) != 1.0:
+        raise CheckpointError(
+            "a slice holds its values scaled, which is not supported",
+            where=where,
+            expected="scale 1",
+            found=metadata.brief(held.get("scale")),
+            hint="convert it with DeepSpeed's own converter, which refuses the optimizer's state too",
+        )
+    shape = metadata.shape(held.get("shape"), _ENTRY, where)
+    sides = []
+    for key, numel in (("source", whole), ("dest", slice_)):
+        pair = metadata.sequence(held.get(key), _ENTRY, where)
+        if len(pair) != 2:
+            raise metadata.malformed(_ENTRY, where, f"{key}: an offset and strides", pair)
+        offset, strides = metadata.integer(pair[0], _ENTRY, where), metadata.integers(pair[1], _ENTRY, where)
+        last = offset + sum((d - 1) * s for d, s in zip(shape, strides))
+        if len(strides) != len(shape) or (math.prod(shape) and last >= numel):
+            raise metadata.malformed(_ENTRY, where, f"a piece within the {numel} elements of its tensor", f"{pair}")
+        sides.append((offset, strides))
+    locations = tuple(sorted(set(metadata.integers(held.get("locations"), _ENTRY, where))))
+    return _folded(shape, sides, locations)
+
+
+def _folded(shape: tuple[int, ...], sides: list[tuple[int, list[int]]], locations: tuple[int, ...]) -> Piece:
+    """The piece without dims of size 1, and with dims that are one in both tensors joined."""
+    if 0 in shape:
+        return Piece((0,), (0, ()), (0, ()), locations)
+    dims: list[tuple[int, int, int]] = []
+    for size, a, b in zip(shape, sides[0][1], sides[1][1]):
+        if size == 1:
+            continue
+        if dims and (dims[-1][1], dims[-1][2]) == (size * a, size * b):
+            dims[-1] = dims[-1][0] * size, a, b
+        else:
+            dims.append((size, a, b))
+    dims = dims or [(1, 1, 1)]
+    sizes, a, b = zip(*dims)
+    return Piece(tuple(sizes), (sides[0][0], tuple(a)), (sides[1][0], tuple(b)), locations)

@@ -1,0 +1,260 @@
+"""Ranks of real DeepSpeed runs of the rarer kinds, each with the truth that it gathers from its own memory.
+
+``Job.config["kind"]`` names the kind, see :data:`KINDS`. Every rank takes three steps, saves, and returns the whole
+weights and moments of every parameter under their names in the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.zero_worker import Job
+
+WIDTH = 24
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.leave = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(torch.tanh(self.middle(torch.tanh(self.enter(x))))))
+        return ((self.leave(hidden).squeeze(-1) - y).float() ** 2).mean()
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x.to(dtype), torch.sin(x.sum(-1)).to(dtype)
+
+
+def gathered(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Whole masters and states of every trained parameter, and the frozen ones. Collective."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    truth: dict[str, torch.Tensor] = {}
+    for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                truth[f"{name}/frozen"] = p.detach().clone()
+            continue
+        truth[f"{name}/fp32"] = safe_get_full_fp32_param(p).clone()
+        for key in keys:
+            found = whole_state_or_none(engine, p, key)
+            if found is not None:
+                truth[f"{name}/{key}"] = found
+    return truth
+
+
+def whole_state_or_none(engine: Any, p: torch.Tensor, key: str) -> torch.Tensor | None:
+    """State ``key`` of ``p`` over the data-parallel ranks; None where its group has none. Collective."""
+    zero = engine.optimizer
+    if hasattr(p, "ds_id"):
+        try:
+            return zero.get_full_hp_param(p, optim_state_key=key).clone()
+        except KeyError:  # the group's, and so on every rank
+            return None
+    whole, there = torch.zeros(p.numel()), torch.zeros(1)
+    if getattr(p, "_hp_mapping", None) is not None:  # a rank may hold no element of a parameter
+        flat = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
+        held = zero.optimizer.state[flat[p._hp_mapping.param_group_index]].get(key)
+        if held is not None:
+            there += 1
+            hp, lp = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
+            whole[lp.start : lp.start + lp.numel] = held[hp.start : hp.start + hp.numel]
+    # Not every rank has a part of the parameter, so presence is agreed on as the values are.
+    torch.distributed.all_reduce(whole, group=zero.dp_process_group)
+    torch.distributed.all_reduce(there, group=zero.dp_process_group)
+    return whole.view(p.shape) if there else None
+
+
+def _config(job: Job, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {
+            "stage": job.stage,
+            "stage3_param_persistence_threshold": 30,
+            "reduce_bucket_size": 4096,
+            **zero,
+            **job.config.get("zero_optimization", {}),
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        **{k: v for k, v in job.config.items() if k not in ("zero_optimization", "kind", "options")},
+    }
+
+
+def _train(engine: Any, job: Job, rank: int, keys: tuple[str, ...], dtype: torch.dtype = torch.float32):
+    for step in range(STEPS):
+        loss = engine(*batch(step, rank, dtype))
+        engine.backward(loss)
+        engine.step()
+    return _saved(engine, job, keys)
+
+
+def _saved(engine: Any, job: Job, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, Any]:
+    truth = gathered(engine, keys)
+    engine.save_checkpoint(str(job.save_to), tag="global_step3")
+    return {"truth": truth, "class": type(engine.optimizer).__name__}
+
+
+def plain(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(job), dist_init_required=False)
+    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
+
+
+def muon(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+
+    model = Net()
+    for name, p in model.named_parameters():
+        p.use_muon = p.dim() == 2 and "middle" in name
+    config = _config(job) | {
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}}
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
+    )
+    found = _train(engine, job, rank, ("exp_avg", "exp_avg_sq", *(["momentum_buffer"] if job.stage == 3 else [])))
+    if job.stage < 3:
+        # A rank has the whole momentum of each parameter that lies in its partition, one after the other.
+        zero = engine.optimizer
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        for index, flat in enumerate(zero.single_partition_of_fp32_groups):
+            at, held = 0, zero.optimizer.state[flat].get("momentum_buffer")
+            for p in zero.params_in_partition[index] if held is not None else ():
+                found["truth"][f"{names[id(p)]}/momentum_buffer"] = held[at : at + p.numel()].view(p.shape).clone()
+                at += p.numel()
+    return found
+
+
+def named_optimizer(job: Job, rank: int) -> dict[str, Any]:
+    """The optimizer is DeepSpeed's own, by its name in the configuration."""
+    import deepspeed
+
+    model = Net()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=_config(job), dist_init_required=False
+    )
+    return _train(
+        engine, job, rank, ("exp_avg", "exp_avg_sq"), torch.bfloat16 if "bf16" in job.config else torch.float32
+    )
+
+
+def fp16(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+
+    # Only asked before the run; torch multiplies half precision on a processor.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    model = Net()
+    config = _config(job) | {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"), torch.float16)
+
+
+def lora(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(Net(), LoraConfig(r=2, target_modules=["middle", "enter"], modules_to_save=["leave"]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(job), dist_init_required=False)
+    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
+
+
+def autotp(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tp = job.config["options"]["tp"]
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=job.config["options"].get("kv", 2), tie_word_embeddings=False, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(job.seed)
+    model = LlamaForCausalLM(config)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    model = deepspeed.tp_model_init(model, tp_size=tp, dtype=torch.float32)
+    made = _config(job) | {"tensor_parallel": {"autotp_size": tp}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made, dist_init_required=False)
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for step in range(STEPS):
+        ids = torch.randint(0, 48, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank // tp))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+    # Each rank's own slice with its moments; the test joins them, by the shapes of the whole model.
+    truth: dict[str, torch.Tensor] = {}
+    for name, p in engine.module.named_parameters():
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            found = safe_get_full_fp32_param(p) if key == "fp32" else whole_state_or_none(engine, p, key)
+            truth[f"{name}/{key}"] = torch.zeros(p.shape) if found is None else found.view(p.shape).clone()
+    engine.save_checkpoint(str(job.save_to), tag="global_step3")
+    return {"truth": truth, "class": type(engine.optimizer).__name__, "shapes": shapes}
+
+
+def pipeline(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    class Embed(nn.Linear):
+        pass
+
+    def backwards(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight
+
+    layers = [
+        TiedLayerSpec("embed", Embed, 8, WIDTH, bias=False),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("embed", Embed, 8, WIDTH, bias=False, forward_fn=backwards),
+    ]
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=lambda out, y: ((out.sum(-1) - y) ** 2).mean(), partition_method="uniform"
+    )
+    made = _config(job) | {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made, dist_init_required=False)
+    data = iter([batch(step, 0, torch.float32) for step in range(100)])
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    engine.save_checkpoint(str(job.save_to), tag="global_step3")
+    return {"truth": gathered(engine, ("exp_avg", "exp_avg_sq")), "stage": engine.stage_id}
+
+
+def mics(job: Job, rank: int) -> dict[str, Any]:
+    import deepspeed
+
+    config = _config(job)
+    with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
+
+
+KINDS = {f.__name__: f for f in (mics, plain, muon, named_optimizer, fp16, lora, autotp, pipeline)}
+
+
+def run(job: Job, rank: int) -> dict[str, Any]:
+    torch.manual_seed(job.seed)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return KINDS[job.config["kind"]](job, rank)
