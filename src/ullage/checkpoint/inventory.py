@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ import numpy as np
 
 from ullage.checkpoint.blocks import Blocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.remote.paths import look_again
 from ullage.errors import UllageError
 from ullage.layout import Int64, Pieces
 
@@ -384,9 +384,10 @@ class Inventory:
         """
         found = list(self.read_problems)
         sizes = np.array([f.num_bytes for f in self.files], np.int64)
+        look_again(self.folder)
         for file in () if self.on_paper else self.files:
             path = self.folder / file.name
-            size = os.path.getsize(path) if path.exists() else -1
+            size = path.stat().st_size if path.exists() else -1
             if size != file.num_bytes:
                 there = "no file" if size < 0 else f"{size} bytes"
                 found.append(

@@ -11,16 +11,19 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ullage.checkpoint.blocks import Blocks
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
+from ullage.checkpoint.remote.paths import is_remote
+from ullage.checkpoint.remote.store import Held, merged
 from ullage.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,6 +33,8 @@ CHUNK_BYTES = 2 << 20
 
 #: Tables of quantised state that are kept: scales (1.6 % of the codes of a rank) and values of the codes.
 _TABLES = 16
+#: Most bytes that one thread fetches from a store before it reads them.
+_FETCHED_BYTES = 64 << 20
 
 #: By dtype: the unsigned integer of its size, and the bits of its exponent, which are all 1 in NaN and Inf alone.
 _EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF0000000000000)}
@@ -43,7 +48,8 @@ class Unreadable(CheckpointError):
 class Sources:
     """The files of a checkpoint, opened when needed; at most ``limit`` at once. Not for several threads.
 
-    ``num_bytes``: bytes read so far.
+    ``num_bytes``: bytes read so far. Of a checkpoint in a store nothing is opened: :meth:`fetch` asks for what is about
+    to be read, all at once.
     """
 
     def __init__(self, inventory: Inventory, limit: int = 128) -> None:
@@ -51,6 +57,25 @@ class Sources:
         self.num_bytes = 0
         self._open: OrderedDict[int, int] = OrderedDict()
         self._tables: OrderedDict[tuple[int, int], npt.NDArray[np.float32]] = OrderedDict()
+        self.remote = is_remote(inventory.folder)
+        self._held = Held()
+
+    def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Fetch (file, offset, bytes) that are about to be read, in place of what was fetched before.
+
+        By parallel requests for neighbouring ranges together, up to 64 MiB; what is beyond is asked for when it is
+        read. Does nothing for files of this machine.
+        """
+        if not self.remote:
+            return
+        self._held = Held()
+        keys: list[Any] = [self._inventory.folder / file.name for file in self._inventory.files]
+        wanted = merged((keys[file].key, offset, offset + size) for file, offset, size in ranges)
+        if wanted:
+            try:
+                self._held.add(keys[0].store, wanted, _FETCHED_BYTES)
+            except OSError as error:
+                raise self._unreachable(error) from error
 
     def fd(self, file: int) -> int:
         """The descriptor of file number ``file``; the one not used for longest is closed where too many are open."""
@@ -68,6 +93,9 @@ class Sources:
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
         """Fill ``into``. Raises ``CheckpointError`` when the file ends first."""
+        if self.remote:
+            self._read_remote(file, offset, into)
+            return
         done, fd = 0, self.fd(file)
         while done < len(into):
             try:
@@ -97,6 +125,22 @@ class Sources:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         return self._tables[key]
+
+    def _read_remote(self, file: int, offset: int, into: memoryview) -> None:
+        path: Any = self._path(file)
+        found = self._held.find(path.key, offset, offset + len(into))
+        try:
+            into[:] = path.store.read(path.key, offset, offset + len(into)) if found is None else found
+        except OSError as error:
+            raise self._unreachable(error) from error
+        self.num_bytes += len(into)
+
+    def _unreachable(self, error: OSError) -> Unreadable:
+        return Unreadable(
+            f"cannot read: {error.strerror or error}",
+            where=str(error.filename),
+            hint="what is done is kept: run the same command again once the source can be read",
+        )
 
     def _path(self, file: int) -> Path:
         return self._inventory.folder / self._inventory.files[file].name
@@ -134,6 +178,22 @@ class Tally:
                 end = min(end, at + self.block_bytes - (offset + at) % self.block_bytes)
             self.runs.append((file, offset + at, end - at, zlib.crc32(content[at:end])))
             at = end
+
+
+def ranges_of(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(file, offset, bytes) that :func:`stream` reads for these elements; of a strided tensor, all that it may read."""
+    item, row = tensor.stored_bytes, row_elements(tensor)
+    for index, part in enumerate(tensor.slices):
+        low, high = start, stop
+        if tensor.merge.kind == "columns":
+            # Rows of the slice, which are shorter than those of the whole.
+            own = sum(b.width for b in tensor.merge.bands if b.slice == index) * tensor.merge.inner
+            low, high = start // row * own, stop // row * own
+        elif tensor.merge.kind == "strided":
+            low, high = 0, part.shape[0]
+        found = part.fragments.window(low, high, item)
+        for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
+            yield file, offset, length * item
 
 
 def row_elements(tensor: Tensor) -> int:

@@ -50,8 +50,10 @@ class Dtype(StrEnum):
 
 @app.command(epilog=_EPILOG)
 def convert_checkpoint(
-    source: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
-    target: Annotated[Path, typer.Argument(help="A folder that does not exist; its parents are made.")],
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL.")
+    ],
+    target: Annotated[str, typer.Argument(help="A folder that does not exist; its parents are made. Or a URL.")],
     to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors, dcp, torch_dist, zero).")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
@@ -61,6 +63,9 @@ def convert_checkpoint(
     ] = False,
     ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks (zero1, zero2, zero3).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
+    storage_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")
+    ] = None,
 ) -> None:
     """Convert a checkpoint, so that any number of ranks, any ZeRO stage or another library can load it.
 
@@ -76,9 +81,10 @@ def convert_checkpoint(
             found=f"--dtype {dtype.value}" if dtype else "--weights-only",
             hint="use --to safetensors, --to dcp or --to torch_dist",
         )
-    inventory = read(source)
+    storage = storage_options(storage_option)
+    inventory = read(source, storage_options=storage)
     options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}
-    options["ranks"] = ranks
+    options |= {"ranks": ranks, "storage_options": storage}
     if dry_run:
         report = convert(inventory, target, format=to.value, workers=workers, dry_run=True, **options)
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
@@ -90,6 +96,29 @@ def convert_checkpoint(
         report = convert(inventory, target, format=to.value, workers=workers, progress=progress, **options)
     if leader:
         _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
+
+
+def storage_options(given: list[str] | None) -> dict[str, Any]:
+    """fsspec's options from ``key=value``: JSON where it is some, text otherwise; dots in a key lead into a dict.
+
+    Raises ``UsageError`` for what has no ``=``.
+    """
+    from ullage.errors import UsageError
+
+    found: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError("not a storage option", expected="key=value", found=text)
+        *outer, last = key.split(".")
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        try:
+            inner[last] = json.loads(value)
+        except ValueError:
+            inner[last] = value
+    return found
 
 
 @contextlib.contextmanager
@@ -150,16 +179,21 @@ def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
 
     yield f"would write {report['format']} to {report['target']}"
     yield f"{report['num_tensors']:,} tensors, {report['num_files']:,} files, {size(report['num_bytes'])}"
-    yield f"about {report['seconds_expected']:.1f} s at the speed these disks just showed"
+    if report["seconds_expected"] is not None:
+        yield f"about {report['seconds_expected']:.1f} s at the speed these disks just showed"
     yield from (f"note: {note}" for note in report["notes"])
 
 
-def _seconds_expected(inventory: Any, target: Path, num_bytes: int) -> float:
-    """Seconds to read all and to write all, one after the other, at the rates of a probe."""
+def _seconds_expected(inventory: Any, target: str, num_bytes: int) -> float | None:
+    """Seconds to read all and to write all, one after the other, at the rates of a probe; None for a URL."""
+    from ullage.checkpoint.remote.paths import is_remote, is_url, path_of
+
+    if is_remote(inventory.folder) or is_url(target):
+        return None
     # The largest file, so that the probe finds enough to read.
     largest = max(inventory.files, key=lambda file: file.num_bytes)
     probe = max(1, min(_PROBE_BYTES, num_bytes))
-    above = next(parent for parent in Path(os.path.abspath(target)).parents if parent.is_dir())
+    above = next(parent for parent in Path(os.path.abspath(path_of(target))).parents if parent.is_dir())
     return num_bytes * (_seconds_to_read(inventory.folder / largest.name, probe) + _seconds_to_write(above, probe))
 
 

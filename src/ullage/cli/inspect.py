@@ -15,20 +15,26 @@ _SHOWN = 20
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also draw shards, fragments and padding on this page.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Leave the list of tensors out.")] = False,
+    storage_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")
+    ] = None,
 ) -> None:
     """List what a checkpoint holds and say whether it is whole, without loading it and without running code from it.
 
     Exit status 1 if it is not whole.
     """
     from ullage.checkpoint import read
+    from ullage.cli.convert import storage_options
     from ullage.errors import InputError
 
-    inventory = read(checkpoint)
+    inventory = read(checkpoint, storage_options=storage_options(storage_option))
     problems = inventory.problems()
     if html is not None:
         from ullage.report.checkpoint import checkpoint_page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,20 +14,24 @@ _SHOWN = 20
 
 @app.command()
 def verify_checkpoint(
-    source: Annotated[Path, typer.Argument(help="The checkpoint that was converted.")],
-    target: Annotated[Path, typer.Argument(help="The converted checkpoint.")],
+    source: Annotated[str, typer.Argument(help="The checkpoint that was converted: a folder, or a URL.")],
+    target: Annotated[str, typer.Argument(help="The converted checkpoint, likewise.")],
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
+    storage_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")
+    ] = None,
 ) -> None:
     """Compare a converted checkpoint with its source: every byte of every tensor, and every file that a loader reads.
 
     Casts are repeated, then compared. Exit status 1 if anything differs.
     """
     from ullage.checkpoint import read, verify
-    from ullage.cli.convert import progress_bar
+    from ullage.cli.convert import progress_bar, storage_options
 
-    ours, theirs = read(source), read(target)
+    storage = storage_options(storage_option)
+    ours, theirs = read(source, storage_options=storage), read(target, storage_options=storage)
     with progress_bar("comparing", shown=not as_json) as progress:
         problems = verify(ours, theirs, workers=workers, progress=progress)
     if as_json:

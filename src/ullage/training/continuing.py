@@ -102,8 +102,8 @@ def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | Non
     """What is done with ``checkpoint``, a Trainer's folder, on the layout ``here``; None if it loads as it is.
 
     Reads no tensor data, changes nothing. What we cannot read, such as experts at ZeRO 3, is left to DeepSpeed's own
-    loader, which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``, as does what was
-    written without DeepSpeed, for a run under ZeRO, if nothing says which parameter has which state.
+    loader, which takes it on the layout that wrote it; without DeepSpeed it raises ``CheckpointError``. So does what
+    was written without DeepSpeed, for a run under ZeRO, if nothing says which parameter has which state.
     """
     folder = Path(checkpoint)
     if here.stage and prefers_universal(folder):

@@ -178,7 +178,7 @@ def _write(
                 chunk = _averaged(sources, held, shares, low, high, payload.dtype)
                 with closing(open(path, "r+b", buffering=0)) as file:
                     file.seek(payload.offset + low * (len(chunk) // (high - low)))
-                    view = memoryview(chunk)
+                    view = chunk.data
                     while len(view):
                         view = view[file.write(view) :]
                 counts.append((payload.tensor.name, count_not_finite(chunk, payload.dtype), len(chunk)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.inventory import Inventory, Problem, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, row_elements, stream
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, ranges_of, row_elements, stream
 from ullage.errors import CheckpointError
 
 #: Two tensors that must be equal (the second perhaps of another dtype), and the file to name where they are not.
@@ -49,10 +49,14 @@ def compare_pairs(
         nonlocal done
         mine, yours = Sources(ours), Sources(theirs)
         buffers = np.empty(CHUNK_BYTES, np.uint8), np.empty(2 * CHUNK_BYTES, np.uint8)
-        found = []
+        found, fetched = [], 0
         try:
-            for number, low, high in share:
+            for place, (number, low, high) in enumerate(share):
                 tensor, other, _ = pairs[number]
+                if place == fetched and (mine.remote or yours.remote):
+                    fetched = _end_of_group(share, place, pairs)
+                    mine.fetch(r for n, a, b in share[place:fetched] for r in ranges_of(pairs[n][0], a, b))
+                    yours.fetch(r for n, a, b in share[place:fetched] for r in ranges_of(pairs[n][1], a, b))
                 first, count = _compare(mine, yours, tensor, other, low, high, buffers)
                 found.append((number, first, count, (high - low) * tensor.item_bytes))
                 if progress is not None:
@@ -82,6 +86,17 @@ def compare_pairs(
         else:
             problems.append(Problem(f"{tensor.key} {what}", file, parameter=tensor.name))
     return problems
+
+
+def _end_of_group(share: list[Any], first: int, pairs: list[Pair]) -> int:
+    """The number after the last range that is fetched together with ``first``: about as many bytes as one large one."""
+    held = 0
+    for place in range(first, len(share)):
+        number, low, high = share[place]
+        held += (high - low) * pairs[number][0].item_bytes
+        if held > _UNIT_BYTES:
+            return max(place, first + 1)
+    return len(share)
 
 
 def _compare(

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.conversion import checksums, copying
+from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.copying import Unit
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
@@ -29,8 +29,10 @@ from ullage.checkpoint.conversion.meeting import Meeting, remove_other
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
+from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
+from ullage.checkpoint.remote.paths import is_remote, path_of
 from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
 
 #: By format of the source: what it means that twins differ, and what to do.
@@ -89,12 +91,13 @@ def convert(
     world_size: int | None = None,
     dry_run: bool = False,
     ranks: int | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Report:
     """Convert a checkpoint to another format.
 
     Args:
-        source: the folder, as for :func:`ullage.checkpoint.read`, or an inventory.
-        target: a folder that does not exist; its parents are made.
+        source: the folder or URL, as for :func:`ullage.checkpoint.read`, or an inventory.
+        target: a folder that does not exist, whose parents are made; or a URL at which nothing lies.
         format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a
             plain Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
@@ -106,6 +109,7 @@ def convert(
         world_size: processes that share the work; by default torchrun's, else 1.
         dry_run: prove and lay out, write nothing.
         ranks: data-parallel ranks of ``zero1`` to ``zero3``.
+        storage_options: those of fsspec, for URLs.
 
     Returns the report; elements that are NaN or Inf are counted in it. Memory: one chunk of 2 MiB per thread, and the
     descriptions of the tensors.
@@ -115,8 +119,9 @@ def convert(
     process of the launch fails.
     """
     began = time.monotonic()
-    inventory = source if isinstance(source, Inventory) else formats.read(source)
-    target = Path(os.path.abspath(target))
+    inventory = source if isinstance(source, Inventory) else formats.read(source, storage_options=storage_options)
+    target = path_of(target, storage_options)
+    target = target if is_remote(target) else Path(os.path.abspath(target))
     formats.require_format(format, ranks)
     share = _share(rank, world_size)
     # Everything that can be refused is refused before a byte is written.
@@ -138,10 +143,17 @@ def convert(
     with as_checkpoint_error(str(inventory.folder)):
         mark = mark_of(inventory, targets, options)
     partial = partial_of(target)
-    require_writable(inventory, target, partial, report.num_bytes)
+    if is_remote(target):
+        partial = target
+        uploading.require_writable(inventory, target, share[1])
+    else:
+        require_writable(inventory, target, partial, report.num_bytes)
     job = _Job(inventory, targets, target, partial, mark, share, report, progress, options)
-    job.run()
-    if share[0] == 0 and (pointer := formats.POINTERS.get(format)):
+    if is_remote(target):
+        job.run_to_store()
+    else:
+        job.run()
+    if share[0] == 0 and not is_remote(target) and (pointer := formats.POINTERS.get(format)):
         try:
             point_to(target, pointer)
         except OSError as error:
@@ -229,6 +241,17 @@ class _Job:
             if not self.target.exists():
                 raise DistributedError("process 0 gave up", where=str(self.partial))
 
+    def run_to_store(self) -> None:
+        """Do all units, file by file, into a target in a store."""
+
+        def step(num_bytes: int) -> None:
+            if self.progress is not None:
+                self.progress(num_bytes, self.report.num_bytes)
+
+        job = uploading.Upload(self.inventory, self.targets, self.target, self.mark, self.report.workers, step)
+        self.report.bytes_resumed = job.run(self._judged, pointer=formats.POINTERS.get(self.options["format"]))
+        self.report.notes += job.notes
+
     def _work(self, done: dict[int, dict[str, Any]], journal: Journal) -> None:
         rank, world_size = self.share
         units = copying.split(self.targets)
@@ -276,10 +299,25 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Compare and fill in the checksums, write ``ullage.json``, sync, rename."""
+        summary = self._judged(lines)
+        checksums.fill_checksums(self.targets, self.partial, units, lines)
+        (self.partial / COMPLETE).write_text(summary)
+        # All bytes are on the disk before the name is given; then the name is synced, an entry of the parent folder. So
+        # what stands under the target's name is complete, even after a crash.
+        sync_files(self.partial)
+        shutil.rmtree(self.partial / FOLDER)
+        os.rename(self.partial, self.target)
+        fd = os.open(self.target.parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _judged(self, lines: dict[int, dict[str, Any]]) -> str:
+        """The content of ``ullage.json``, of a source whose checksums agree with all that was read of it."""
         # The source is judged before the target is finished: a damaged source never becomes a target.
         self.report.records_checked = checksums.compare_sources(self.inventory, lines)
         self._compare_twins()
-        checksums.fill_checksums(self.targets, self.partial, units, lines)
         for line in lines.values():
             for index, number, count in line.get("not_finite", ()):
                 tensor = self.targets[index].payloads[number].tensor
@@ -291,17 +329,7 @@ class _Job:
             "not_finite": self.report.not_finite,
             "notes": self.report.notes,
         }
-        (self.partial / "ullage.json").write_text(json.dumps(summary, indent=1) + "\n")
-        # All bytes are on the disk before the name is given; then the name is synced, an entry of the parent folder. So
-        # what stands under the target's name is complete, even after a crash.
-        sync_files(self.partial)
-        shutil.rmtree(self.partial / FOLDER)
-        os.rename(self.partial, self.target)
-        fd = os.open(self.target.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        return json.dumps(summary, indent=1) + "\n"
 
     def _compare_twins(self) -> None:
         """Refuse tensors of which the source holds two copies that differ."""

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,16 @@ from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, read_small, row_elements, stream
+from ullage.checkpoint.reading import (
+    CHUNK_BYTES,
+    Sources,
+    Tally,
+    cast,
+    ranges_of,
+    read_small,
+    row_elements,
+    stream,
+)
 
 #: Targets and tensors up to this size are composed in memory, many together, and written at once.
 SMALL_BYTES = 1 << 20
@@ -157,6 +166,21 @@ def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tu
     return int(fragments.file[i]), int(fragments.offset[i])
 
 
+def _read_by(targets: list[Target], unit: Unit) -> Iterator[tuple[int, int, int]]:
+    """(file, offset, bytes) of the source that a unit reads."""
+    copied = targets[unit.first].copy_of
+    if unit.payload is None:
+        for payload in itertools.chain.from_iterable(t.payloads for t in targets[unit.first : unit.last]):
+            yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
+    elif unit.stretch is not None:
+        for payload in targets[unit.first].payloads[unit.stretch.first : unit.stretch.last]:
+            yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
+    elif copied is not None:
+        yield copied, unit.start, unit.num_bytes
+    else:
+        yield from ranges_of(targets[unit.first].payloads[unit.payload].tensor, unit.start, unit.stop)
+
+
 def prepare(partial: Path, targets: list[Target]) -> None:
     """Make the folders, and the large files at full size with the texts that no unit writes. May be repeated."""
     for folder in sorted({os.path.dirname(t.name) for t in targets}):
@@ -197,6 +221,8 @@ class _Worker:
     def run(self, unit: Unit) -> dict[str, Any]:
         """Do one unit; returns its line in the journal."""
         tally = Tally()
+        if self.sources.remote:
+            self.sources.fetch(_read_by(self.targets, unit))
         line: dict[str, Any] = {"unit": unit.number}
         not_finite: list[tuple[int, int, int]] = []
         if unit.payload is None:

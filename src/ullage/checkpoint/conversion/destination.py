@@ -11,10 +11,13 @@ from pathlib import Path
 from ullage.checkpoint.conversion.journal import FOLDER
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.remote.paths import is_remote
 from ullage.errors import InputError
 
 #: Bytes of the longest path of a file.
 _LONGEST_PATH = 4095
+#: Bytes of the longest key of an object in the stores in use.
+_LONGEST_KEY = 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -35,11 +38,10 @@ def require_paths(targets: list[Target], target: Path) -> None:
     if clash:
         raise InputError("two files of the target would have one name", where=clash[0])
     longest = max(names, key=lambda name: len(os.fsencode(name)), default="")
-    size = len(os.fsencode(partial_of(target) / longest))
-    if size > _LONGEST_PATH:
-        raise InputError(
-            "a path would be too long", where=longest[:80], expected=f"{_LONGEST_PATH} bytes", found=f"{size}"
-        )
+    size = len(os.fsencode(str(partial_of(target) / longest)))
+    limit = _LONGEST_KEY if is_remote(target) else _LONGEST_PATH
+    if size > limit:
+        raise InputError("a path would be too long", where=longest[:80], expected=f"{limit} bytes", found=f"{size}")
 
 
 def require_writable(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
@@ -47,7 +49,7 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
     if os.path.lexists(target):
         raise InputError("the target exists", where=str(target), hint="remove it, or name another")
     source = inventory.folder.resolve()
-    if target.resolve().is_relative_to(source):
+    if not is_remote(source) and target.resolve().is_relative_to(source):
         raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
     if partial.exists() and not (partial / FOLDER).is_dir():
         raise InputError("a folder of this name is there, and it is not an interrupted conversion", where=str(partial))

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.formats.locate import JOURNAL as FOLDER
 from ullage.checkpoint.inventory import Inventory
 from ullage.errors import InputError
 
-FOLDER = ".journal"
 #: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.
 _SYNC_EVERY_BYTES = 8 << 30
 _SYNC_EVERY_SECONDS = 30.0
@@ -36,7 +36,7 @@ def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]
     # Inode and time too: a file that was replaced by one of the same size is another source.
     files = []
     for file in inventory.files:
-        status = os.stat(inventory.folder / file.name)
+        status = (inventory.folder / file.name).stat()
         files.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
     names = [
         (t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets

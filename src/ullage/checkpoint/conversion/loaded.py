@@ -27,6 +27,7 @@ from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef, Unpickler
 from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
+from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.formats.table import STAGES, universal_files
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
 from ullage.checkpoint.formats.zero_writing import zero_targets
@@ -61,7 +62,7 @@ def options_of(folder: Path) -> dict[str, Any]:
     """The options in ``ullage.json`` of a target; empty for a target that another tool wrote."""
     for place in (folder, folder.parent):  # Megatron-Core's checkpoint is a folder in the target
         try:
-            said = json.loads((place / "ullage.json").read_bytes())
+            said = json.loads((place / COMPLETE).read_bytes())
         except (OSError, ValueError):
             continue
         return said if isinstance(said, dict) else {}

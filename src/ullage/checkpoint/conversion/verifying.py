@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ullage.checkpoint.conversion import loaded
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
@@ -26,22 +27,25 @@ def verify(
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> list[Problem]:
     """List every difference between two checkpoints; ``[]`` when a loader of ``target`` gets what ``source`` holds.
 
     Args:
-        source: the checkpoint that was converted: its folder, as for :func:`ullage.checkpoint.read`, or an inventory.
+        source: the checkpoint that was converted: its folder or URL, as for :func:`ullage.checkpoint.read`, or an
+            inventory.
         target: the converted checkpoint, likewise. It may be without optimizer state altogether (weights only), unless
             it was converted with it.
         workers: threads; by default two for each processor that this process may use, at most 8.
         progress: called as ``progress(done, total)``, in bytes, from any thread.
+        storage_options: those of fsspec, for URLs.
 
     Compares every byte of every tensor, and the content of every file that a loader of the target's format reads:
     steps, hyperparameters, model states, indexes. Memory: two chunks of 2 MiB per thread. Raises ``CheckpointError``
     for a folder that is not a checkpoint.
     """
-    ours = source if isinstance(source, Inventory) else read(source)
-    theirs = target if isinstance(target, Inventory) else read(target)
+    ours = source if isinstance(source, Inventory) else read(source, storage_options=storage_options)
+    theirs = target if isinstance(target, Inventory) else read(target, storage_options=storage_options)
     ours = hub_named(ours, theirs.format)
     # Without a whole tiling on both sides there is nothing sound to compare.
     problems = ours.problems() + theirs.problems()

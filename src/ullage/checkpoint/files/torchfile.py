@@ -14,12 +14,14 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.files.unpickling import Refused, TensorRef, Unpickler
 from ullage.checkpoint.files.ziparchive import ArchiveRecord, Part, read_records
+from ullage.checkpoint.remote.paths import opened
 from ullage.errors import CheckpointError
 
 #: Records beside the storages that a loader reads.
@@ -48,6 +50,8 @@ class TorchFile:
     has_crcs: bool = True
     others: dict[str, ArchiveRecord] = field(default_factory=dict, repr=False)
     strangers: tuple[str, ...] = ()
+    #: the path that it was read from, to read more of it; a URL's knows its store
+    origin: Any = field(default=None, repr=False)
 
     @property
     def description_bytes(self) -> int:
@@ -84,21 +88,20 @@ def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int 
     Raises ``CheckpointError`` for a file that is missing, truncated, corrupted, not of ``torch.save`` (1.6 or newer),
     or that asks for a function that no checkpoint needs.
     """
-    path = os.fspath(path)
-    with as_checkpoint_error(path), open(path, "rb", buffering=0) as raw:
-        size = os.fstat(raw.fileno()).st_size
+    where = str(path)
+    with as_checkpoint_error(where), opened(path) as file:
+        size = file.size
         held = size - base if num_bytes is None else num_bytes
-        part = Part(path, raw.fileno(), base, held)
+        part = Part(where, file, base, held)
         if base < 0 or held < 0 or base + held > size:
             raise part.damaged(f"an archive at {base} in {size} bytes")
-        return _read_archive(part)
+        return replace(_read_archive(part), origin=path)
 
 
-def read_pickle(path: str | os.PathLike[str]) -> Any:
+def read_pickle(path: Path) -> Any:
     """A plain pickle without tensors, under the same rules. Raises ``CheckpointError``."""
-    path = os.fspath(path)
-    with as_checkpoint_error(path), open(path, "rb") as stream:
-        return Unpickler(stream.read()).load()
+    with as_checkpoint_error(str(path)):
+        return Unpickler(path.read_bytes()).load()
 
 
 @contextmanager
@@ -122,9 +125,17 @@ def as_checkpoint_error(path: str) -> Iterator[None]:
         raise CheckpointError(
             "truncated, corrupted, or not a file of torch.save",
             where=path,
-            found=f"{os.path.getsize(path)} bytes; {type(error).__name__}: {str(error)[:200]}",
+            found=f"{_size(path)}{type(error).__name__}: {str(error)[:200]}",
             hint="copy the file again from where it was saved",
         ) from error
+
+
+def _size(path: str) -> str:
+    """The size of a file as the beginning of a line; nothing for a URL."""
+    try:
+        return f"{os.path.getsize(path)} bytes; "
+    except OSError:
+        return ""
 
 
 def _read_archive(part: Part) -> TorchFile:
@@ -136,6 +147,7 @@ def _read_archive(part: Part) -> TorchFile:
     storages = {name[5:]: record for name, record in records.items() if name.startswith("data/")}
     others = {name: record for name, record in records.items() if not name.startswith("data/")}
     # Only what describes is read; the storages, which are nearly all of the file, are not.
+    part.hold((r.offset - part.base, r.num_bytes) for name, r in others.items() if name in _DESCRIBING)
     content = {
         name: part.read(record.offset - part.base, record.num_bytes)
         for name, record in others.items()
@@ -172,11 +184,11 @@ def read_bytes(file: TorchFile, tensor: TensorRef) -> bytes:
     if not tensor.numel:
         return b""
     at, record = file.place(tensor), file.records[tensor.storage]
-    with as_checkpoint_error(file.path), open(file.path, "rb", buffering=0) as stream:
+    with as_checkpoint_error(file.path), opened(file.origin or file.path) as stream:
         # A checksum is that of a whole record, so a number in a large one is taken without comparing it.
         if record.num_bytes > _SMALL_RECORD:
-            return Part(file.path, stream.fileno(), at, tensor.num_bytes).read(0, tensor.num_bytes)
-        whole = Part(file.path, stream.fileno(), record.offset, record.num_bytes).read(0, record.num_bytes)
+            return Part(file.path, stream, at, tensor.num_bytes).read(0, tensor.num_bytes)
+        whole = Part(file.path, stream, record.offset, record.num_bytes).read(0, record.num_bytes)
         if file.has_crcs and zlib.crc32(whole) != record.crc:
             raise CheckpointError(
                 "corrupted: the data fails its checksum",

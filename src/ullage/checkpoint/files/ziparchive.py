@@ -8,10 +8,11 @@ Source: the zip specification (APPNOTE 4.3), and how ``caffe2/serialize/inline_c
 
 from __future__ import annotations
 
-import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ullage.checkpoint.remote.paths import LocalFile, RemoteFile
 from ullage.errors import CheckpointError
 
 # The fixed parts of a zip file, each with a signature of four bytes at its head; below, fields are taken by number:
@@ -27,8 +28,8 @@ _MANY, _FAR = 0xFFFF, 0xFFFFFFFF
 _HARMLESS_FLAGS = 0x8 | 0x800
 #: Bit of the external attributes (MS-DOS): the entry is a folder.
 _IS_FOLDER = 0x10
-#: The most that is read at once for the directory and for a small file.
-SMALL_BYTES = 1 << 16
+#: Room for the extra fields of a header, of which alignment is up to 67 bytes: one read is enough as a rule.
+_MORE = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class ArchiveRecord:
 class Part:
     """A range of an open file, of which the last bytes (all, in a small file) are read at once."""
 
-    def __init__(self, path: str, fd: int, base: int, size: int) -> None:
+    def __init__(self, path: str, file: LocalFile | RemoteFile, base: int, size: int) -> None:
         self.path, self.base, self.size = path, base, size
-        self._fd = fd
-        self._tail_at = max(0, size - SMALL_BYTES)
-        self._tail = os.pread(fd, size - self._tail_at, base + self._tail_at)
+        self._file = file
+        self._tail_at = max(0, size - file.tail_bytes)
+        self._tail = file.pread(size - self._tail_at, base + self._tail_at)
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Bytes of the range. Raises ``CheckpointError`` where it ends first."""
@@ -57,13 +58,17 @@ class Part:
             found = self._tail[at - self._tail_at : at - self._tail_at + num_bytes]
         else:
             parts, done = [], 0
-            while done < num_bytes and (got := os.pread(self._fd, num_bytes - done, self.base + at + done)):
+            while done < num_bytes and (got := self._file.pread(num_bytes - done, self.base + at + done)):
                 parts.append(got)
                 done += len(got)
             found = b"".join(parts)
         if len(found) != num_bytes:
             raise self.damaged(f"the file ends at {self.base + at + len(found)}")
         return found
+
+    def hold(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch (place, bytes) that are about to be read at once, where the file is in a store."""
+        self._file.hold((self.base + at, num_bytes) for at, num_bytes in ranges if 0 <= at < self._tail_at)
 
     def damaged(self, found: str) -> CheckpointError:
         """The error of a file that breaks a rule; ``found`` says which."""
@@ -79,6 +84,7 @@ def read_records(part: Part) -> dict[str, ArchiveRecord]:
     """The records by name, without the common folder. Raises ``CheckpointError`` for a file that breaks a rule."""
     count, at, size = _directory(part)
     text = part.read(at, size)
+    part.hold(_headers(part, text, count))
     records: dict[str, ArchiveRecord] = {}
     folder: bytes | None = None
     ends: list[tuple[int, int]] = []
@@ -115,6 +121,20 @@ def read_records(part: Part) -> dict[str, ArchiveRecord]:
     return records
 
 
+def _headers(part: Part, text: bytes, count: int) -> Iterable[tuple[int, int]]:
+    """(place, bytes) of the headers that a directory names, as far as it can be believed; lazily."""
+    position = 0
+    for _ in range(count):
+        if position + _ENTRY.size > len(text):
+            return
+        entry = _ENTRY.unpack_from(text, position)
+        name_size, extra_size, comment_size = entry[10:13]
+        begin = position + _ENTRY.size + name_size
+        position = begin + extra_size + comment_size
+        at = _sizes(part, text[begin : begin + extra_size], [entry[8], entry[9], entry[16]])[2]
+        yield at, _LOCAL.size + name_size + _MORE
+
+
 def _directory(part: Part) -> tuple[int, int, int]:
     """(number of entries, where they begin, bytes of them), from the end of the file."""
     at = part.size - _END.size
@@ -148,8 +168,7 @@ def _record(part: Part, entry: tuple, name: bytes, extra: bytes) -> tuple[Archiv
     flags, method, crc = entry[3], entry[4], entry[7]
     packed, size, at = _sizes(part, extra, [entry[8], entry[9], entry[16]])
     where = f"{part.path}, {name.decode('utf-8', 'replace')[:80]}"
-    # 192: room for the extra fields, of which alignment is up to 67 bytes, so that one read is enough as a rule.
-    head = part.read(at, min(_LOCAL.size + len(name) + 192, part.size - at))  # with what follows it, mostly
+    head = part.read(at, min(_LOCAL.size + len(name) + _MORE, part.size - at))  # with what follows it, mostly
     if len(head) < _LOCAL.size:
         raise part.damaged(f"no header at {at}")
     local = _LOCAL.unpack_from(head)

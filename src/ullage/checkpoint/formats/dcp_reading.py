@@ -21,6 +21,7 @@ from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.formats import run_files
 from ullage.checkpoint.formats.dcp import BUFFERS, Place, read_metadata
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.checkpoint.zero.modules import whole_tensor
@@ -39,6 +40,7 @@ def read_dcp(folder: Path) -> Inventory:
     Tensors may be cut along any dims.
     """
     _, entries, places = read_metadata(folder)
+    hold_descriptions((folder / p.file, p.offset, p.length) for each in places.values() for p in each)
     reading = _DcpReading(folder, entries, places)
     aliases = reading.aliases()
     for flat, entry in entries.items():
@@ -202,8 +204,8 @@ class _DcpReading:
             return replace(tensor, key="buffer", kind="buffer")
         group = self._group_of.get(tensor.name)
         if group is not None or not self._group_of or tensor.key != "fp32":
-            return Tensor(**{**vars(tensor), "group": group})
-        return Tensor(**{**vars(tensor), "key": "frozen", "kind": "frozen"})
+            return replace(tensor, group=group)
+        return replace(tensor, key="frozen", kind="frozen")
 
 
 @dataclass(frozen=True)

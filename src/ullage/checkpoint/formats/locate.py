@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.checkpoint.remote.paths import is_remote, path_of, read_start
 from ullage.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
 _LONGEST_TAG = 4096
+#: In a target: the folder in which a conversion notes what is done, and the file that says that all is there.
+JOURNAL, COMPLETE = ".journal", "ullage.json"
 #: In a checkpoint of ``ullage.engines.fsdp.Trainer``, the folder of torch's format with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
@@ -20,8 +23,10 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 
     Raises ``CheckpointError`` for a folder that is missing or not a checkpoint.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
+    with as_checkpoint_error(str(folder)):
+        folder = path_of(folder)
+        there = folder.is_dir()
+    if not there:
         raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
     found = _format(folder)
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
@@ -35,8 +40,8 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         path = folder / pointer
         if not path.is_file():
             continue
-        with as_checkpoint_error(str(path)), open(path, "rb") as stream:
-            tag = stream.read(_LONGEST_TAG).decode("utf-8", "replace").strip()
+        with as_checkpoint_error(str(path)):
+            tag = read_start(path, _LONGEST_TAG).decode("utf-8", "replace").strip()
         candidates = [tag]
         if pointer == "latest_checkpointed_iteration.txt" and tag.isdigit():
             # Megatron's file holds the bare number; its folders are named iter_0000010, DeepSpeed's global_step10.
@@ -61,6 +66,9 @@ def locate(folder: str | Path) -> tuple[Path, str]:
 def _format(folder: Path) -> str | None:
     with as_checkpoint_error(str(folder)):
         names = [p.name for p in folder.iterdir()]
+    if is_remote(folder) and JOURNAL in names and COMPLETE not in names:
+        hint = "run the same command again, which goes on from there"
+        raise CheckpointError("a conversion to this URL was not finished", where=str(folder), hint=hint)
     if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.files import metadata
@@ -45,7 +46,7 @@ def grouped(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], lis
         plain = tensor.name.endswith(".bias") or len(tensor.shape) == 1
         return (others or decays)[0] if plain else (decays or others)[0]
 
-    return [Tensor(**{**vars(t), "group": group_of(t) if t.kind == "parameter" else None}) for t in tensors], []
+    return [replace(t, group=group_of(t) if t.kind == "parameter" else None) for t in tensors], []
 
 
 def written_by(args: Any, where: str) -> WrittenBy:
@@ -53,4 +54,5 @@ def written_by(args: Any, where: str) -> WrittenBy:
     names = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     given = [args.get(name) if isinstance(args, Inert) else None for name in names]
     sizes = [1 if value is None else metadata.integer(value, f"args.{n}", where, 1) for n, value in zip(names, given)]
-    return WrittenBy(None, "Megatron-Core", *sizes)
+    dp, tp, pp = sizes
+    return WrittenBy(None, "Megatron-Core", dp, tp, pp)

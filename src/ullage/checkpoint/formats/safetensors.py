@@ -22,6 +22,7 @@ from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.details import Details, kept_by_group
 from ullage.errors import CheckpointError, InputError
 
@@ -306,13 +307,13 @@ def _tensor(label: str, entry: Any, file: int, name: str, start: int, size: int)
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
     """(where the data begin, the header, bytes of the file). Raises ``CheckpointError``."""
-    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
-        size = path.stat().st_size
-        length = int.from_bytes(stream.read(8), "little")
+    with as_checkpoint_error(str(path)), opened(path) as file:
+        size = file.size
+        length = int.from_bytes(file.pread(8, 0), "little")
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             found = f"a header of {length} bytes in {size}"
             raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found)
-        text = stream.read(length)
+        text = file.pread(length, 8)
         try:
             header = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ To add a format, name its reader in ``_READERS``, and what lays out its files in
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
@@ -22,6 +23,7 @@ from ullage.checkpoint.formats.universal import read_universal, universal_target
 from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import Inventory, Problem
+from ullage.checkpoint.remote.paths import let_go, path_of
 from ullage.checkpoint.zero.reading import read_zero
 from ullage.errors import CheckpointError, InputError
 
@@ -41,19 +43,25 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 POINTERS = {"universal": "latest_universal", **dict.fromkeys(STAGES, "latest")}
 
 
-def read(folder: str | Path) -> Inventory:
+def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -> Inventory:
     """The inventory of a checkpoint: logical tensors and their fragments, parallel sizes, paddings.
 
-    ``folder`` is the tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or
-    ``latest_checkpointed_iteration.txt``; or a universal, safetensors, DCP or Megatron-Core folder; or ``checkpoint-N``
-    of a Trainer, with ``optimizer.pt`` or a folder of these in it. No tensor data is read, and no
+    ``folder`` is a folder of this machine or a URL that fsspec knows, for which ``storage_options`` are fsspec's: the
+    tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or ``latest_checkpointed_iteration.txt``;
+    or a universal, safetensors, DCP or Megatron-Core folder; or ``checkpoint-N`` of a Trainer, with ``optimizer.pt`` or
+    a folder of these in it. No tensor data is read, and no
     code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for experts of a kind that is not read, and for a
     file that asks to run code.
     """
-    path, format = locate(folder)
-    return _READERS[format](path)
+    path, format = locate(path_of(folder, storage_options))
+    try:
+        return _READERS[format](path)
+    except OSError as error:  # of a listing; those of files name the file
+        raise CheckpointError(f"cannot read: {error.strerror or error}", where=str(error.filename or path)) from error
+    finally:
+        let_go(path)
 
 
 def targets(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,7 @@ class _Reading:
             else:
                 frozen = has_state and not set(states) - {""}
                 kind, key = ("frozen", "frozen") if frozen else ("parameter", "fp32")
-                tensors.append(Tensor(**{**vars(chosen), "key": key, "kind": kind}))
+                tensors.append(replace(chosen, key=key, kind=kind))
             if master is not None and "" in states:
                 weights[name] = states[""]
             tensors += [t for k, t in sorted(states.items()) if k and k not in _MASTERS]

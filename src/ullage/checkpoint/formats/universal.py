@@ -39,6 +39,7 @@ from ullage.checkpoint.files.archive import (
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
+from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.folder import record_table
@@ -257,7 +258,9 @@ def read_universal(folder: Path) -> Inventory:
     one_to_one = len(models) == 1 and len(groups) == len(saved.group_of)
     group_of = {name: g for g, named in zip(saved.group_of, groups) for name in named} if one_to_one else {}
     shapes = {name: shape for named in groups for name, shape in named.items()}
-    for path in sorted((folder / "zero").glob("*/*.pt")):
+    paths = sorted((folder / "zero").glob("*/*.pt"))
+    hold_descriptions((path, 0, path.stat().st_size) for path in paths)
+    for path in paths:
         found.add(path, shapes, group_of)
     steps: dict[int, tuple[Any, str | None]] = {}
     for name, step in found.steps.items():
@@ -290,7 +293,9 @@ def read_universal(folder: Path) -> Inventory:
 def _in_order(names: list[str], model: ModelFile) -> list[str]:
     """The names of a flat buffer in the order of the optimizer that the model states are of."""
     config = model.root.get("ds_config")
-    dealt = shards.round_robin(config) and config["zero_optimization"].get("stage") in (1, 2)
+    dealt = (
+        isinstance(config, dict) and shards.round_robin(config) and config["zero_optimization"].get("stage") in (1, 2)
+    )
     return undealt(names, max(1, model.dp_world_size or 1)) if dealt else names
 
 

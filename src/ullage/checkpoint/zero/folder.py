@@ -11,6 +11,7 @@ import numpy as np
 
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
 from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.zero import experts, shards
 from ullage.checkpoint.zero.experts import ExpertFile
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
@@ -51,7 +52,7 @@ class Folder:
 
 
 def read_files(folder: Folder) -> None:
-    """Read the descriptions of all files, on four threads; a file that cannot be read is a problem."""
+    """Read the descriptions of all files, on several threads; a file that cannot be read is a problem."""
 
     def one(index: int) -> Any:
         file = folder.files[index]
@@ -66,7 +67,8 @@ def read_files(folder: Folder) -> None:
         except CheckpointError as error:
             return error
 
-    with ThreadPoolExecutor(4) as pool:
+    # A request to a store is mostly waiting.
+    with ThreadPoolExecutor(16 if is_remote(folder.path) else 4) as pool:
         results = list(pool.map(one, range(len(folder.files))))
     # A dict for a set that keeps its order, so that the note reads the same every time.
     strangers: dict[str, None] = {}

@@ -1,0 +1,1 @@
+"""Checkpoints by URL: requests to stores of files, and paths in them."""
