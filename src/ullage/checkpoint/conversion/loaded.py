@@ -32,6 +32,7 @@ from ullage.checkpoint.formats.table import STAGES, universal_files
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
+from ullage.checkpoint.remote.paths import hold_descriptions, let_go
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.errors import CheckpointError
 
@@ -55,6 +56,8 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
             found.torch_dist()
     except CheckpointError as error:  # the source cannot be converted to this
         found.problems.append(Problem.of_error(error, error.where))
+    finally:
+        let_go(theirs.folder)
     return found
 
 
@@ -131,7 +134,9 @@ class FileComparison:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        for planned in universal_files(self.ours):
+        plan = universal_files(self.ours)
+        hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
+        for planned in plan:
             path = self.folder / planned.name
             if not path.is_file():
                 if self.options or not self._is_ours_alone(planned.name):
@@ -283,6 +288,7 @@ class FileComparison:
     def dcp(self) -> None:
         """Every item that the source gives is named, and is what it must be."""
         root, entries, places = dcp.read_metadata(self.folder)
+        hold_descriptions((self.folder / p.file, p.offset, p.length) for each in places.values() for p in each)
         paths = metadata.mapping(root.get("planner_data"), "planner_data", ".metadata")
         if self.options:
             self._conclude(_compared(dcp.CONSTANTS, root.state, "the metadata"), None, ".metadata")

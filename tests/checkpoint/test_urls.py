@@ -1,0 +1,256 @@
+"""Checkpoints by URL, over file systems of fsspec that live in this process: what a folder gives, a store gives."""
+
+import json
+import random
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from ullage import checkpoint
+from ullage.checkpoint.conversion import uploading
+from ullage.checkpoint.reading import Unreadable
+from ullage.checkpoint.remote import store as requests
+from ullage.checkpoint.remote.paths import path_of
+from ullage.cli import convert, inspect, verify
+from ullage.errors import CheckpointError, InputError, UsageError
+
+#: one beyond the size of small files (1 MiB), one of no elements, one of one, and names with the signs of wildcards
+TENSORS = {"w": (300, 1100), "empty": (0, 4), "one": (1,), "part[0].*": (7, 3), "flag?": (5,)}
+
+
+class Shaky(MemoryFileSystem):
+    """A memory file system that counts the bytes asked for, and lets requests fail."""
+
+    protocol = "shaky"
+    store, pseudo_dirs = {}, [""]
+    fetched = 0
+    writes_left: int | None = None
+    draw = random.Random(0)
+    share = 0.0
+    forbidden = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.replace("shaky://", "memory://"))
+
+    def cat_ranges(self, paths, starts, ends, max_gap=None, on_error="return", **more):
+        if self.forbidden:
+            return [PermissionError("no") for _ in paths]
+        found = [self._store_of(p)[s:e] for p, s, e in zip(paths, starts, ends)]
+        type(self).fetched += sum(map(len, found))
+        fate = [self.draw.random() < self.share for _ in found]
+        broken = [self.draw.choice([data[:-1], OSError("reset")]) for data in found]
+        return [b if f else data for f, b, data in zip(fate, broken, found)]
+
+    def _store_of(self, path):
+        return self.store[self._strip_protocol(path)].getvalue()
+
+    def pipe_file(self, path, value, **more):
+        if self.writes_left is not None:
+            if self.writes_left == 0:
+                raise KeyboardInterrupt  # as final as a kill, for what has been written so far
+            type(self).writes_left -= 1
+        if self.draw.random() < self.share:
+            raise OSError("connection reset")
+        super().pipe_file(path, value)
+
+
+fsspec.register_implementation("shaky", Shaky, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(requests, "_PAUSE", 0.0)
+    MemoryFileSystem.store.clear()
+    Shaky.store.clear()
+    Shaky.fetched, Shaky.writes_left, Shaky.share, Shaky.forbidden = 0, None, 0.0, False
+    Shaky.draw = random.Random(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    draw = np.random.default_rng(3)
+    save_file({n: draw.standard_normal(s).astype(np.float32) for n, s in TENSORS.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    return folder
+
+
+def upload(folder, url):
+    system = fsspec.filesystem(url.partition(":")[0])
+    for path in folder.rglob("*"):
+        if path.is_file():
+            system.pipe_file(f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+
+def content(where):
+    """Bytes by name of everything in a folder or URL, but for what names the source."""
+    if "://" not in str(where):
+        found = {p.relative_to(where).as_posix(): p.read_bytes() for p in where.rglob("*") if p.is_file()}
+    else:
+        system, root = fsspec.core.url_to_fs(where)
+        found = {p[len(root) + 1 :]: system.store[p].getvalue() for p in system.find(root)}
+    assert found.pop("ullage.json")
+    return found
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_a_url_gives_and_gets_the_bytes_that_a_folder_does(folder, tmp_path, format):
+    upload(folder, "memory://bucket/source")
+    plain = checkpoint.convert(folder, tmp_path / "plain", format=format)
+    wanted = content(tmp_path / "plain")
+    for source, target in [
+        ("memory://bucket/source", tmp_path / "from"),
+        (folder, "memory://bucket/to"),
+        ("memory://bucket/source", "memory://bucket/both"),
+        (f"file://{folder}", f"file://{tmp_path}/file"),
+    ]:
+        report = checkpoint.convert(source, target, format=format)
+        assert content(tmp_path / "file" if "file:" in str(target) else target) == wanted
+        assert (report.num_bytes, report.records_checked, report.notes) == (plain.num_bytes, plain.records_checked, [])
+        assert checkpoint.verify(source, target) == []
+    # And back, from what was written there.
+    checkpoint.convert("memory://bucket/both", "memory://bucket/back", format="safetensors")
+    back = content("memory://bucket/back")
+    assert back["model.safetensors"][-64:] == (folder / "model.safetensors").read_bytes()[-64:]
+    assert checkpoint.verify("memory://bucket/both", "memory://bucket/back") == []
+    assert not [p for p in MemoryFileSystem.store if ".journal" in p]
+
+
+def test_verify_sees_a_changed_byte_in_a_store(folder):
+    checkpoint.convert(folder, "memory://bucket/out", format="dcp")
+    held = MemoryFileSystem.store["/bucket/out/__0_0.distcp"]
+    at = held.getbuffer().nbytes // 2
+    held.getbuffer()[at] ^= 1
+    (problem,) = checkpoint.verify(folder, "memory://bucket/out")
+    assert problem.parameter == "w"
+    assert "differs in 1 of 330000 elements" in problem.what
+
+
+def test_a_description_is_read_without_its_file(folder, tmp_path):
+    checkpoint.convert(folder, tmp_path / "dcp", format="dcp")
+    upload(tmp_path / "dcp", "shaky://bucket/dcp")
+    upload(folder, "shaky://bucket/source")
+    size = sum(v.getbuffer().nbytes for v in Shaky.store.values())
+    for name in ("dcp", "source"):
+        assert checkpoint.read(f"shaky://bucket/{name}").problems() == []
+    assert 1000 < Shaky.fetched < size / 10
+
+
+def test_requests_that_fail_for_now_are_repeated(folder):
+    upload(folder, "shaky://bucket/source")
+    Shaky.share = 0.2
+    checkpoint.convert("shaky://bucket/source", "shaky://bucket/out", format="dcp")
+    assert checkpoint.verify("shaky://bucket/source", "shaky://bucket/out") == []
+    Shaky.share = 1.0
+    with pytest.raises(CheckpointError, match="cannot read"):
+        checkpoint.read("shaky://bucket/out")
+
+
+def test_a_store_that_says_no_is_asked_once(folder):
+    upload(folder, "shaky://bucket/source")
+    inventory = checkpoint.read("shaky://bucket/source")
+    Shaky.forbidden = True
+    (problem,) = checkpoint.read("shaky://bucket/source").problems()
+    assert (problem.what, problem.file) == ("cannot read: no", "model.safetensors")
+    with pytest.raises(Unreadable, match="run the same command again"):
+        checkpoint.convert(inventory, "memory://bucket/out", format="dcp")
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5, 7])
+def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, writes):
+    monkeypatch.setattr(uploading, "BATCH_FILES", 1)
+    target = "shaky://bucket/out"
+    Shaky.writes_left = writes
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(folder, target, format="safetensors")
+    if writes:
+        with pytest.raises(CheckpointError, match="not finished"):
+            checkpoint.read(target)
+    Shaky.writes_left = None
+    report = checkpoint.convert(folder, target, format="safetensors")
+    # Written are the plan, then for each of three files the file and its note, then the mark.
+    assert (report.bytes_resumed > 0) == (writes >= 3)
+    assert (report.bytes_resumed == report.num_bytes) == (writes == 7)
+    assert checkpoint.verify(folder, target) == []
+    assert not [p for p in Shaky.store if ".journal" in p]
+
+
+def test_another_unfinished_conversion_is_removed_and_nothing_else(folder, monkeypatch):
+    monkeypatch.setattr(uploading, "BATCH_FILES", 1)
+    target = "shaky://bucket/out"
+    Shaky.writes_left = 3
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(folder, target, format="safetensors")
+    Shaky.writes_left = None
+    Shaky.store["/bucket/out/mine.txt"] = Shaky.store["/bucket/out/.journal/plan.json"]
+    report = checkpoint.convert(folder, target, format="dcp")
+    assert "another source or other options" in report.notes[0]
+    assert sorted(content(target)) == [".metadata", "__0_0.distcp", "mine.txt"]
+
+
+def test_a_target_that_is_there_is_not_touched(folder):
+    Shaky.store.clear()
+    fsspec.filesystem("shaky").pipe_file("shaky://bucket/out/mine.txt", b"mine")
+    with pytest.raises(InputError, match="the target exists"):
+        checkpoint.convert(folder, "shaky://bucket/out", format="dcp")
+    assert list(Shaky.store) == ["/bucket/out/mine.txt"]
+
+
+def test_a_damaged_source_leaves_nothing(folder, tmp_path):
+    checkpoint.convert(folder, tmp_path / "dcp", format="dcp")
+    data = bytearray((tmp_path / "dcp" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "dcp" / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match="fails its checksum"):
+        checkpoint.convert(tmp_path / "dcp", "memory://bucket/out", format="safetensors")
+    assert list(MemoryFileSystem.store) == []
+
+
+def test_what_cannot_be_is_refused_in_one_line(folder):
+    with pytest.raises(InputError, match="several processes cannot write one target in a store"):
+        checkpoint.convert(folder, "memory://bucket/out", format="dcp", rank=0, world_size=2)
+    with pytest.raises(InputError, match="Protocol not known: nothing"):
+        checkpoint.read("nothing://bucket")
+    with pytest.raises(CheckpointError, match=r"no such folder \(memory://bucket/none\)"):
+        checkpoint.read("memory://bucket/none")
+    with pytest.raises(InputError, match="inside the source"):
+        upload(folder, "memory://bucket/source")
+        checkpoint.convert("memory://bucket/source", "memory://bucket/source/out", format="dcp")
+    with pytest.raises(InputError, match="folder of this machine only"):
+        torch.load(path_of("memory://bucket/source") / "model.safetensors")
+
+
+def test_the_command_line_takes_urls(folder):
+    upload(folder, "memory://bucket/source")
+    run = CliRunner()
+    told = run.invoke(convert.app, ["memory://bucket/source", "memory://bucket/out", "--to", "dcp", "--json"])
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.output)["target"] == "memory://bucket/out"
+    assert run.invoke(verify.app, ["memory://bucket/source", "memory://bucket/out"]).exit_code == 0
+    told = run.invoke(inspect.app, ["memory://bucket/out", "--json", "--storage-option", "skip_instance_cache=true"])
+    assert json.loads(told.output)["problems"] == []
+    told = run.invoke(convert.app, ["memory://bucket/out", "memory://bucket/x", "--to", "dcp", "--dry-run"])
+    assert "would write dcp to memory://bucket/x" in told.output
+    assert "at the speed" not in told.output
+
+
+def test_storage_options_are_values_or_text():
+    given = ["anon=true", "key=abc=", "client_kwargs.region_name=eu", "client_kwargs.verify=false"]
+    said = {"anon": True, "key": "abc=", "client_kwargs": {"region_name": "eu", "verify": False}}
+    assert convert.storage_options(given) == said
+    with pytest.raises(UsageError, match="key=value"):
+        convert.storage_options(["anon"])
+
+
+def test_batches_hold_all_files_once_and_a_large_one_alone(monkeypatch):
+    monkeypatch.setattr(uploading, "BATCH_BYTES", 10)
+    sizes = [3, 7, 1, 25, 0, 10, 11]
+    made = uploading.batches_of([uploading.Target(str(i), n) for i, n in enumerate(sizes)])
+    assert [(b.first, b.last, b.num_bytes) for b in made] == [(0, 2, 10), (2, 3, 1), (3, 4, 25), (4, 6, 10), (6, 7, 11)]
+    assert uploading.batches_of([]) == []
