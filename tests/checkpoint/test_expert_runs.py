@@ -11,6 +11,7 @@ from tests.support import moe_worker
 from tests.support.moe_worker import merged
 from tests.support.zero_worker import Job, launch
 from ullage import checkpoint
+from ullage.errors import CheckpointError
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
@@ -142,3 +143,24 @@ def test_autoep_goes_on_at_another_size(tmp_path):
     )  # fmt: skip
     resumed = results_of(later)
     assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
+    # A placement in another order is followed, and one that needs two values for an expert is refused.
+    truth, tag = merged(results), job.save_to / "global_step2"
+    name = "model.layers.0.mlp.experts.w2"
+    _place(tag, [[3, 0], [1, 2]])
+    checkpoint.convert(tag, tmp_path / "placed")
+    got = torch.load(tmp_path / "placed" / "zero" / name / "exp_avg.pt", weights_only=True)
+    assert got["is_expert_param"]
+    assert got["ep_num_experts"] == 4
+    assert torch.equal(got["param"][[3, 0, 1, 2]], truth[name, "exp_avg"])
+    _place(tag, [[0, 1, 3], [2, 3]])
+    with pytest.raises(CheckpointError, match="an expert on several ranks, or on none, is not supported"):
+        checkpoint.read(tag)
+
+
+def _place(folder, experts):
+    """Say that the ranks hold ``experts``, by rank, in that order."""
+    path = folder / "mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=False)
+    for layer in states["ds_autoep_layers"]:
+        layer["expert_placement"]["ranks"] = [{"rank": rank, "experts": held} for rank, held in enumerate(experts)]
+    torch.save(states, path)

@@ -1,6 +1,7 @@
 """Experts of DeepSpeed's own layers, by its own writer: what lies where, and what is refused."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -204,3 +205,35 @@ def test_layouts(dp, ep, more, tmp_path):
     assert inventory.written_by.ep == (ep,)
     checkpoint.convert(inventory, tmp_path / "universal")
     assert differences(truth, tmp_path / "universal") == []
+
+
+REPLICATED = [r".*gate.*", r"^[wb]$", r".*\.one$"]
+
+
+def _sliced(**more):
+    info = {"universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": REPLICATED}
+    info["parameter_with_row_parallelism_patterns"] = [r"second.*\.w$"]
+    return recipe(4, 2, tp=2, info=info, **more)
+
+
+@pytest.mark.slow
+def test_slices_of_experts_are_joined(tmp_path):
+    truth = real_zero.write(tmp_path / "run", _sliced())
+    inventory = checkpoint.read(truth.folder)
+    assert inventory.problems() == []
+    assert (inventory.written_by.dp, inventory.written_by.tp, inventory.written_by.ep) == (4, 2, (2,))
+    checkpoint.convert(inventory, tmp_path / "universal")
+    for name in truth.shapes():
+        for key in truth.keys:
+            got = torch.load(tmp_path / "universal" / "zero" / name / f"{key}.pt", weights_only=True)["param"]
+            parts = [torch.from_numpy(truth.tensor(name, key, rank)) for rank in range(2)]
+            whole = any(re.match(pattern, name) for pattern in REPLICATED)
+            cut = 1 if name.startswith("second") and name.endswith(".w") else 0
+            assert torch.equal(got, parts[0] if whole else torch.cat(parts, cut)), (name, key)
+
+
+@pytest.mark.slow
+def test_experts_divided_among_tensor_parallel_ranks_are_refused(tmp_path):
+    truth = real_zero.write(tmp_path / "run", _sliced(slices_experts=False))
+    with pytest.raises(CheckpointError, match="divided among tensor-parallel ranks are not supported"):
+        checkpoint.read(truth.folder)

@@ -91,6 +91,8 @@ class Recipe:
     #: the last ones, and its gate is in the first. Needs ``ep``, the ranks that share the experts.
     experts: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = field(default_factory=dict)
     ep: int = 1
+    #: with tp: each rank has its slice of each expert (``enable_expert_tensor_parallelism``), of the shapes above
+    slices_experts: bool = True
     #: ranks that hold the same experts follow one another (``use_data_before_expert_parallelism``)
     data_before: bool = False
     tag: str = f"global_step{STEP}"
@@ -374,7 +376,9 @@ def _add_experts(recipe: Recipe, root: Any, groups: list[dict[str, Any]]) -> Non
                 self.register_parameter(name, torch.nn.Parameter(torch.zeros(tuple(shape))))
 
     for path, (total, shapes) in recipe.experts.items():
-        layer: Any = MoE(GATED, Expert(shapes), total, recipe.ep)
+        layer: Any = MoE(
+            GATED, Expert(shapes), total, recipe.ep, enable_expert_tensor_parallelism=recipe.slices_experts
+        )
         root.add_module(path, layer)
         gate = layer.deepspeed_moe.gate.wg.weight
         gate.data.zero_()
@@ -490,7 +494,8 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
         model, groups = _build(recipe, model_rank)
         _add_experts(recipe, model, groups)
     if recipe.info is not None:
-        model.universal_checkpoint_info = lambda: recipe.info  # read by the engine where it is a method
+        # Read by the engine where it is a method; with experts it must be a dict, and no client state.
+        model.universal_checkpoint_info = recipe.info if recipe.experts else lambda: recipe.info
     if recipe.dtype == "fp16":  # nothing is computed here, so a processor without fp16 will do
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     engine, *_ = deepspeed.initialize(
@@ -503,7 +508,7 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
         _fill_plain(Truth(Path(folder), recipe), engine)
     engine.global_steps = STEP
     client_state = {"iteration": STEP}
-    if recipe.info is not None:
+    if recipe.info is not None and not recipe.experts:
         client_state["universal_checkpoint_info"] = recipe.info
     del torch
     engine._checkpoint_tag_validation = lambda tag: None  # compares over ranks that do not exist
