@@ -257,6 +257,15 @@ class AffineMaps:
             raise CheckpointError("more than one pattern of affine_map matches", where=name, found=found)
         return _map(name, self._maps[found[0]], self._where) if found else None
 
+    def empty_slice(self, name: str, rank: int) -> tuple[int, ...] | None:
+        """The shape of a slice of which a rank holds no element; None where no map says so."""
+        try:
+            given = self.find(name)
+        except CheckpointError:  # said where the slices are joined
+            return None
+        shape = given.slices.get(rank) if given is not None else None
+        return shape if shape is not None and 0 in shape else None
+
 
 def _map(name: str, given: Any, where: str) -> AffineMap:
     where = f"{where}, parameter {name}"

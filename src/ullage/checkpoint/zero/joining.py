@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES
-from ullage.checkpoint.inventory import Problem, Slice, Tensor
+from ullage.checkpoint.inventory import Fragments, Problem, Slice, Tensor
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.parallel import Patterns, join
@@ -102,11 +102,14 @@ def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Pattern
         tp: number of tensor-parallel ranks; each must have its part.
         kind: of the tensor that is made.
     """
-    missing = sorted(set(range(tp)) - set(parts))
-    if missing:
-        folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {missing[0]}", parameter=name))
-        return []
-    dtype, group = parts[0][1], parts[0][2]
+    lead, dtype, group = parts[min(parts)]
+    for rank in sorted(set(range(tp)) - set(parts)):
+        # What a rank holds no element of is in no flat buffer; only the map tells that from a loss.
+        shape = patterns.affine.empty_slice(name, rank)
+        if shape is None:
+            folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {rank}", parameter=name))
+            return []
+        parts[rank] = Slice(lead.model_rank, shape, Fragments.of([]), lead.blocks), dtype, group
     if any(part[1] != dtype for part in parts.values()):
         found = ", ".join(sorted({part[1] for part in parts.values()}))
         folder.problems.append(Problem(f"slices of {key} are of several dtypes", parameter=name, found=found))
