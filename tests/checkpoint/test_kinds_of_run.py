@@ -136,6 +136,16 @@ def test_a_kind_that_cannot_be_read_is_refused_by_its_name(copy, tmp_path, zero,
 
 
 @pytest.mark.slow
+def test_superoffload_has_weights_and_no_moments(copy, written, tmp_path):
+    set_config(copy, offload_optimizer={"device": "cpu", "super_offload": True})
+    with pytest.raises(CheckpointError, match="SuperOffload run keeps the optimizer's state in a process of its own"):
+        checkpoint.convert(copy, tmp_path / "out")
+    checkpoint.convert(copy, tmp_path / "out", format="safetensors")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(weights[name], torch.from_numpy(written.tensor(name))) for name in written.shapes())
+
+
+@pytest.mark.slow
 def test_mics_shards_are_those_of_its_first_group(tmp_path):
     """Layout by source: DeepSpeed 0.19 has no MiCS any more. The first group's files are those of a smaller run."""
     written = real_zero.write(tmp_path / "run", Recipe(stage=3, dp=3, groups=GROUPS, frozen={"base": (13,)}))

@@ -122,8 +122,9 @@ def _lose(name):
         (lambda s: s[WRAPPED].update(absmax1=torch.ones(6)), "optimizer state state1 is quantised"),
         (lambda s: s[WRAPPED].update(state1=torch.zeros(2, s[WRAPPED]["state1"].numel(), dtype=torch.uint8)),
          "optimizer state state1 is quantised"),
+        (lambda s: s.update(own=torch.nn.Module()), "optimizer state own is of a kind that is not known"),
     ],
-    ids=["no table", "no scales", "scales of no block size", "two moments in one state"],
+    ids=["no table", "no scales", "scales of no block size", "two moments in one state", "an object"],
 )  # fmt: skip
 def test_what_is_quantised_otherwise_is_refused_by_name_and_the_weights_are_not(written, tmp_path, change, said):
     run = tmp_path / "run" / written.recipe.tag

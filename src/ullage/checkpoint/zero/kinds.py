@@ -2,8 +2,10 @@
 
 ZenFlow and NVMe are refused by name before anything is read wrongly. ZenFlow keeps every matrix of its flat buffers
 transposed, in shapes that do not show it, and does not save the moments of the columns that it selects. State on NVMe
-is a copy of raw swap files beside the checkpoint. MiCS cuts over fewer ranks than there are.
-Source: ``deepspeed/runtime/zenflow``, ``swap_tensor`` and ``engine.py`` (save_checkpoint) of DeepSpeed 0.19.8.
+is a copy of raw swap files beside the checkpoint. SuperOffload steps in a process of its own, whose moments nobody
+saves; its weights are those of any run at stage 3. MiCS cuts over fewer ranks than there are.
+Source: ``runtime/zenflow``, ``runtime/superoffload``, ``runtime/swap_tensor`` and ``save_checkpoint`` in
+``runtime/engine.py`` of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from ullage.checkpoint.files.torchfile import RefusedFile
+from ullage.checkpoint.inventory import Problem
 from ullage.checkpoint.zero.folder import Folder
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 
 
 def _zero_config(folder: Folder) -> dict[str, Any]:
@@ -24,11 +28,23 @@ def _zero_config(folder: Folder) -> dict[str, Any]:
     return {}
 
 
+def _offload(zero: dict[str, Any]) -> dict[str, Any]:
+    found = zero.get("offload_optimizer")
+    return found if isinstance(found, dict) else {}
+
+
+def unsaved_state(folder: Folder) -> list[Problem]:
+    """The reason why the optimizer's state is not in the files, though the weights are."""
+    if not _offload(_zero_config(folder)).get("super_offload"):
+        return []
+    what = "a SuperOffload run keeps the optimizer's state in a process of its own and does not save it"
+    return [Problem(what, hint=WEIGHTS_ONLY)]
+
+
 def require_known_kind(folder: Folder) -> None:
     """Raise ``RefusedFile`` for a kind of run whose state cannot be read from its files."""
     zero = _zero_config(folder)
-    offload = zero.get("offload_optimizer")
-    device = str(offload.get("device", "none")) if isinstance(offload, dict) else "none"
+    device = str(_offload(zero).get("device", "none"))
     if zero.get("zenflow"):
         raise RefusedFile(
             "a ZenFlow run is not supported: its weights are saved transposed, and part of its moments not at all",

@@ -33,7 +33,7 @@ from ullage.checkpoint.zero.expert_parts import Part, dense_ranks, experts_of, p
 from ullage.checkpoint.zero.experts import layers_of
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
-from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups
+from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups, unsaved_state
 from ullage.checkpoint.zero.muon import Momentum, taken_momentum
 from ullage.checkpoint.zero.parallel import Patterns
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
@@ -97,7 +97,7 @@ def read_zero(path: Path) -> Inventory:
         read_problems=tuple(folder.problems),
         records=folder.records,
         twins=(*twins, *more, *found.twins),
-        optimizer_problems=tuple(p for uncut in found.uncut.values() for p in uncut.problems),
+        optimizer_problems=(*unsaved_state(folder), *(p for uncut in found.uncut.values() for p in uncut.problems)),
         details=Details(
             {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
             {m: s for (m, d), s in sorted(folder.models.items()) if d == 0},

@@ -1,8 +1,8 @@
 """Optimizer state that is not cut like the weights, and whether it can be carried to another layout.
 
-A state tensor as long as the partition is cut with the weights. Any other is either a code book that is
-the same everywhere, or (block-wise 8-bit optimizers) a scale per block of ONE rank's partition, which means nothing
-once the partition is gone. The files do not say which. What two ranks hold in common byte for byte belongs to neither
+A state tensor as long as the partition is cut with the weights, after ``blockwise`` has decoded what it knows. Any
+other is either a code book that is the same everywhere, or belongs to ONE rank's partition and means nothing once the
+partition is gone. The files do not say which. What two ranks hold in common byte for byte belongs to neither
 partition, and is carried; what differs, or was saved by one rank only, cannot be carried to another layout, and the
 optimizer's state is refused. The weights are not concerned.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.files.metadata import comparable
+from ullage.checkpoint.files.metadata import brief, comparable
 from ullage.checkpoint.inventory import Group, Problem
 from ullage.checkpoint.zero.shards import FlatTensor, ShardFile
 
@@ -67,6 +67,15 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
         for key, placed in flat.items()
         if placed.dtype in _CODES
     ]  # fmt: skip
+    found.problems += [
+        Problem(
+            f"optimizer state {key} is of a kind that is not known",
+            lead.name, lead.dp_rank, index, expected="tensors and numbers", found=brief(value), hint=WEIGHTS_ONLY,
+        )
+        for index, scalars in enumerate(lead.scalars)
+        for key, value in scalars.items()
+        if not _is_plain(value)
+    ]  # fmt: skip
     # A state on some ranks only has no place on the others.
     for shard in ordered[1:]:
         # The reverse, a state that ``lead`` has and another rank lacks, is found where fragments are made of the state.
@@ -93,6 +102,15 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
             found.left_out.add(key)
             found.notes.append(f"state {key} differs between ranks; the optimizer computes it again, so it is left out")
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number or text, or a container of such; anything else may hold tensors of its own form."""
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
 def _compare(shards: list[ShardFile], index: int, key: str) -> Problem | None:
