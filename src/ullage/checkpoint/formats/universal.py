@@ -293,9 +293,8 @@ def read_universal(folder: Path) -> Inventory:
 def _in_order(names: list[str], model: ModelFile) -> list[str]:
     """The names of a flat buffer in the order of the optimizer that the model states are of."""
     config = model.root.get("ds_config")
-    dealt = (
-        isinstance(config, dict) and shards.round_robin(config) and config["zero_optimization"].get("stage") in (1, 2)
-    )
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    dealt = shards.round_robin(config) and isinstance(zero, dict) and zero.get("stage") in (1, 2)
     return undealt(names, max(1, model.dp_world_size or 1)) if dealt else names
 
 

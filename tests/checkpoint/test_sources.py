@@ -1,0 +1,235 @@
+"""Checkpoints of other libraries as sources: what real torch and transformers wrote, read by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ullage import checkpoint
+from ullage.checkpoint.formats.optimizer_groups import optimizer_groups
+from ullage.checkpoint.reading import Sources, Tally, stream
+from ullage.errors import CheckpointError, InputError
+
+pytestmark = pytest.mark.parity
+
+
+def value(inventory: checkpoint.Inventory, name: str, key: str = "fp32") -> torch.Tensor:
+    """A tensor of an inventory."""
+    tensor, sources = inventory.tensor(name, key), Sources(inventory)
+    chunks = stream(sources, tensor, 0, tensor.numel, np.empty(4096, np.uint8), Tally())
+    data = b"".join(chunk.tobytes() for chunk in chunks)
+    sources.close()
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
+
+
+def trained(steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with two layers of one shape, and its optimizer in two groups, the biases first."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights[::-1], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for _ in range(steps):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+class Blocks(torch.Tensor):
+    """A tensor that torch saves in blocks cut along every dim, as a sharded tensor of any mesh."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, cuts: list[list[int]]) -> Blocks:
+        return whole.clone().as_subclass(cls)
+
+    def __init__(self, whole: torch.Tensor, cuts: list[list[int]]) -> None:
+        self.whole = whole
+        edges = [[0, *cut, size] for cut, size in zip(cuts, whole.shape)]
+        corners = np.stack(np.meshgrid(*[range(len(e) - 1) for e in edges], indexing="ij"), -1).reshape(-1, whole.dim())
+        self.chunks = [
+            ChunkStorageMetadata(
+                torch.Size(edges[d][i] for d, i in enumerate(c)),
+                torch.Size(edges[d][i + 1] - edges[d][i] for d, i in enumerate(c)),
+            )
+            for c in corners.tolist()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.whole)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.whole.shape),
+            )
+            for chunk in self.chunks
+        ]  # fmt: skip
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.chunks
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        (chunk,) = [chunk for chunk in self.chunks if chunk.offsets == index.offset]
+        place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
+        return self.whole[place].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts"),
+    [
+        ((7, 5), [[2, 3], []]),
+        ((7, 5), [[], [1, 4]]),
+        ((7, 5), [[3], [2]]),
+        ((4, 5, 6), [[1], [2], [5]]),
+        ((4, 5, 6), [[], [1, 3], [2]]),
+        ((3, 1, 2, 4), [[1], [], [1], [1, 2]]),
+        ((6,), [[5]]),
+    ],
+)
+def test_torchs_chunks_are_read_whatever_they_are_cut_along(tmp_path: Path, shape, cuts):
+    whole = torch.randn(shape)
+    dcp.save({"model": {"w": Blocks(whole, cuts)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    inventory = checkpoint.read(tmp_path / "dcp")
+    assert inventory.problems() == []
+    assert torch.equal(value(inventory, "w"), whole)
+    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
+    assert checkpoint.verify(inventory, tmp_path / "st") == []
+
+
+def test_what_get_state_dict_saved_becomes_shards(tmp_path: Path):
+    """Groups in the optimizer's order, which is not that of the model; steps and settings by group."""
+    model, optimizer = trained()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    inventory = checkpoint.read(tmp_path / "dcp")
+    assert [g.names for g in optimizer_groups(inventory)] == [
+        ("0.bias", "2.bias", "3.bias"),
+        ("3.weight", "2.weight", "0.weight"),
+    ]
+    checkpoint.convert(inventory, tmp_path / "zero", format="zero3", ranks=4)
+    assert checkpoint.verify(inventory, tmp_path / "zero") == []
+    back = checkpoint.read(tmp_path / "zero")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(value(back, name), parameter)
+        assert torch.equal(value(back, name, "exp_avg"), optimizer.state[parameter]["exp_avg"])
+    assert [g.settings["weight_decay"] for g in optimizer_groups(back)] == [0.0, 0.1]
+    assert back.steps == {0: 2.0, 1: 2.0}
+
+
+def saved(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+def test_state_by_number_is_refused_where_names_are_not_known(tmp_path: Path):
+    folder = saved(tmp_path / "plain", *trained())
+    inventory = checkpoint.read(folder)
+    for format, options in [("dcp", {}), ("universal", {}), ("trainer", {}), ("zero1", {"ranks": 2})]:
+        with pytest.raises(CheckpointError, match=r"nothing says which parameter has which.*2 weights of shape"):
+            checkpoint.convert(inventory, tmp_path / "out", format=format, **options)
+    checkpoint.convert(inventory, tmp_path / "weights", format="dcp", optimizer=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain", "weights"]
+
+
+def test_weights_alone_become_shards_that_hold_no_state(tmp_path: Path):
+    """DeepSpeed takes them by name with ``load_optimizer_states=False``, and refuses them with it."""
+    model, _ = trained()
+    (tmp_path / "st").mkdir()
+    save_file({k: v.bfloat16() for k, v in model.state_dict().items()}, tmp_path / "st" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="nothing says which parameters the optimizer has"):
+        checkpoint.convert(tmp_path / "st", tmp_path / "out", format="zero2", ranks=3)
+    with pytest.raises(CheckpointError, match="this one holds none"):
+        checkpoint.convert(tmp_path / "st", tmp_path / "out")
+    for format in ("zero2", "zero3"):
+        checkpoint.convert(tmp_path / "st", tmp_path / format, format=format, ranks=3, optimizer=False)
+        assert checkpoint.verify(tmp_path / "st", tmp_path / format) == []
+        back = checkpoint.read(tmp_path / format)
+        assert back.keys == ("fp32",)
+        assert torch.equal(value(back, "2.weight"), model[2].weight.bfloat16().float())
+        shard = next((tmp_path / format).glob("*_optim_states.pt"))
+        held = torch.load(shard, weights_only=False)["optimizer_state_dict"]
+        assert held["optimizer_state_dict" if format == "zero3" else "base_optimizer_state"]["param_groups"] == []
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, "2"])
+def test_a_number_of_ranks_that_no_run_has_is_refused(tmp_path: Path, ranks):
+    folder = saved(tmp_path / "plain", *trained())
+    with pytest.raises(InputError, match="ranks"):
+        checkpoint.convert(folder, tmp_path / "out", format="zero1", ranks=ranks, optimizer=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_state_that_covers_one_parameter_of_a_group_alone_is_refused(tmp_path: Path):
+    model, optimizer = trained()
+    weights, state = get_state_dict(model, optimizer)
+    del state["state"]["2.bias"]
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"ZeRO keeps one state per group .*parameter 2.bias"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "out", format="zero2", ranks=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("said", ["[", '{"a": 1}', "[1]", '[{"names": ["nobody"]}]', '[{"names": 5}]'])
+def test_a_header_of_our_own_that_is_malformed_is_a_problem(tmp_path: Path, said):
+    tensors = {"exp_avg:w": torch.zeros(2)}
+    (tmp_path / "optimizer").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "optimizer" / "optimizer.safetensors", {"param_groups": said})
+    problems = checkpoint.read(tmp_path).problems()
+    assert any("param_groups" in str(problem) for problem in problems)
+
+
+@pytest.mark.slow
+def test_a_real_trainers_state_is_named_by_the_models_class(tmp_path: Path):
+    """Layers of one shape, tied embeddings, file names in alphabetical order: the class alone knows the order."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=11, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    data = [{"input_ids": torch.arange(5) + i, "labels": torch.arange(5) + i} for i in range(4)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[], weight_decay=0.1, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    inventory = checkpoint.read(tmp_path / "checkpoint-2")
+    assert inventory.format == "trainer"
+    assert inventory.optimizer_problems == ()
+    optimizer: Any = trainer.optimizer.optimizer if hasattr(trainer.optimizer, "optimizer") else trainer.optimizer
+    for name, parameter in model.named_parameters():
+        assert torch.equal(value(inventory, name, "exp_avg"), optimizer.state[parameter]["exp_avg"]), name
+    for format, options in [("zero3", {"ranks": 3}), ("universal", {}), ("trainer", {})]:
+        report = checkpoint.convert(inventory, tmp_path / format, format=format, **options)
+        assert report.notes == []
+        assert checkpoint.verify(inventory, tmp_path / format) == []
+    # The class of another size gives an order that the shapes disprove.
+    said = json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())
+    (tmp_path / "checkpoint-2" / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 12}))
+    assert checkpoint.read(tmp_path / "checkpoint-2").optimizer_problems
+    # What we wrote is resumed from by a Trainer.
+    again = transformers.Trainer(
+        transformers.LlamaForCausalLM(config),
+        transformers.TrainingArguments(
+            str(tmp_path / "again"), max_steps=3, use_cpu=True, report_to=[], weight_decay=0.1, save_strategy="no"
+        ),
+        train_dataset=data,
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "trainer"))
+    assert again.state.global_step == 3
+    steps = {float(state["step"]) for state in again.optimizer.state_dict()["state"].values()}
+    assert steps == {3.0}
