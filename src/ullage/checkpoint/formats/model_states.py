@@ -29,7 +29,7 @@ _OWN = ("checkpoint_parallel_dimensions", "frozen_param_fragments")
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ModelParts:
     """The tensors of a checkpoint as an engine divides them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Parts:
         return TensorCopy(tensor, tensor.dtype)
 
 
-def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> Parts:
+def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> ModelParts:
     """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained.
 
     Raises ``CheckpointError`` for optimizer state of a parameter that is in no group.
@@ -75,7 +75,7 @@ def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGrou
         elif kind == "parameter" and not tensor.numel:
             kind = "frozen"  # DeepSpeed keeps a parameter without elements out of its flat buffers
         held[kind][tensor.name] = tensor
-    return Parts(held["parameter"], held["frozen"], held["buffer"], inventory.aliases, dtype)
+    return ModelParts(held["parameter"], held["frozen"], held["buffer"], inventory.aliases, dtype)
 
 
 def module_dtype(inventory: Inventory) -> str | None:
@@ -95,7 +95,7 @@ def lead_model(inventory: Inventory) -> ModelFile | None:
     return models[min(models)] if models else None
 
 
-def whole_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
+def whole_module(inventory: Inventory, parts: ModelParts) -> dict[str, Any]:
     """The module with every tensor whole, as engines of stages 1 and 2 load it; tied names stand in it too."""
     every = [*parts.trained, *parts.frozen, *parts.buffers]
     held: dict[str, Any] = OrderedDict((name, parts.weight(name)) for name in every)
@@ -105,7 +105,7 @@ def whole_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
     return OrderedDict({**held, **others(inventory)})
 
 
-def empty_module(inventory: Inventory, parts: Parts) -> dict[str, Any]:
+def empty_module(inventory: Inventory, parts: ModelParts) -> dict[str, Any]:
     """The module of stage 3: whole buffers, and parameters without elements."""
     names = [*parts.trained, *parts.frozen, *(alias for alias in parts.aliases if alias not in parts.buffers)]
     held: dict[str, Any] = OrderedDict()
@@ -126,7 +126,7 @@ def others(inventory: Inventory) -> dict[str, Any]:
 
 def states(
     inventory: Inventory,
-    parts: Parts,
+    parts: ModelParts,
     module: dict[str, Any],
     flats: list[list[str]],
     ranks: int,
@@ -187,7 +187,7 @@ def description_bytes(inventory: Inventory) -> int:
     return sum(8 * len(tensor.name) + 4096 for tensor in inventory.tensors)
 
 
-def run_config(stage: int, parts: Parts) -> dict[str, Any]:
+def run_config(stage: int, parts: ModelParts) -> dict[str, Any]:
     """The configuration that such a checkpoint is of, as far as its files depend on it."""
     zero = {"stage": stage, "round_robin_gradients": False}
     return {"zero_optimization": zero, "bf16": {"enabled": parts.dtype == "bfloat16"}}

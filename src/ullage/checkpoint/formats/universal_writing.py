@@ -11,7 +11,7 @@ from typing import Any
 
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.model_states import Parts
+from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups
 from ullage.checkpoint.formats.universal import described, number, safe_name, state_file
 from ullage.checkpoint.inventory import Inventory
@@ -65,7 +65,7 @@ def _optimizer_file(inventory: Inventory, groups: list[OptimizerGroup]) -> Targe
     return described("zero/optimizer_state.pt", content, None, 0, more)
 
 
-def _states(inventory: Inventory, parts: Parts, groups: list[OptimizerGroup]) -> dict[str, Any]:
+def _states(inventory: Inventory, parts: ModelParts, groups: list[OptimizerGroup]) -> dict[str, Any]:
     held = {name: parts.weight(name) for name in (*parts.frozen, *parts.buffers)}
     module = OrderedDict({**held, **model_states.others(inventory)})
     names = [[name for name in group.names if name in parts.trained] for group in groups]

@@ -30,7 +30,7 @@ import numpy as np
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.archive import Instance, Target, TensorCopy
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.model_states import Parts
+from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.universal import described, number
 from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
@@ -79,7 +79,7 @@ def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target
     return described(name, content, model.source if model else None, model.file if model else 0, more)
 
 
-def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, optimizer: bool) -> _Writer:
+def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, optimizer: bool) -> _ShardWriter:
     """The writer, once the source is found to say all that it needs."""
     groups = optimizer_groups(inventory)
     where = str(inventory.folder)
@@ -110,9 +110,9 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
             hint="write zero1 or zero2 shards, or universal, which an engine of stage 3 can load",
         )
     if not groups:
-        return _Writer(inventory, stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
+        return _ShardWriter(inventory, stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
     states = states_by_name(inventory) if optimizer else {}
-    return _Writer(inventory, stage, ranks, parts, groups, states, optimizer)
+    return _ShardWriter(inventory, stage, ranks, parts, groups, states, optimizer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +159,13 @@ class _Flat:
 
 
 @dataclass(eq=False)
-class _Writer:
+class _ShardWriter:
     """Content of the files, rank by rank."""
 
     inventory: Inventory
     stage: int
     ranks: int
-    parts: Parts
+    parts: ModelParts
     groups: list[OptimizerGroup]
     states: dict[str, dict[str, Tensor]]
     optimizer: bool
