@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ullage.checkpoint as checkpoint
-from tests.support import processes
+from tests.support import processes, real_zero
 from tests.support.hugging_face_shapes import config_of, shapes_of
 from tests.support.launch import ROOT
+from tests.support.real_zero import Recipe
 from ullage.checkpoint.formats.architecture import of_config
 from ullage.checkpoint.formats.name_tables import NAMES, Architecture, ranges_of
 from ullage.checkpoint.formats.rows import rows_of
@@ -201,6 +202,40 @@ def test_a_target_that_was_changed_is_told(tmp_path):
     torch.save(content, common)
     (problem,) = checkpoint.verify(tmp_path / "hf", tmp_path / "megatron", workers=1)
     assert "num_layers" in str(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dp", "dtype"), [(1, 3, "bf16_optimizer"), (2, 2, "fp32"), (3, 3, "fp32")])
+def test_zero_shards_become_megatrons(tmp_path, stage, dp, dtype):
+    """From DeepSpeed's own shards, with two groups: rows that interleave are cut from stretches of several ranks."""
+    config = config_of("qwen2", num_hidden_layers=1)
+    shapes = shapes_of(config)
+    plain = {n: s for n, s in shapes.items() if len(s) == 1}
+    groups = [{n: s for n, s in shapes.items() if len(s) > 1}, plain]
+    written = real_zero.write(tmp_path / "zero", Recipe(stage, dp, groups, dtype, weight_decay=[0.1, 0.0]))
+    (written.folder / "config.json").write_text(json.dumps(config))
+    checkpoint.convert(written.folder, tmp_path / "megatron", format="torch_dist", workers=1)
+    assert checkpoint.verify(written.folder, tmp_path / "megatron", workers=1) == []
+    ours, theirs = checkpoint.read(written.folder), checkpoint.read(tmp_path / "megatron")
+    assert theirs.optimizer_problems == ()
+    assert theirs.steps == {group: float(step) for group, step in ours.steps.items()}
+    assert {(t.name, t.key) for t in ours.tensors} == {(t.name, t.key) for t in theirs.tensors}
+    assert all(torch.equal(value_of(ours, t), value_of(theirs, theirs.tensor(t.name, t.key))) for t in ours.tensors)
+    assert {t.name for t in theirs.tensors if t.group == 1} == set(plain)
+    decays = [group["weight_decay"] for group in theirs.details.param_groups]
+    assert decays == [0.1, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["momentum", "lion"])
+def test_state_that_is_not_adams_is_refused_and_the_weights_are_not(tmp_path, optimizer):
+    config = config_of("llama", num_hidden_layers=1)
+    written = real_zero.write(tmp_path / "zero", Recipe(1, 2, [shapes_of(config)], optimizer=optimizer))
+    (written.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"optimizer state that Megatron-Core's Adam does not have.*weights-only"):
+        checkpoint.convert(written.folder, tmp_path / "megatron", format="torch_dist", workers=1)
+    checkpoint.convert(written.folder, tmp_path / "megatron", format="torch_dist", optimizer=False, workers=1)
+    assert checkpoint.verify(written.folder, tmp_path / "megatron", workers=1) == []
 
 
 # With megatron-core

@@ -66,13 +66,13 @@ def read_torch_dist(folder: Path) -> Inventory:
     source = read_torch_file(folder / "common.pt")
     common = metadata.mapping(source.root, "the content", source.path)
     _, entries, places = read_metadata(folder)
-    reading = _Reading(folder, places, architecture_of(folder, common.get("args")))
+    reading = _MegatronReading(folder, places, architecture_of(folder, common.get("args")))
     for flat, entry in entries.items():
         reading.add(flat, entry)
     return _inventory(reading, common, source)
 
 
-def _inventory(reading: _Reading, common: dict[str, Any], source: TorchFile) -> Inventory:
+def _inventory(reading: _MegatronReading, common: dict[str, Any], source: TorchFile) -> Inventory:
     tensors, weights = reading.tensors()
     groups = settings_of(common.get("optimizer"), source)
     problems: list[Problem] = []
@@ -106,7 +106,7 @@ def _inventory(reading: _Reading, common: dict[str, Any], source: TorchFile) -> 
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Box:
     """A part of one tensor of the files: where it lies, its shape, and its first index along each dim of the whole."""
 
     file: int
@@ -123,7 +123,7 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: str
     stacked: bool
-    chunks: list[_Chunk]
+    chunks: list[_Box]
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class _Stored:
 
 
 @dataclass
-class _Reading:
+class _MegatronReading:
     """A folder while it is read, item by item."""
 
     folder: Path
@@ -181,7 +181,7 @@ class _Reading:
         shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", where)
         numbered = _NUMBERED.search(name)
         stacked = "decoder.layers." in name and numbered is None
-        chunks: list[_Chunk] = []
+        chunks: list[_Box] = []
         dtypes: set[str] = set()
         for place in self.places.get(flat, []):
             try:
@@ -200,7 +200,7 @@ class _Reading:
         else:
             self.stored[key, name] = _Stored(flat, shape, next(iter(dtypes), "float32"), stacked, chunks)
 
-    def _chunk(self, place: Place, shape: tuple[int, ...]) -> tuple[_Chunk, str]:
+    def _chunk(self, place: Place, shape: tuple[int, ...]) -> tuple[_Box, str]:
         source = place.open(self.folder)
         file = self.files.setdefault(place.file, len(self.files))
         ref = source.root
@@ -210,7 +210,7 @@ class _Reading:
         if not ref.contiguous:
             raise CheckpointError("a chunk that is not contiguous")
         self.records.setdefault(file, []).append(record_table(source))
-        return _Chunk(file, source.place(ref), tuple(ref.shape), place.offsets), ref.dtype
+        return _Box(file, source.place(ref), tuple(ref.shape), place.offsets), ref.dtype
 
     def tensors(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The tensors in the names of Hugging Face, and the model's weights of which the optimizer has masters."""
