@@ -172,6 +172,9 @@ def test_a_damaged_folder_of_megatron_is_one_error(tmp_path):
         return refused(folder, "safetensors")
 
     assert "common.pt, which Megatron-Core writes" in broken(lambda f: (f / "release" / "common.pt").unlink())
+    metadata = "metadata.json is missing, or not that of Megatron-Core"
+    assert metadata in broken(lambda f: (f / "release" / "metadata.json").unlink())
+    assert metadata in broken(lambda f: os.truncate(f / "release" / "metadata.json", 40))
     data = "release/__0_0.distcp"
     half = os.path.getsize(tmp_path / "whole" / data) // 2
     assert "__0_0.distcp" in broken(lambda f: os.truncate(f / data, half))

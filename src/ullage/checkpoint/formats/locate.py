@@ -79,11 +79,15 @@ def _format(folder: Path) -> str | None:
         return "safetensors"
     if ".metadata" not in names:
         return None
-    return "torch_dist" if "metadata.json" in names and _is_megatron(folder / "metadata.json") else "dcp"
+    # Either tells, so that damage of one does not make another format of it.
+    return "torch_dist" if "common.pt" in names or is_megatron(folder) else "dcp"
 
 
-def _is_megatron(path: Path) -> bool:
+def is_megatron(folder: Path) -> bool:
     """Whether ``metadata.json`` is that of Megatron-Core's distributed checkpoints."""
+    path = folder / "metadata.json"
+    if not path.is_file():
+        return False
     with as_checkpoint_error(str(path)), open(path, "rb") as stream:
         try:
             told = json.loads(stream.read(_LONGEST_TAG))

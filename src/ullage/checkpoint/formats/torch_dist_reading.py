@@ -23,6 +23,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.formats.architecture import architecture_of
 from ullage.checkpoint.formats.dcp import Place, read_metadata
+from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.megatron_settings import grouped, settings_of, written_by
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor
@@ -62,6 +63,13 @@ def read_torch_dist(folder: Path) -> Inventory:
             where=str(folder / "common.pt"),
             expected="common.pt, which Megatron-Core writes beside the tensors",
             hint="copy the folder again from where it was saved",
+        )
+    if not is_megatron(folder):
+        raise CheckpointError(
+            "metadata.json is missing, or not that of Megatron-Core",
+            where=str(folder / "metadata.json"),
+            expected='"sharded_backend": "torch_dist", which Megatron-Core writes when all else is there',
+            hint="a save that was interrupted leaves none; take the checkpoint before it",
         )
     source = read_torch_file(folder / "common.pt")
     common = metadata.mapping(source.root, "the content", source.path)
@@ -193,10 +201,16 @@ class _MegatronReading:
                 continue
             chunks.append(chunk)
             dtypes.add(dtype)
+        held, numel = sum(math.prod(chunk.shape) for chunk in chunks), math.prod(shape)
         if len(dtypes) > 1:
             self.problems.append(Problem("chunks of several dtypes", parameter=flat, found=", ".join(sorted(dtypes))))
         elif len(shape) not in ((2, 3) if stacked else (1, 2)):
             self.problems.append(Problem("a tensor of a shape that no GPT has", parameter=flat, found=str(list(shape))))
+        elif held != numel:
+            # Said before anything is as large as the shape claims; a chunk that could not be read was said above.
+            if len(chunks) == len(self.places.get(flat, [])):
+                what = "chunks that do not make their tensor"
+                self.problems.append(Problem(what, parameter=flat, expected=f"{numel} elements", found=f"{held}"))
         else:
             self.stored[key, name] = _Stored(flat, shape, next(iter(dtypes), "float32"), stacked, chunks)
 
