@@ -12,7 +12,7 @@ from ullage.checkpoint import Inventory, Tensor
 from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, Tally, row_elements, stream
 from ullage.errors import CheckpointError
 from ullage.training.ranges.places import masters
-from ullage.training.ranges.plan import Plan, Read
+from ullage.training.ranges.plan import RangePlan, Read
 
 
 class Filler:
@@ -60,7 +60,7 @@ class Filler:
             yield chunk
 
 
-def fill_optimizer(filler: Filler, zero: Any, plan: Plan) -> dict[int, dict[str, torch.Tensor]]:
+def fill_optimizer(filler: Filler, zero: Any, plan: RangePlan) -> dict[int, dict[str, torch.Tensor]]:
     """Read masters and states; padding becomes zero. Returns the states by flat tensor."""
     states: dict[int, dict[str, torch.Tensor]] = {}
     for flat, master in enumerate(masters(zero)):
@@ -76,7 +76,7 @@ def fill_optimizer(filler: Filler, zero: Any, plan: Plan) -> dict[int, dict[str,
     return states
 
 
-def _state(zero: Any, plan: Plan, master: torch.Tensor, key: str) -> torch.Tensor:
+def _state(zero: Any, plan: RangePlan, master: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor for a state: the one that is there, or a new one."""
     there = zero.optimizer.state[master].get(key) if master in zero.optimizer.state else None
     if torch.is_tensor(there) and there.shape == master.shape:
@@ -87,7 +87,7 @@ def _state(zero: Any, plan: Plan, master: torch.Tensor, key: str) -> torch.Tenso
     return torch.zeros_like(master.data, dtype=master.dtype if alike else getattr(torch, saved or "float32"))
 
 
-def fill_untrained(filler: Filler, plan: Plan) -> None:
+def fill_untrained(filler: Filler, plan: RangePlan) -> None:
     """Read frozen parameters and buffers: at stage 3 this rank's partition, otherwise the whole."""
     for target, read in plan.untrained:
         own: Any = target

@@ -28,7 +28,7 @@ from ullage.training.ranges.checks import compare, joined
 from ullage.training.ranges.content import Content, shared_content
 from ullage.training.ranges.filling import Filler, fill_optimizer, fill_untrained
 from ullage.training.ranges.places import group_of, masters, require_engine
-from ullage.training.ranges.plan import Plan, make_plan
+from ullage.training.ranges.plan import RangePlan, make_plan
 from ullage.training.ranges.states import ModelStates, Saved, read_saved, set_scale, step_for
 from ullage.training.universal import is_stage3
 
@@ -78,7 +78,7 @@ def load_ranges(
     require_engine(engine)
     zero = engine.optimizer
     content = shared_content(folder, tag, manifest=manifest)
-    plan, saved, states = Plan(), Saved(), None
+    plan, saved, states = RangePlan(), Saved(), None
     with agreement(True, "reading the checkpoint's descriptions"):
         plan = make_plan(engine, content, strict)
         if not plan.problems:
@@ -97,7 +97,7 @@ def load_ranges(
     return Loaded(path, client_state, plan.num_bytes, read_bytes, compared)
 
 
-def _require_fit(plan: Plan, content: Content) -> None:
+def _require_fit(plan: RangePlan, content: Content) -> None:
     found = list(dict.fromkeys(problem for rank in gather(plan.problems, True) for problem in rank))
     if found:
         more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
@@ -108,7 +108,7 @@ def _require_fit(plan: Plan, content: Content) -> None:
         )
 
 
-def _read(engine: Any, content: Content, plan: Plan, saved: Saved, sources: Sources) -> int:
+def _read(engine: Any, content: Content, plan: RangePlan, saved: Saved, sources: Sources) -> int:
     """Read all tensors and compare their sums; returns how many sums were compared, on all ranks."""
     zero, tally = engine.optimizer, Tally(block_bytes=BLOCK_BYTES if content.blocks else 0)
     filler, runs = Filler(sources, tally, content.inventory), None
@@ -124,7 +124,7 @@ def _read(engine: Any, content: Content, plan: Plan, saved: Saved, sources: Sour
 
 
 def _set_states(
-    zero: Any, states: dict[int, dict[str, torch.Tensor]], content: Content, plan: Plan, saved: Saved
+    zero: Any, states: dict[int, dict[str, torch.Tensor]], content: Content, plan: RangePlan, saved: Saved
 ) -> None:
     """Give each flat tensor its own step and states, and each group its own hyperparameters."""
     optimizer, owners = zero.optimizer, group_of(zero)

@@ -9,7 +9,7 @@ import torch
 
 from ullage.checkpoint import Tensor
 from ullage.training.ranges.content import Content
-from ullage.training.ranges.places import Place, group_of, masters, numel_of, part_of, places, shape_of
+from ullage.training.ranges.places import Stretch, group_of, masters, numel_of, part_of, places, shape_of
 from ullage.training.universal import groups_name, untrained
 
 
@@ -29,7 +29,7 @@ class Read:
 
 
 @dataclass
-class Plan:
+class RangePlan:
     """The reading of one rank.
 
     Attributes:
@@ -53,9 +53,9 @@ class Plan:
         return sum(read.num_bytes for read in reads)
 
 
-def make_plan(engine: Any, content: Content, strict: bool) -> Plan:
+def make_plan(engine: Any, content: Content, strict: bool) -> RangePlan:
     """The reading of this rank. Every rank checks every parameter, so that all have the same problems."""
-    plan = Plan(problems=list(content.problems))
+    plan = RangePlan(problems=list(content.problems))
     if plan.problems:
         return plan
     names = _names(engine)
@@ -79,9 +79,9 @@ def _names(engine: Any) -> dict[int, list[str]]:
     return found
 
 
-def _add_trained(plan: Plan, zero: Any, content: Content, names: dict[int, list[str]]) -> None:
+def _add_trained(plan: RangePlan, zero: Any, content: Content, names: dict[int, list[str]]) -> None:
     """Masters and states: each tensor is looked up and compared once, and read where this rank masters a part of it."""
-    mine: dict[tuple[int, str], Place] = {(place.flat, place.name): place for place in places(zero)}
+    mine: dict[tuple[int, str], Stretch] = {(place.flat, place.name): place for place in places(zero)}
     owners = group_of(zero)
     for flat, group in enumerate(getattr(zero, groups_name(zero))):
         for key in content.keys:
@@ -106,7 +106,7 @@ def _add_trained(plan: Plan, zero: Any, content: Content, names: dict[int, list[
     assert len(masters(zero)) == len(owners)
 
 
-def _add_untrained(plan: Plan, engine: Any, content: Content, names: dict[int, list[str]], strict: bool) -> None:
+def _add_untrained(plan: RangePlan, engine: Any, content: Content, names: dict[int, list[str]], strict: bool) -> None:
     for name, target in untrained(engine):
         tensor = content.named([name, *names.get(id(target), [])], "frozen", "buffer", "fp32")
         if tensor is None:
@@ -118,7 +118,7 @@ def _add_untrained(plan: Plan, engine: Any, content: Content, names: dict[int, l
                 plan.untrained.append((target, Read(tensor, start, 0, length)))
 
 
-def _fits(plan: Plan, name: str, tensor: Tensor, shape: tuple[int, ...], key: str = "fp32") -> bool:
+def _fits(plan: RangePlan, name: str, tensor: Tensor, shape: tuple[int, ...], key: str = "fp32") -> bool:
     # DeepSpeed's own universal files of stage 3 are flat.
     if tuple(tensor.shape) != shape:
         what = "" if key == "fp32" else f"{key} is "
