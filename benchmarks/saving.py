@@ -93,7 +93,9 @@ def in_processes(folder: Path, processes: int, *arguments: object) -> dict[str, 
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     command = [sys.executable, *launcher, __file__, "--part", str(folder), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
-    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stderr[-6000:])
     return json.loads((folder / "result.json").read_text())
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ullage.checkpoint.conversion.averaging import average
 from ullage.checkpoint.conversion.converting import Report, convert
-from ullage.checkpoint.conversion.differing import Difference, Differences, diff
+from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
 from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import (
     File,
@@ -33,7 +33,6 @@ from ullage.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
-    "Difference",
     "Differences",
     "File",
     "Fragments",
@@ -44,6 +43,7 @@ __all__ = [
     "Report",
     "Slice",
     "Tensor",
+    "TensorDifference",
     "WrittenBy",
     "average",
     "convert",

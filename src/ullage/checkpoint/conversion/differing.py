@@ -31,7 +31,7 @@ _NO_NUMBERS = ("float8", "float4", "bits", "complex32")
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """One tensor, or one fact, that is not the same in both checkpoints. ``str()`` says it in one line.
 
     Attributes:
@@ -88,7 +88,7 @@ class Differences:
     second: str
     num_tensors: int
     num_elements: int
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TensorDifference, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -121,14 +121,16 @@ def diff(
     for inventory in (one, other):
         formats.require_none(inventory, inventory.problems())
     mine, yours = by_weight(one, weights_only), by_weight(other, weights_only)
-    found: list[Difference] = []
+    found: list[TensorDifference] = []
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]] = []
     for name in dict.fromkeys([*mine, *yours]):
         a, b = _with_aliases(name, mine, one), _with_aliases(name, yours, other)
         if a is None or b is None:
-            found.append(Difference(*name, f"missing in {'first' if a is None else 'second'}", _said(a), _said(b)))
+            found.append(
+                TensorDifference(*name, f"missing in {'first' if a is None else 'second'}", _said(a), _said(b))
+            )
         elif a.shape != b.shape:
-            found.append(Difference(*name, "shape", _said(a), _said(b), a.numel))
+            found.append(TensorDifference(*name, "shape", _said(a), _said(b), a.numel))
         else:
             pairs.append((name, a, b))
     found += _compared(one, other, pairs, workers or default_workers(), progress)
@@ -162,13 +164,13 @@ def _said(tensor: Tensor | None) -> str | None:
     return None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _steps(one: Inventory, other: Inventory) -> list[Difference]:
+def _steps(one: Inventory, other: Inventory) -> list[TensorDifference]:
     """The optimizer's steps. Groups are numbered differently by formats, and some do not keep steps: values count."""
     steps = [sorted({float(step) for step in each.steps.values() if step is not None}) for each in (one, other)]
     if not all(steps) or steps[0] == steps[1]:
         return []
     first, second = (", ".join(f"{step:g}" for step in each) for each in steps)
-    return [Difference("", "step", "step", first, second)]
+    return [TensorDifference("", "step", "step", first, second)]
 
 
 @dataclass
@@ -188,7 +190,7 @@ def _compared(
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]],
     workers: int,
     progress: Callable[[int, int], None] | None,
-) -> list[Difference]:
+) -> list[TensorDifference]:
     total, done = sum(a.num_bytes for _, a, _ in pairs), 0
     jobs = []
     for number, (_, a, b) in enumerate(pairs):
@@ -226,7 +228,9 @@ def _compared(
         kind = "values" if a.dtype == b.dtype else "dtype"
         if not count.differing and kind == "values":
             continue
-        made = Difference(name, key, kind, _said(a), _said(b), a.numel, count.differing, not_finite=count.not_finite)
+        made = TensorDifference(
+            name, key, kind, _said(a), _said(b), a.numel, count.differing, not_finite=count.not_finite
+        )
         if count.has_numbers:
             made = replace(made, max_abs=count.max_abs, max_relative=count.max_relative)
         differences.append(made)
