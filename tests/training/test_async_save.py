@@ -193,15 +193,16 @@ def test_a_snapshot_writes_the_bytes_that_a_save_writes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_save_what_they_would_have_waited_for_and_fail_together(tmp_path):
-    """DDP, ZeRO 1, 2 and 3, and FSDP with whole state dicts, on two processes."""
-    kinds = ["ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp, sharded"]
+@pytest.mark.parametrize("kinds", [["ddp", "zero2", "zero3"], ["fsdp", "fsdp, sharded"]])
+def test_ranks_save_what_they_would_have_waited_for_and_fail_together(tmp_path, kinds):
+    """Two processes; a process that has trained otherwise cannot shard by accelerate any more."""
     torchrun(2, SCRIPT, tmp_path, ";".join(kinds), DS_BUILD_OPS="0")
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert sorted(found) == sorted(kinds)
-        sharded = found.pop("fsdp, sharded")["said"]
-        assert "InputError: FSDP's ranks write their shards together" in sharded
+        if "fsdp" in kinds:
+            sharded = found.pop("fsdp, sharded")["said"]
+            assert "InputError: FSDP's ranks write their shards together" in sharded
         for kind, run in found.items():
             assert run["differing"] == [], kind
             assert run["there"] == ["checkpoint-4", "checkpoint-5"], kind
