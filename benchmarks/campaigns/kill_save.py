@@ -43,7 +43,10 @@ def main(
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
         runs = Runs(Path(place), width)
-        found = [runs.kill(i, draw.randrange(3), draw.uniform(0.0, seconds)) for i in range(moments)]
+        found = []
+        for number in range(moments):
+            found.append(runs.kill(number, draw.randrange(3), draw.uniform(0.0, seconds)))
+            print(found[-1], flush=True)
     table = Table("save", "after, ms", "killed", "left", "goes on from", "problems")
     for each in found:
         left = ", ".join(each.left)

@@ -266,6 +266,11 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
     # Protected ones count towards the limit, and stay even where they are more than it allows.
     for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
+        # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
+        away = staging_of(path)
+        shutil.rmtree(away, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path = path.rename(away)
         shutil.rmtree(path, ignore_errors=True)
 
 
