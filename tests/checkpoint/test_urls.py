@@ -219,11 +219,12 @@ def test_what_cannot_be_is_refused_in_one_line(folder):
         checkpoint.read("nothing://bucket")
     with pytest.raises(CheckpointError, match=r"no such folder \(memory://bucket/none\)"):
         checkpoint.read("memory://bucket/none")
+    upload(folder, "memory://bucket/source")
     with pytest.raises(InputError, match="inside the source"):
-        upload(folder, "memory://bucket/source")
         checkpoint.convert("memory://bucket/source", "memory://bucket/source/out", format="dcp")
+    path = path_of("memory://bucket/source") / "model.safetensors"
     with pytest.raises(InputError, match="folder of this machine only"):
-        torch.load(path_of("memory://bucket/source") / "model.safetensors")
+        torch.load(path)
 
 
 def test_the_command_line_takes_urls(folder):

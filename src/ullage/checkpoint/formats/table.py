@@ -23,7 +23,7 @@ from ullage.checkpoint.formats.universal import read_universal, universal_target
 from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import Inventory, Problem
-from ullage.checkpoint.remote.paths import let_go, path_of
+from ullage.checkpoint.remote.paths import let_go, path_of, reached
 from ullage.checkpoint.zero.reading import read_zero
 from ullage.errors import CheckpointError, InputError
 
@@ -57,9 +57,8 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
     """
     path, format = locate(path_of(folder, storage_options))
     try:
-        return _READERS[format](path)
-    except OSError as error:  # of a listing; those of files name the file
-        raise CheckpointError(f"cannot read: {error.strerror or error}", where=str(error.filename or path)) from error
+        with reached(path):
+            return _READERS[format](path)
     finally:
         let_go(path)
 
@@ -79,7 +78,13 @@ def targets(
     to the layout it was saved on, or parameters whose names cannot be names of files.
     """
     require_format(format, ranks)
-    inventory = hub_named(inventory, format)
+    with reached(inventory.folder):
+        return _targets(hub_named(inventory, format), format, dtype, optimizer, ranks)
+
+
+def _targets(
+    inventory: Inventory, format: str, dtype: str | None, optimizer: bool | None, ranks: int | None
+) -> list[Target]:
     if carries_optimizer(format, optimizer):
         require_none(inventory, optimizer_problems(inventory, format))
     if format == "safetensors":

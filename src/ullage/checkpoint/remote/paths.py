@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from ullage.checkpoint.remote.store import Held, Store, merged
-from ullage.errors import InputError
+from ullage.errors import CheckpointError, InputError
 
 #: Bytes at the two ends of an archive that hold its description as a rule.
 _HEAD_BYTES, _TAIL_BYTES = 8 << 10, 16 << 10
@@ -285,7 +285,17 @@ def let_go(path: Path) -> None:
 
 
 def look_again(path: Path) -> None:
-    """Drop what is known of a store, so that sizes and names are those of now."""
+    """Drop what is known of a store, so that sizes and names are those of now. Raises ``CheckpointError``."""
     if isinstance(path, RemotePath):
-        path.store.forget()
-        path.store.tree(path.key)
+        with reached(path):
+            path.store.forget()
+            path.store.tree(path.key)
+
+
+@contextmanager
+def reached(path: Path) -> Iterator[None]:
+    """A context in which the ``OSError`` of a store that cannot be asked is a ``CheckpointError`` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot read: {error.strerror or error}", where=str(error.filename or path)) from error
