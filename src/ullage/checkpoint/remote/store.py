@@ -142,7 +142,7 @@ class Store:
         listed: dict[str, dict[str, Entry]] = {key: {}}
         for path, info in infos.items():
             inner = path.rstrip("/")[len(key) + 1 :]
-            if not inner or path.endswith("/"):
+            if not inner or path.endswith("/") or info.get("type") == "directory":
                 continue
             found[inner] = entry = _entry(inner.rpartition("/")[2], info)
             folder = f"{key}/{inner}".rpartition("/")[0]
