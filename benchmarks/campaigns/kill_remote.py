@@ -36,7 +36,7 @@ GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"a.weight": (300, 1100), "b.weight": (301, 1100), "c": (1,)},
     {f"n{i}": (50 + i,) for i in range(40)},
 ]
-#: Converts with small batches, so that there is much to go on from; says when it begins to convert, for the time of the kill.
+#: Converts in small batches, so that there is much to go on from; says when it begins, for the time of the kill.
 CLIENT = """
 import json, sys
 from ullage import checkpoint
@@ -50,7 +50,7 @@ checkpoint.convert(inventory, sys.argv[2], format=sys.argv[3], storage_options=j
 
 def main() -> int:
     """Run the campaign; 0 where every conversion was exact."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--fail", type=float, default=0.05, help="share of requests that the server lets fail")
     parser.add_argument("--seed", type=int, default=0)
