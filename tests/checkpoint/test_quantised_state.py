@@ -185,5 +185,7 @@ def test_bitsandbytes_own_decoding_is_equal(tmp_path):
         expected = bnb.functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
         part = blocks.CodedPart(0, 1, 2, codes.numel(), block)
         held = {1: scales.numpy(), 2: table.numpy()}
-        got = blocks.Blocks({0: part}).decode(0, 0, codes.numpy(), lambda _, offset, count, t=held: t[offset][:count])
+        got = blocks.CodedBlocks({0: part}).decode(
+            0, 0, codes.numpy(), lambda _, offset, count, t=held: t[offset][:count]
+        )
         assert np.array_equal(got, expected.numpy())

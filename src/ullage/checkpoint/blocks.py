@@ -48,16 +48,16 @@ class CodedPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class CodedBlocks:
     """How the fragments of a tensor are decoded, by number of the file that holds them."""
 
     parts: dict[int, CodedPart]
 
     @staticmethod
-    def join(several: list[Blocks | None]) -> Blocks | None:
+    def join(several: list[CodedBlocks | None]) -> CodedBlocks | None:
         """Those of all; None where there are none."""
         parts = {file: part for blocks in several if blocks is not None for file, part in blocks.parts.items()}
-        return Blocks(parts) if parts else None
+        return CodedBlocks(parts) if parts else None
 
     def decode(self, file: int, offset: int, codes: npt.NDArray[np.uint8], table: Table) -> Floats:
         """The values of the ``codes`` that begin at byte ``offset`` of ``file``, float32."""

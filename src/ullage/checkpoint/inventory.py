@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint.blocks import Blocks
+from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.remote.paths import look_again
 from ullage.errors import UllageError
@@ -94,15 +94,12 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The part of a tensor that one model rank holds: its own shape, and the fragments that tile it.
-
-    ``blocks`` says how the elements are decoded, where the files hold codes of one byte in their place.
-    """
+    """The part of a tensor that one model rank holds: its shape, the fragments that tile it, how codes are decoded."""
 
     model_rank: int
     shape: tuple[int, ...]
     fragments: Fragments
-    blocks: Blocks | None = None
+    blocks: CodedBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -189,14 +186,9 @@ class Tensor:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes per element in the files, which hold codes where the tensor is quantised."""
-        return 1 if any(s.blocks is not None for s in self.slices) else self.item_bytes
-
-    @property
-    def is_verbatim(self) -> bool:
-        """Whether the bytes of the fragments, in order, are those of the tensor."""
-        return self.merge.kind == "flat" and self.stored_bytes == self.item_bytes
+    def is_coded(self) -> bool:
+        """Whether the files hold codes of one byte in place of the elements."""
+        return any(s.blocks is not None for s in self.slices)
 
     @property
     def num_bytes(self) -> int:
@@ -404,9 +396,10 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
     for part in tensor.slices:
         fragments = part.fragments
         numel = math.prod(part.shape)
+        item = 1 if tensor.is_coded else tensor.item_bytes
         # Most tensors: one fragment that is the whole, within its file.
         one = len(fragments) == 1 and fragments.start[0] == 0 and fragments.length[0] == numel
-        if one and fragments.offset[0] + numel * tensor.stored_bytes <= sizes[fragments.file[0]]:
+        if one and fragments.offset[0] + numel * item <= sizes[fragments.file[0]]:
             continue
         ends = fragments.start + fragments.length
         expected = np.concatenate([[0], ends])
@@ -424,7 +417,7 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
                 tensor.name,
                 expected=f"{numel} elements, each in one fragment",
             )
-        outside = np.flatnonzero(fragments.offset + fragments.length * tensor.stored_bytes > sizes[fragments.file])
+        outside = np.flatnonzero(fragments.offset + fragments.length * item > sizes[fragments.file])
         for i in outside[:1]:
             file = inventory.files[int(fragments.file[i])]
             yield Problem("a fragment ends beyond its file", file.name, file.dp_rank, tensor.group, tensor.name)

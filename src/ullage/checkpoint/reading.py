@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.blocks import Blocks
+from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.remote.store import Held, merged
@@ -182,7 +182,7 @@ class Tally:
 
 def ranges_of(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """(file, offset, bytes) that :func:`stream` reads for these elements; of a strided tensor, all that it may read."""
-    item, row = tensor.stored_bytes, row_elements(tensor)
+    item, row = 1 if tensor.is_coded else tensor.item_bytes, row_elements(tensor)
     for index, part in enumerate(tensor.slices):
         low, high = start, stop
         if tensor.merge.kind == "columns":
@@ -247,7 +247,7 @@ def read_small(
     Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
     """
     counts = [0] * len(wanted)
-    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.is_verbatim and t.dtype == dtype]
+    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype]
     for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
         tensor, dtype, at = wanted[i]
         mine = Tally(tally.runs)
@@ -327,7 +327,7 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
 
 
-def _decode(sources: Sources, part: Slice, blocks: Blocks, low: int, high: int, into: Bytes, tally: Tally) -> None:
+def _decode(sources: Sources, part: Slice, blocks: CodedBlocks, low: int, high: int, into: Bytes, tally: Tally) -> None:
     """As ``_gather``, of a slice whose files hold codes of one byte."""
     found, at = part.fragments.window(low, high, 1), 0
     values = into.view(np.float32)

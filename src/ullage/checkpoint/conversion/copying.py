@@ -305,7 +305,8 @@ class _Worker:
         at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
         before = len(tally.runs)
         # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
-        as_read = payload.dtype == payload.tensor.dtype and payload.tensor.is_verbatim
+        tensor = payload.tensor
+        as_read = payload.dtype == tensor.dtype and tensor.merge.kind == "flat" and not tensor.is_coded
         fd = os.open(os.path.join(self.partial, self.targets[unit.first].name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):

@@ -138,7 +138,7 @@ class AffineMap:
         return Fragments.join(parts)
 
 
-class Placement(NamedTuple):
+class Joint(NamedTuple):
     """The shape of the whole, how the slices make it, and the entries of a universal file beside it."""
 
     shape: tuple[int, ...]
@@ -150,10 +150,10 @@ def placed_by_map(
     name: str,
     given: AffineMap,
     slices: list[Slice],
-    stated: Placement | None,
-    usual: Callable[[], Placement],
+    stated: Joint | None,
+    usual: Callable[[], Joint],
     choice: int = 0,
-) -> Placement | None:
+) -> Joint | None:
     """The placement that a map describes; None where its pieces are no bands of columns.
 
     Args:
@@ -173,17 +173,17 @@ def placed_by_map(
     merge = Merge("replicated") if given.is_replicated else given.bands(choice)
     if stated is not None:
         _require_same(name, given, stated, slices)
-        return merge and Placement(given.shape, merge, stated.extra)
+        return merge and Joint(given.shape, merge, stated.extra)
     # Loaders that know no map go by ``cat_dim``, which is right where the map says what is usual.
     try:
         extra = usual().extra
         _require_same(name, given, usual(), slices)
     except CheckpointError:
         extra = {}
-    return merge and Placement(given.shape, merge, extra)
+    return merge and Joint(given.shape, merge, extra)
 
 
-def _require_same(name: str, given: AffineMap, stated: Placement, slices: list[Slice]) -> None:
+def _require_same(name: str, given: AffineMap, stated: Joint, slices: list[Slice]) -> None:
     """Raise ``CheckpointError`` where the patterns place elements elsewhere than the map does."""
     kind = "replicated" if given.is_replicated else "columns"
     same = math.prod(stated.shape) == math.prod(given.shape)

@@ -15,12 +15,10 @@ Source: ``bitsandbytes/optim/optimizer.py`` 0.50.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ullage.checkpoint.blocks import NUM_CODES, CodedPart, block_size
-
-if TYPE_CHECKING:
-    from ullage.checkpoint.zero.shards import FlatTensor
+from ullage.checkpoint.zero.flat import FlatTensor
 
 #: The entry of a state that holds what is quantised.
 _WRAPPED = "__bnb_optimizer_quant_state__"

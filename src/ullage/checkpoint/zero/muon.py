@@ -16,7 +16,8 @@ import numpy as np
 
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.inventory import Fragments, Group
-from ullage.checkpoint.zero.shards import FlatTensor, ShardFile
+from ullage.checkpoint.zero.flat import FlatTensor
+from ullage.checkpoint.zero.shards import ShardFile
 
 KEY = "momentum_buffer"
 

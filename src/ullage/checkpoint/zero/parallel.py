@@ -17,10 +17,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ullage.checkpoint.blocks import Blocks
+from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
-from ullage.checkpoint.zero.affine import AffineMaps, Placement, placed_by_map
+from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
 from ullage.errors import CheckpointError
 
 _MAX_VERSION = 0.5
@@ -187,12 +187,12 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         if place is None:  # no bands: run by run
             found = given.fragments(slices, choice, item_bytes)
             whole = [_whole(slices, given.shape, found)]
-            place = Placement(given.shape, Merge(), stated.extra if stated else {})
+            place = Joint(given.shape, Merge(), stated.extra if stated else {})
         made.append(_flat(name, whole, place, patterns, item_bytes))
     return replace(made[0], others=tuple((other.slices, other.merge) for other in made[1:]))
 
 
-def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Placement:
+def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Joint:
     """How the slices join, by the lists of patterns. Raises ``CheckpointError`` for slices that do not fit together."""
     first = slices[0].shape
     tp = len(slices)
@@ -202,10 +202,10 @@ def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Placemen
     bands: list[Band]
     if patterns.match("tp_replicated_parameter", name):
         _same_shapes(name, slices)
-        return Placement(first, Merge("replicated") if tp > 1 else Merge(), extra)
+        return Joint(first, Merge("replicated") if tp > 1 else Merge(), extra)
     if patterns.match("parameter_to_average", name):
         _same_shapes(name, slices)
-        return Placement(first, Merge("average") if tp > 1 else Merge(), extra)
+        return Joint(first, Merge("average") if tp > 1 else Merge(), extra)
     if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
         if not all(s.shape for s in slices):
             raise CheckpointError("a parameter of two halves without a dim", where=name)
@@ -224,10 +224,10 @@ def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Placemen
         extra["cat_dim"] = dim
     # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    return Placement(shape, Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands)), extra)
+    return Joint(shape, Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands)), extra)
 
 
-def _flat(name: str, slices: list[Slice], place: Placement, patterns: Patterns, item_bytes: int) -> Joined:
+def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item_bytes: int) -> Joined:
     """The tensor of a placement: a vocabulary cut to its size, and what needs no merging as one slice."""
     shape, merge, extra = place.shape, place.merge, dict(place.extra)
     # 1. Padding rows of a vocabulary are cut off.
@@ -252,7 +252,7 @@ def _flat(name: str, slices: list[Slice], place: Placement, patterns: Patterns, 
 
 def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) -> Slice:
     """One slice that holds the whole, from ``fragments`` of several."""
-    return Slice(slices[0].model_rank, shape, fragments, Blocks.join([s.blocks for s in slices]))
+    return Slice(slices[0].model_rank, shape, fragments, CodedBlocks.join([s.blocks for s in slices]))
 
 
 def _same_shapes(name: str, slices: list[Slice]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.blocks import Blocks, CodedPart
+from ullage.checkpoint.blocks import CodedBlocks, CodedPart
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.inventory import Fragments, Group
 from ullage.checkpoint.zero.folder import Folder
@@ -75,7 +75,7 @@ def undealt(names: list[str], ranks: int) -> list[str]:
 
 def fragments_of(
     folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]
-) -> tuple[str, list[Fragments], Blocks | None]:
+) -> tuple[str, list[Fragments], CodedBlocks | None]:
     """The dtype of one state of a group, its fragments by parameter, and how they are decoded where they are codes.
 
     The state is cut like the weights.
@@ -107,7 +107,7 @@ def fragments_of(
     # 3. The byte at which each piece begins in its file.
     where = offset[pieces.shard] + pieces.shard_start * first.item_bytes
     found = fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
-    return dtype, found, Blocks(coded) if coded else None
+    return dtype, found, CodedBlocks(coded) if coded else None
 
 
 def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:

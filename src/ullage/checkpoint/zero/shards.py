@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.blocks import CodedPart
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
 from ullage.checkpoint.zero import blockwise, experts
+from ullage.checkpoint.zero.flat import FlatTensor
 from ullage.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -36,30 +35,6 @@ _MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_st
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 #: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
 _SMALL_STATE = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class FlatTensor:
-    """A flat tensor in a file.
-
-    Attributes:
-        dtype: of its elements.
-        numel: number of elements.
-        offset: byte of the file at which the first lies.
-        digest: of its content, for a small tensor whose length is not the partition's; else None.
-        coded: how its elements are decoded, where the file holds codes of one byte.
-    """
-
-    dtype: str
-    numel: int
-    offset: int
-    digest: str | None = None
-    coded: CodedPart | None = None
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes per element in the file."""
-        return ITEM_BYTES[self.dtype] if self.coded is None else 1
 
 
 @dataclass

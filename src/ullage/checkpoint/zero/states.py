@@ -14,7 +14,8 @@ from typing import Any
 
 from ullage.checkpoint.files.metadata import brief, comparable
 from ullage.checkpoint.inventory import Group, Problem
-from ullage.checkpoint.zero.shards import FlatTensor, ShardFile
+from ullage.checkpoint.zero.flat import FlatTensor
+from ullage.checkpoint.zero.shards import ShardFile
 
 #: What to do where the optimizer's state cannot be carried.
 WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
