@@ -247,7 +247,9 @@ def read_small(
     Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
     """
     counts = [0] * len(wanted)
-    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype]
+    plain = [
+        i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype
+    ]
     for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
         tensor, dtype, at = wanted[i]
         mine = Tally(tally.runs)
