@@ -7,7 +7,7 @@ from typing import Any
 
 from ullage.checkpoint.files.metadata import comparable
 from ullage.checkpoint.inventory import Problem
-from ullage.checkpoint.zero.expert_parts import Part
+from ullage.checkpoint.zero.expert_parts import FlatBuffer
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
 
@@ -107,7 +107,7 @@ def require_agreement(folder: Folder) -> None:
     )
 
 
-def compare_mappings(folder: Folder, parts: list[Part]) -> None:
+def compare_mappings(folder: Folder, parts: list[FlatBuffer]) -> None:
     """Compare ``param_slice_mappings`` with the layout. A mapping is never followed, only compared.
 
     ``parts``: the flat buffers of one model rank.

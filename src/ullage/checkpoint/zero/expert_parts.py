@@ -55,7 +55,7 @@ class Placed:
 
 
 @dataclass
-class Part:
+class FlatBuffer:
     """One flat buffer: of a group, or of what one expert-parallel rank holds of a group.
 
     Attributes:
@@ -109,7 +109,7 @@ def parts_of(
     world: int,
     experts: Experts,
     cut: Callable[[Shapes, dict[int, ShardFile], int], Group],
-) -> Iterator[Part]:
+) -> Iterator[FlatBuffer]:
     """The flat buffers of one group of one model rank.
 
     Args:
@@ -125,7 +125,7 @@ def parts_of(
     theirs = [name for name in named if is_expert(name, experts.layers)]
     if not theirs:
         placed = [Placed(name, shape) for name, shape in named.items()]
-        yield Part(cut(named, mine, world), named, placed, mine)
+        yield FlatBuffer(cut(named, mine, world), named, placed, mine)
         return
     count = lead.world[index] if index < len(lead.world) else 0
     ep = _size(folder, lead, index, count, world)
@@ -139,7 +139,7 @@ def parts_of(
         if held:
             placed = [_placed(name, shape, experts.layers, ep, rank) for name, shape in named.items()]
             group = replace(cut(named, held, count), names=tuple(p.name for p in placed), ep_rank=rank)
-            yield Part(group, named, placed, held)
+            yield FlatBuffer(group, named, placed, held)
 
 
 def _size(folder: Folder, lead: ShardFile, index: int, count: int, world: int) -> int | None:

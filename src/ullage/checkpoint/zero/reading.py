@@ -29,8 +29,8 @@ from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tens
 from ullage.checkpoint.zero import expert_weights, modules, muon, plain, shards
 from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.zero.details import WRAPPER, Details
-from ullage.checkpoint.zero.expert_parts import Part, dense_ranks, experts_of, parts_of
-from ullage.checkpoint.zero.experts import layers_of
+from ullage.checkpoint.zero.expert_layers import layers_of
+from ullage.checkpoint.zero.expert_parts import FlatBuffer, dense_ranks, experts_of, parts_of
 from ullage.checkpoint.zero.folder import Folder, read_files
 from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups, unsaved_state
@@ -196,7 +196,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
     experts = experts_of(model, layers_of(folder, model, tp))
     if experts.layers and lead.stage == 3:
         raise RefusedFile("experts at ZeRO stage 3 are not supported", where=f"{folder.path / model.name}")
-    parts: list[Part] = []
+    parts: list[FlatBuffer] = []
     for index, named in enumerate(shapes):
         cut = partial(_group, folder, index, model_rank)
         parts += parts_of(folder, index, named, mine, world, experts, cut)
@@ -225,7 +225,7 @@ def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found
         compare_mappings(folder, parts)
 
 
-def _add_slices(folder: Folder, part: Part, key: str, tp: int, slices: Stages) -> None:
+def _add_slices(folder: Folder, part: FlatBuffer, key: str, tp: int, slices: Stages) -> None:
     """Add one state of the parameters of a flat buffer to ``slices``; a stack of experts has a part in several.
 
     Args:
