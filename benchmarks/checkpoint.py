@@ -125,7 +125,8 @@ def write_source(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -
 def write_sparse(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
     """The same with holes for data: files of full size that take no room, for what reads no tensor data."""
     import ullage
-    from ullage.checkpoint.files.archive import TensorCopy, archive
+    from ullage.checkpoint.files.archive import archive
+    from ullage.checkpoint.files.pickling import TensorCopy
     from ullage.checkpoint.inventory import Tensor
 
     tag = folder / "global_step7"

@@ -164,9 +164,9 @@ def test_a_pickle_alone_is_no_checkpoint_and_is_not_run(run):
     assert not os.path.exists("/tmp/this-must-never-exist")
 
 
-def test_expert_files_are_refused_by_name(run):
+def test_an_expert_file_that_is_cut_off_is_refused_by_name(run):
     (run / "layer_0_expert_3_mp_rank_00_model_states.pt").write_bytes(b"")
-    refused(run, r"mixture of experts.*layer_0_expert_3_mp_rank_00_model_states.pt")
+    refused(run, r"truncated, corrupted.*layer_0_expert_3_mp_rank_00_model_states.pt")
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.support.drawing import lengths as drawn
 from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy, on_paper
-from ullage.checkpoint.files.archive import Constant, archive
+from ullage.checkpoint.files.archive import archive
 from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.pickling import Constant
 from ullage.checkpoint.files.torchfile import TensorRef, read_torch_file
 from ullage.checkpoint.inventory import Band, Merge
-from ullage.checkpoint.reading import cast, count_not_finite
+from ullage.checkpoint.numbers import cast, count_not_finite
 
 pytestmark = pytest.mark.property
 
@@ -87,7 +88,7 @@ def test_torch_loads_what_we_write_and_we_read_it_back(tmp_path_factory, value, 
 
 def test_an_archive_beyond_4_gib_is_zip64(tmp_path):
     """Sparse files: two tensors of more than 4 GiB, and one that begins beyond them."""
-    from ullage.checkpoint.files.archive import TensorCopy
+    from ullage.checkpoint.files.pickling import TensorCopy
 
     def tensor(numel):
         part = Slice(0, (numel,), Fragments.one(0, 0, numel))

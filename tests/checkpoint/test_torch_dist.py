@@ -21,6 +21,7 @@ from tests.support.real_zero import Recipe
 from ullage.checkpoint.formats.architecture import of_config
 from ullage.checkpoint.formats.name_tables import NAMES, Architecture, ranges_of
 from ullage.checkpoint.formats.rows import rows_of
+from ullage.checkpoint.formats.table import FORMATS
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.errors import CheckpointError
@@ -354,3 +355,25 @@ def test_the_distributed_optimizer_loads_the_state(tmp_path, kind, tp, pp, world
 
 def test_the_numbers_of_a_config():
     assert of_config({"num_attention_heads": 4, "hidden_size": 32}, "here") == Architecture(4, 4, 8, None)
+
+
+@pytest.mark.slow
+def test_every_format_goes_there_and_back(tmp_path):
+    """From Megatron-Core's format to each of the others and back: every tensor, state, step and group's settings."""
+    config = config_of("llama", num_hidden_layers=1)
+    written = real_zero.write(tmp_path / "zero", Recipe(1, 2, [shapes_of(config)], weight_decay=[0.1]))
+    (written.folder / "config.json").write_text(json.dumps(config))
+    checkpoint.convert(written.folder, tmp_path / "megatron", format="torch_dist", workers=1)
+    ours = checkpoint.read(tmp_path / "megatron")
+    for format in (f for f in FORMATS if f != "torch_dist"):
+        options = {"ranks": 3} if format.startswith("zero") else {}
+        there, back = tmp_path / format, tmp_path / f"from_{format}"
+        checkpoint.convert(tmp_path / "megatron", there, format=format, optimizer=True, **options)
+        if not (there / "config.json").exists():
+            (there / "config.json").write_text(json.dumps(config))
+        checkpoint.convert(there, back, format="torch_dist", workers=1)
+        theirs = checkpoint.read(back)
+        assert {(t.name, t.key) for t in ours.tensors} == {(t.name, t.key) for t in theirs.tensors}, format
+        assert all(torch.equal(value_of(ours, t), value_of(theirs, theirs.tensor(t.name, t.key))) for t in ours.tensors)
+        assert theirs.steps == ours.steps, format
+        assert theirs.details.param_groups == ours.details.param_groups, format

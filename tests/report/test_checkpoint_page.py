@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage.checkpoint.inventory import Group, Inventory, Problem, WrittenBy
+from ullage.checkpoint.inventory import Group, Inventory, WrittenBy
+from ullage.checkpoint.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
 

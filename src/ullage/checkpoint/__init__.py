@@ -16,17 +16,8 @@ from ullage.checkpoint.conversion.averaging import average
 from ullage.checkpoint.conversion.converting import Report, convert
 from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
 from ullage.checkpoint.formats.table import read, targets
-from ullage.checkpoint.inventory import (
-    File,
-    Fragments,
-    Group,
-    Inventory,
-    Merge,
-    Problem,
-    Slice,
-    Tensor,
-    WrittenBy,
-)
+from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.paper import on_paper
 from ullage.checkpoint.conversion.verifying import verify
 from ullage.errors import CheckpointError

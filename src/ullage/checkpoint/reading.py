@@ -6,7 +6,6 @@ searched once for NaN and Inf. Nothing is larger than the caller's buffer.
 
 from __future__ import annotations
 
-import itertools
 import os
 import zlib
 from bisect import bisect_right
@@ -22,11 +21,10 @@ import numpy.typing as npt
 
 from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
+from ullage.checkpoint.numbers import Bytes, as_floats, cast, count_not_finite, from_floats
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.remote.store import Held, merged
 from ullage.errors import CheckpointError
-
-Bytes = npt.NDArray[np.uint8]
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
 CHUNK_BYTES = 2 << 20
@@ -35,10 +33,6 @@ CHUNK_BYTES = 2 << 20
 _TABLES = 16
 #: Most bytes that one thread fetches from a store before it reads them.
 _FETCHED_BYTES = 64 << 20
-
-#: By dtype: the unsigned integer of its size, and the bits of its exponent, which are all 1 in NaN and Inf alone.
-_EXPONENTS = {"float32": (np.uint32, 0x7F800000), "float64": (np.uint64, 0x7FF0000000000000)}
-_EXPONENTS |= {"float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 
 
 class Unreadable(CheckpointError):
@@ -232,76 +226,6 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
         yield chunk
 
 
-def read_small(
-    sources: Sources, wanted: list[tuple[Tensor, str, int]], into: Bytes, buffer: Bytes, tally: Tally
-) -> list[int]:
-    """Read many small tensors whole; neighbours in a file are read at once.
-
-    Args:
-        sources: the open files.
-        wanted: each tensor, the dtype in which it is wanted, and its first byte in ``into``.
-        into: memory for all of them.
-        buffer: memory for a chunk; no tensor is larger than half of it.
-        tally: gets the runs that were read.
-
-    Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
-    """
-    counts = [0] * len(wanted)
-    plain = [
-        i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype
-    ]
-    for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
-        tensor, dtype, at = wanted[i]
-        mine = Tally(tally.runs)
-        for chunk in stream(sources, tensor, 0, tensor.numel, buffer, mine):
-            data = cast(chunk, tensor.dtype, dtype)
-            into[at : at + len(data)] = data
-            at += len(data)
-        counts[i] = mine.not_finite
-    if plain and not _read_plain(sources, [(wanted[i][0], wanted[i][2]) for i in plain], into, buffer, tally):
-        for i in plain:
-            tensor, _, at = wanted[i]
-            counts[i] = count_not_finite(into[at : at + tensor.num_bytes], tensor.dtype)
-    return counts
-
-
-def _read_plain(sources: Sources, wanted: list[tuple[Tensor, int]], into: Bytes, buffer: Bytes, tally: Tally) -> bool:
-    """Read tensors that nothing cuts or casts; returns whether all their elements are known to be finite."""
-    parts = [tensor.slices[0].fragments for tensor, _ in wanted]
-    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    item = np.array([tensor.item_bytes for tensor, _ in wanted], np.int64)[owners]
-    file = np.concatenate([part.file for part in parts])
-    offset = np.concatenate([part.offset for part in parts])
-    size = np.concatenate([part.length for part in parts]) * item
-    to = np.array([at for _, at in wanted], np.int64)[owners] + np.concatenate([p.start for p in parts]) * item
-    if int(size.sum()) != sum(tensor.num_bytes for tensor, _ in wanted):  # cannot be in an inventory without problems
-        raise CheckpointError("elements that no fragment holds", where=wanted[0][0].name)
-    order = np.lexsort((offset, file))
-    file, offset, size, to = file[order], offset[order], size[order], to[order]
-    # A read ends where the next fragment lies elsewhere, and where the buffer might be full.
-    ends = np.cumsum(size)
-    full = (ends - 1) // (len(buffer) // 2)
-    apart = (file[1:] != file[:-1]) | (offset[1:] != (offset + size)[:-1]) | (full[1:] != full[:-1])
-    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(file)]
-    dtypes = {tensor.dtype for tensor, _ in wanted}
-    dtype = dtypes.pop() if len(dtypes) == 1 else ""
-    finite = bool(dtype)
-    starts = (ends - size).tolist()
-    sizes, places = size.tolist(), to.tolist()
-    for first, last in itertools.pairwise(bounds):
-        if first == last:
-            continue
-        low = starts[first]
-        chunk = buffer[: starts[last - 1] + sizes[last - 1] - low]
-        sources.read(int(file[first]), int(offset[first]), chunk.data)
-        tally.runs.append((int(file[first]), int(offset[first]), len(chunk), zlib.crc32(chunk.data)))
-        for i in range(first, last):
-            begin = starts[i] - low
-            into[places[i] : places[i] + sizes[i]] = chunk[begin : begin + sizes[i]]
-        finite = finite and not count_not_finite(chunk, dtype)
-    return finite
-
-
 def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into: Bytes, tally: Tally) -> None:
     """Read elements ``[low, high)`` of a slice, in order, one read per fragment.
 
@@ -469,42 +393,3 @@ def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally)
     for other in numbers[1:]:
         total += other
     return from_floats(total / len(numbers), tensor.dtype)
-
-
-def count_not_finite(chunk: Bytes, dtype: str) -> int:
-    """Number of elements that are NaN or Inf; 0 for integers. One pass: a sum that is finite had only finite terms."""
-    if dtype not in _EXPONENTS or not len(chunk):
-        return 0
-    if dtype in ("float32", "float64"):
-        with np.errstate(all="ignore"):
-            if np.isfinite(np.add.reduce(chunk.view(dtype))):
-                return 0
-    # A finite sum was proof. A sum that is not may have overflowed, so elements are counted: all bits of the exponent.
-    unsigned, mask = _EXPONENTS[dtype]
-    exponents = chunk.view(unsigned) & unsigned(mask)
-    return int(np.count_nonzero(exponents == unsigned(mask)))
-
-
-def as_floats(chunk: Bytes, dtype: str) -> npt.NDArray[np.floating]:
-    """A view or copy of ``chunk`` as numbers; bfloat16 becomes float32."""
-    if dtype == "bfloat16":
-        return (chunk.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return chunk.view(dtype)
-
-
-def from_floats(numbers: npt.NDArray[np.floating], dtype: str) -> Bytes:
-    """The bytes of ``numbers`` as ``dtype``, rounded to nearest, ties to even."""
-    if dtype != "bfloat16":
-        with np.errstate(all="ignore"):
-            return np.ascontiguousarray(numbers.astype(dtype)).view(np.uint8)
-    bits = np.ascontiguousarray(numbers.astype(np.float32)).view(np.uint32)
-    # bfloat16 is the upper half: adding 0x7FFF and the last bit that stays rounds to nearest, ties to even.
-    # A NaN is not rounded, which could carry it into infinity or a sign; bit 22 keeps it a (quiet) NaN.
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    rounded = np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), bits | np.uint32(0x400000), rounded)
-    return (rounded >> np.uint32(16)).astype(np.uint16).view(np.uint8)
-
-
-def cast(chunk: Bytes, dtype: str, wanted: str) -> Bytes:
-    """The elements of ``chunk`` in the dtype ``wanted``; ``chunk`` itself where that is its dtype already."""
-    return chunk if dtype == wanted else from_floats(as_floats(chunk, dtype), wanted)

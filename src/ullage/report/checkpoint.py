@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ullage.checkpoint.inventory import Group, Inventory, Problem, Tensor
+from ullage.checkpoint.inventory import Group, Inventory, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.report.bars import Box, Row
 from ullage.report.page import NUM_COLOURS, render, size
 

@@ -27,7 +27,8 @@ from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.safetensors import safetensors_targets
 from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, cast, count_not_finite, from_floats, row_elements
+from ullage.checkpoint.numbers import Bytes, cast, count_not_finite, from_floats
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, row_elements
 from ullage.errors import CheckpointError, InputError
 
 #: By how much shares may miss 1, as decimal numbers do.

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.conversion.copying import Unit, write_at
+from ullage.checkpoint.conversion.copying import write_at
+from ullage.checkpoint.conversion.units import Unit
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.files.unpickling import TensorRef
@@ -33,7 +34,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
     for unit in units:
         if unit.payload is None or unit.payload < 0:
             continue
-        if unit.stretch is not None:  # summed whole; only sums whose place lies in another unit are left
+        if unit.neighbours is not None:  # summed whole; only sums whose place lies in another unit are left
             for number, crc in lines[unit.number].get("crcs", ()):
                 payload = targets[unit.first].payloads[number]
                 places.append((targets[unit.first].name, payload))
@@ -44,7 +45,7 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
         payload = targets[unit.first].payloads[unit.payload]
         if not payload.crc_at:
             continue
-        # Units of one payload are neighbours and in order (``copying.split``), as ``combine`` requires.
+        # Units of one payload are neighbours and in order (``units.split``), as ``combine`` requires.
         if last != (unit.first, unit.payload):
             places.append((targets[unit.first].name, payload))
             last = (unit.first, unit.payload)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.inventory import Inventory, Problem, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, cast, ranges_of, row_elements, stream
+from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.numbers import cast
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
 from ullage.errors import CheckpointError
 
 #: Two tensors that must be equal (the second perhaps of another dtype), and the file to name where they are not.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.files.archive import Constant, FunctionCall, Instance, TensorCopy, pickled
 from ullage.checkpoint.files.metadata import brief
+from ullage.checkpoint.files.pickling import Constant, FunctionCall, Instance, TensorCopy, pickled
 from ullage.checkpoint.files.torchfile import TorchFile, read_bytes
 from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef
 from ullage.errors import CheckpointError

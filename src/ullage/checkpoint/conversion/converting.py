@@ -22,10 +22,10 @@ from typing import Any
 
 from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
-from ullage.checkpoint.conversion.copying import Unit
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, mark_of, read_journals, sync_files
 from ullage.checkpoint.conversion.meeting import Meeting, remove_other
+from ullage.checkpoint.conversion.units import Unit, split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
@@ -254,7 +254,7 @@ class _Job:
 
     def _work(self, done: dict[int, dict[str, Any]], journal: Journal) -> None:
         rank, world_size = self.share
-        units = copying.split(self.targets)
+        units = split(self.targets)
         mine = [u for u in _part(units, rank, world_size) if u.number not in done]
         # Bytes done before, by any process: progress counts the whole conversion.
         held = sum(u.num_bytes for u in units if u.number in done)
@@ -286,7 +286,7 @@ class _Job:
 
     def _present(self, done: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Finished units whose files are still there at their size; a unit of small files needs all of them."""
-        units = {u.number: u for u in copying.split(self.targets)}
+        units = {u.number: u for u in split(self.targets)}
 
         def whole(unit: Unit) -> bool:
             for target in self.targets[unit.first : unit.last]:

@@ -15,140 +15,20 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ullage.checkpoint.conversion.journal import Journal
+from ullage.checkpoint.conversion.units import Neighbours, Unit, is_small, neighbours_in
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import (
-    CHUNK_BYTES,
-    Sources,
-    Tally,
-    cast,
-    ranges_of,
-    read_small,
-    row_elements,
-    stream,
-)
-
-#: Targets and tensors up to this size are composed in memory, many together, and written at once.
-SMALL_BYTES = 1 << 20
-#: Tensors that are composed together at most.
-_TOGETHER = 2048
-#: A unit of a large file, and of small files together.
-UNIT_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Part of the work: small targets ``[first, last)`` whole, or a part of target ``first``.
-
-    Attributes:
-        number: place of the unit among all units; its name in the journal.
-        first: number of the first target.
-        last: number after that of the last target.
-        payload: None for small targets, -1 for a plain copy, else number of the (first) payload of target ``first``.
-        start: first of the range: a byte of a plain copy, an element of a payload.
-        stop: end of the range, in the same unit.
-        num_bytes: bytes that are written.
-        stretch: of small payloads, the stretch of the target that holds them.
-    """
-
-    number: int
-    first: int
-    last: int
-    payload: int | None = None
-    start: int = 0
-    stop: int = 0
-    num_bytes: int = 0
-    stretch: Stretch | None = None
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Bytes ``[begin, end)`` of target number ``target``: payloads ``[first, last)`` and all texts between them."""
-
-    target: int
-    first: int
-    last: int
-    begin: int
-    end: int
-
-
-def stretches(index: int, target: Target) -> list[Stretch]:
-    """The stretches of a large target in which small payloads lie side by side, in order."""
-    found: list[Stretch] = []
-    first, begin, end = 0, 0, 0  # of the stretch that is being made; the end of the last payload
-
-    def close(last: int) -> None:
-        if last > first:
-            found.append(Stretch(index, first, last, begin, end))
-
-    for number, payload in enumerate(target.payloads):
-        size = payload.tensor.numel * ITEM_BYTES[payload.dtype]
-        if size > SMALL_BYTES:
-            close(number)
-            first, begin = number + 1, payload.offset + size
-        elif number > first and (payload.offset - begin > UNIT_BYTES // 4 or number - first >= _TOGETHER):
-            close(number)
-            first, begin = number, end
-        end = payload.offset + size
-    close(len(target.payloads))
-    return found
-
-
-def is_small(target: Target) -> bool:
-    """Whether the target is composed in memory and written at once."""
-    return target.num_bytes <= SMALL_BYTES and target.copy_of is None
-
-
-def split(targets: list[Target]) -> list[Unit]:
-    """The units of work for ``targets``; the same in every process for the same targets."""
-    units: list[Unit] = []
-    first = held = 0
-
-    def close(last: int) -> None:
-        nonlocal first, held
-        if last > first:
-            units.append(Unit(len(units), first, last, num_bytes=held))
-        first, held = last + 1, 0  # target ``last`` is a large one, with units of its own
-
-    for index, target in enumerate(targets):
-        # Small targets are gathered into a unit until it is worth a line in the journal.
-        if is_small(target):
-            held += target.num_bytes
-            # At most 256 files: their time is that of opening them, not of their bytes.
-            if held >= UNIT_BYTES // 4 or index - first >= 255:
-                close(index + 1)
-                first = index + 1  # no large target stands between
-            continue
-        # A large target closes the unit of small ones and is cut into ranges, at whole rows of each payload.
-        close(index)
-        if target.copy_of is not None:
-            for start in range(0, max(1, target.num_bytes), UNIT_BYTES):
-                stop = min(start + UNIT_BYTES, target.num_bytes)
-                units.append(Unit(len(units), index, index + 1, -1, start, stop, stop - start))
-        together = stretches(index, target)
-        for part in together:
-            units.append(Unit(len(units), index, index + 1, part.first, num_bytes=part.end - part.begin, stretch=part))
-        composed = {number for part in together for number in range(part.first, part.last)}
-        for number, payload in enumerate(target.payloads):
-            if number in composed:
-                continue
-            row = row_elements(payload.tensor)
-            step = max(1, UNIT_BYTES // (row * ITEM_BYTES[payload.dtype])) * row
-            for start in range(0, payload.tensor.numel, step):
-                stop = min(start + step, payload.tensor.numel)
-                size = (stop - start) * ITEM_BYTES[payload.dtype]
-                units.append(Unit(len(units), index, index + 1, number, start, stop, size))
-    close(len(targets))
-    return units
+from ullage.checkpoint.neighbours import read_small
+from ullage.checkpoint.numbers import cast
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
 
 
 def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tuple[int, int]:
@@ -172,8 +52,8 @@ def _read_by(targets: list[Target], unit: Unit) -> Iterator[tuple[int, int, int]
     if unit.payload is None:
         for payload in itertools.chain.from_iterable(t.payloads for t in targets[unit.first : unit.last]):
             yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
-    elif unit.stretch is not None:
-        for payload in targets[unit.first].payloads[unit.stretch.first : unit.stretch.last]:
+    elif unit.neighbours is not None:
+        for payload in targets[unit.first].payloads[unit.neighbours.first : unit.neighbours.last]:
             yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
     elif copied is not None:
         yield copied, unit.start, unit.num_bytes
@@ -188,7 +68,7 @@ def prepare(partial: Path, targets: list[Target]) -> None:
     for index, target in enumerate(targets):
         if is_small(target):
             continue
-        together = stretches(index, target)
+        together = neighbours_in(index, target)
         begins = [part.begin for part in together]
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -227,12 +107,12 @@ class _Worker:
         not_finite: list[tuple[int, int, int]] = []
         if unit.payload is None:
             whole = [
-                Stretch(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
+                Neighbours(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
                 for i in range(unit.first, unit.last)
             ]
             self._compose(whole, tally, not_finite)
-        elif unit.stretch is not None:
-            later = self._compose([unit.stretch], tally, not_finite)
+        elif unit.neighbours is not None:
+            later = self._compose([unit.neighbours], tally, not_finite)
             if later:
                 line["crcs"] = later
         elif unit.payload < 0:
@@ -248,7 +128,7 @@ class _Worker:
         return line
 
     def _compose(
-        self, parts: list[Stretch], tally: Tally, not_finite: list[tuple[int, int, int]]
+        self, parts: list[Neighbours], tally: Tally, not_finite: list[tuple[int, int, int]]
     ) -> list[tuple[int, int]]:
         """Compose stretches in memory and write each at once.
 
@@ -288,7 +168,7 @@ class _Worker:
             self._write(part, view[start : start + part.end - part.begin])
         return later
 
-    def _write(self, part: Stretch, data: memoryview) -> None:
+    def _write(self, part: Neighbours, data: memoryview) -> None:
         target = self.targets[part.target]
         flags = os.O_WRONLY | os.O_CLOEXEC
         if len(data) == target.num_bytes:

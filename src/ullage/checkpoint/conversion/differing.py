@@ -20,7 +20,8 @@ import numpy as np
 from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, Tally, as_floats, row_elements, stream
+from ullage.checkpoint.numbers import Bytes, as_floats
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 
 #: The state under which the weights of all formats are compared.
 WEIGHT = "weight"

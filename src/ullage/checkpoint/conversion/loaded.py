@@ -23,7 +23,8 @@ from typing import Any
 from ullage.checkpoint.conversion.comparing import Pair
 from ullage.checkpoint.conversion.contents import Walk
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.archive import Constant, Target, TensorCopy
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef, Unpickler
 from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
@@ -31,7 +32,8 @@ from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.formats.table import STAGES, universal_files
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
 from ullage.checkpoint.formats.zero_writing import zero_targets
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions, let_go
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.errors import CheckpointError

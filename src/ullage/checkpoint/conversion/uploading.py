@@ -29,6 +29,7 @@ from typing import Any, cast
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.destination import disk_error
+from ullage.checkpoint.conversion.units import split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
 from ullage.checkpoint.inventory import Inventory
@@ -209,7 +210,7 @@ class Upload:
     def _make(self, batch: Batch, folder: Path) -> dict[int, dict[str, Any]]:
         """Make the files of a batch in the spool; returns the lines of its units."""
         targets = self.targets[batch.first : batch.last]
-        units = copying.split(targets)
+        units = split(targets)
         copying.prepare(folder, targets)
         journal: Any = _NoJournal()
         lines = copying.run_units(self.inventory, targets, folder, units, journal, self.workers, None)

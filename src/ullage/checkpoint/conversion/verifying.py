@@ -18,7 +18,8 @@ from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.formats import trainer_folder
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.table import read
-from ullage.checkpoint.inventory import Inventory, Problem, Tensor
+from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.problem import Problem
 
 
 def verify(

@@ -19,16 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.archive import (
-    FunctionCall,
-    Instance,
-    Payload,
-    Target,
-    TensorCopy,
-    archive,
-    archive_like,
-    pickled,
-)
+from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
+from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
 from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, Named, Size
 from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups

@@ -8,7 +8,8 @@ from typing import Any
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, as_number
 from ullage.checkpoint.files.unpickling import Inert
-from ullage.checkpoint.inventory import Problem, Tensor, WrittenBy
+from ullage.checkpoint.inventory import Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
 
 
 def settings_of(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage.checkpoint.dtypes import FLOATS
-from ullage.checkpoint.files.archive import Constant, TensorCopy
+from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, states_by_name
 from ullage.checkpoint.formats.safetensors import cast_of

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ullage.checkpoint.files.archive import Constant
+from ullage.checkpoint.files.pickling import Constant
 from ullage.checkpoint.files.torchfile import read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import Inventory, Tensor

@@ -21,7 +21,8 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Problem, Slice, Tensor, WrittenBy
+from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.details import Details, kept_by_group
 from ullage.errors import CheckpointError, InputError

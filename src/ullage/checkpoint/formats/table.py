@@ -22,7 +22,8 @@ from ullage.checkpoint.formats.trainer_reading import read_trainer
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
 from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
 from ullage.checkpoint.formats.zero_writing import zero_targets
-from ullage.checkpoint.inventory import Inventory, Problem
+from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import let_go, path_of, reached
 from ullage.checkpoint.zero.reading import read_zero
 from ullage.errors import CheckpointError, InputError

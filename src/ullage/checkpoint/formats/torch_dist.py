@@ -18,7 +18,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from ullage.checkpoint.files.archive import Instance, Target, TensorCopy, archive
+from ullage.checkpoint.files.archive import Target, archive
+from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats.architecture import megatron_args, of_config, read_config
 from ullage.checkpoint.formats.dcp import ItemWriter
 from ullage.checkpoint.formats.name_tables import (

@@ -26,7 +26,8 @@ from ullage.checkpoint.formats.dcp import Place, read_metadata
 from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.megatron_settings import grouped, settings_of, written_by
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Problem, Slice, Tensor
+from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.errors import CheckpointError

@@ -21,7 +21,8 @@ from typing import Any
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error, as_number
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.inventory import Problem, Tensor
+from ullage.checkpoint.inventory import Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.files.archive import Target, TensorCopy, archive
+from ullage.checkpoint.files.archive import Target, archive
+from ullage.checkpoint.files.pickling import TensorCopy
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.run_files import TRAINER_STATE, text_of

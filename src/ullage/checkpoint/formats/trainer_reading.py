@@ -10,7 +10,8 @@ from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
 from ullage.checkpoint.formats import run_files
 from ullage.checkpoint.formats.safetensors import divided, read_safetensors
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, trainer_orders, unnamed
-from ullage.checkpoint.inventory import File, Inventory, Problem
+from ullage.checkpoint.inventory import File, Inventory
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.errors import CheckpointError

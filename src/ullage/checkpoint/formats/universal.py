@@ -15,7 +15,6 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -27,18 +26,13 @@ from typing import Any
 
 from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.archive import (
-    Constant,
-    Instance,
-    Target,
-    TensorCopy,
-    archive,
-    archive_like,
-    is_writable,
-)
+from ullage.checkpoint.files.archive import Target, archive, archive_like
+from ullage.checkpoint.files.pickling import Constant, Instance, TensorCopy, is_writable
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.inventory import File, Inventory, Problem, Tensor, WrittenBy
+from ullage.checkpoint.formats.safe_names import safe_name
+from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.details import WRAPPER, Details
@@ -53,8 +47,6 @@ from ullage.layout import Int64
 
 #: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
-#: Bytes of the longest name of a file on the file systems in use.
-_LONGEST_NAME = 255
 
 
 def universal_targets(inventory: Inventory) -> list[Target]:
@@ -67,25 +59,6 @@ def universal_targets(inventory: Inventory) -> list[Target]:
     targets.append(_optimizer_file(details))
     targets += _model_files(inventory, details)
     return targets
-
-
-def safe_name(name: str) -> str:
-    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that cannot be one."""
-    where = repr(name if len(name) <= 80 else f"{name[:80]}...")
-    try:
-        encoded = os.fsencode(name)
-    except UnicodeEncodeError:
-        encoded = b""
-    if not encoded or "/" in name or "\0" in name or name in (".", ".."):
-        raise CheckpointError("a name that cannot be a file's", where=where)
-    if len(encoded) > _LONGEST_NAME:
-        found = f"{len(encoded)} bytes"
-        raise CheckpointError("a name too long to be a file's", where=where, expected=f"{_LONGEST_NAME}", found=found)
-    if name == "optimizer_state.pt":
-        raise CheckpointError(
-            "a parameter has the name of a file of the universal format", where=where, hint="rename the parameter"
-        )
-    return name
 
 
 def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Target] | None = None) -> Target:

@@ -13,7 +13,8 @@ from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups
-from ullage.checkpoint.formats.universal import described, number, safe_name, state_file
+from ullage.checkpoint.formats.safe_names import safe_name
+from ullage.checkpoint.formats.universal import described, number, state_file
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.zero.details import Details
 from ullage.errors import CheckpointError

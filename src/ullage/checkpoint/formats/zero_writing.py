@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.dtypes import FLOATS
-from ullage.checkpoint.files.archive import Instance, Target, TensorCopy
+from ullage.checkpoint.files.archive import Target
+from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name

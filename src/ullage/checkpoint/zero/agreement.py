@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ullage.checkpoint.files.metadata import comparable
-from ullage.checkpoint.inventory import Problem
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.expert_parts import FlatBuffer
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile

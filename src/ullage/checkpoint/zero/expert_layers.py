@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Problem
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.experts import ExpertFile, Layer, local_number
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ModelFile

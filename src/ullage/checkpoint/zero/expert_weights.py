@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Fragments, Problem, Slice, Tensor
+from ullage.checkpoint.inventory import Fragments, Slice, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.experts import local_number
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.modules import Kind, whole_tensor

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
-from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.inventory import Group
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.zero import experts, shards
 from ullage.checkpoint.zero.experts import ExpertFile

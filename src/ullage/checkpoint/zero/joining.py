@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES
-from ullage.checkpoint.inventory import Fragments, Problem, Slice, Tensor
+from ullage.checkpoint.inventory import Fragments, Slice, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.parallel import Patterns, join

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Problem
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 

@@ -16,7 +16,8 @@ import numpy as np
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.inventory import Fragments, Merge, Problem, Slice, Tensor
+from ullage.checkpoint.inventory import Fragments, Merge, Slice, Tensor
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder, record_table
 from ullage.checkpoint.zero.joining import Stages, join_stages

@@ -15,7 +15,8 @@ from typing import Any
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.torch_optimizer import read_numbered, unnamed
-from ullage.checkpoint.inventory import Inventory, Problem, Tensor, WrittenBy
+from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import Folder

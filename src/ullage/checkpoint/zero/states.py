@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ullage.checkpoint.files.metadata import brief, comparable
-from ullage.checkpoint.inventory import Group, Problem
+from ullage.checkpoint.inventory import Group
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.flat import FlatTensor
 from ullage.checkpoint.zero.shards import ShardFile
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ullage.checkpoint import Inventory, Tensor
-from ullage.checkpoint.reading import CHUNK_BYTES, Bytes, Sources, Tally, row_elements, stream
+from ullage.checkpoint.numbers import Bytes
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 from ullage.errors import CheckpointError
 from ullage.training.ranges.places import masters
 from ullage.training.ranges.plan import RangePlan, Read

@@ -32,7 +32,7 @@ _ELSEWHERE = ("MiCS_Optimizer", "SuperOffloadOptimizer_Stage3", "ZenFlowZeroOpti
 
 
 @dataclass(frozen=True)
-class Stretch:
+class HeldRange:
     """Elements of a parameter on this rank.
 
     Attributes:
@@ -88,7 +88,7 @@ def group_of(zero: Any) -> list[int]:
     return [zero.sub_group_to_group_id[i] for i in range(count)] if is_stage3(zero) else list(range(count))
 
 
-def places(zero: Any) -> list[Stretch]:
+def places(zero: Any) -> list[HeldRange]:
     """The elements of trained parameters that this rank masters, flat tensor by flat tensor, in order of memory."""
     found = []
     for flat, (group, master) in enumerate(zip(getattr(zero, groups_name(zero)), masters(zero), strict=True)):
@@ -106,16 +106,16 @@ def part_of(p: torch.Tensor) -> tuple[int, int]:
     return start, max(0, min(share, held.ds_numel - start))
 
 
-def _partitions(zero: Any, flat: int, group: list[Any]) -> list[Stretch]:
+def _partitions(zero: Any, flat: int, group: list[Any]) -> list[HeldRange]:
     found, at = [], 0
     for p in group:
         start, length = part_of(p)
-        found.append(Stretch(zero.param_names[p], flat, start, at, length))
+        found.append(HeldRange(zero.param_names[p], flat, start, at, length))
         at += p.ds_tensor.ds_numel
     return found
 
 
-def _stretch(zero: Any, flat: int, group: list[Any], size: int) -> list[Stretch]:
+def _stretch(zero: Any, flat: int, group: list[Any], size: int) -> list[HeldRange]:
     """The parameters of a group within the equal stretch of ``size`` elements that this rank masters of its buffer."""
     is_bf16 = hasattr(zero, "bf16_groups")
     buffer = (zero.bf16_groups_flat if is_bf16 else zero.bit16_groups_flat)[flat]
@@ -125,7 +125,7 @@ def _stretch(zero: Any, flat: int, group: list[Any], size: int) -> list[Stretch]
         # Addresses are in bytes. A parameter of no elements has none.
         first = (p.data_ptr() - buffer.data_ptr()) // buffer.element_size() if p.numel() else 0
         begin, end = max(first, low), min(first + p.numel(), low + size)
-        found.append(Stretch(zero.param_names[p], flat, begin - first, begin - low, max(0, end - begin)))
+        found.append(HeldRange(zero.param_names[p], flat, begin - first, begin - low, max(0, end - begin)))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ullage.checkpoint import Tensor
 from ullage.training.ranges.content import Content
-from ullage.training.ranges.places import Stretch, group_of, masters, numel_of, part_of, places, shape_of
+from ullage.training.ranges.places import HeldRange, group_of, masters, numel_of, part_of, places, shape_of
 from ullage.training.universal import groups_name, untrained
 
 
@@ -81,7 +81,7 @@ def _names(engine: Any) -> dict[int, list[str]]:
 
 def _add_trained(plan: RangePlan, zero: Any, content: Content, names: dict[int, list[str]]) -> None:
     """Masters and states: each tensor is looked up and compared once, and read where this rank masters a part of it."""
-    mine: dict[tuple[int, str], Stretch] = {(place.flat, place.name): place for place in places(zero)}
+    mine: dict[tuple[int, str], HeldRange] = {(place.flat, place.name): place for place in places(zero)}
     owners = group_of(zero)
     for flat, group in enumerate(getattr(zero, groups_name(zero))):
         for key in content.keys:
