@@ -81,6 +81,31 @@ def test_two_processes_resume_exactly(two):
 
 
 @pytest.mark.slow
+def test_a_run_without_deepspeed_goes_on_under_zero(two):
+    """A transformers model: which parameter has which state follows from its class."""
+    folder, _, _ = two
+    arguments = ["--data", "a.jsonl", "--eval_data", "b.jsonl", "--model", "llama-32x1", "--learning_rate", 0.02]
+    arguments += ["--logging_steps", 1, "--save_steps", 3, "--lr_scheduler_type", "constant"]
+    done = ullage_train(1, folder, *arguments, "--per_device_train_batch_size", 8, "--output_dir", "plain")
+    assert done.returncode == 0, done.stderr
+    first = checkpoints_in(folder / "plain")[0]
+    flags = [
+        "--per_device_train_batch_size",
+        4,
+        "--output_dir",
+        "sharded",
+        "--zero",
+        3,
+        "--resume_from_checkpoint",
+        first,
+    ]
+    done = ullage_train(2, folder, *arguments, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written by 1 process, without DeepSpeed; for 2 processes, ZeRO 3 each rank reads") == 1
+    assert losses(folder / "sharded") == pytest.approx(losses(folder / "plain"), rel=2e-6)
+
+
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_no_process_hangs(two):
     folder, arguments, _ = two
     done = ullage_train(2, folder, *arguments, "--text_column", "body", "--output_dir", "bad")

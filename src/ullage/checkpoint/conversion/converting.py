@@ -35,11 +35,15 @@ from ullage.checkpoint.reading import Unreadable
 from ullage.checkpoint.remote.paths import is_remote, path_of
 from ullage.errors import CheckpointError, DistributedError, InputError, UllageError
 
-#: By format of the source: what it means that twins differ, and what to do.
+#: By what the twins are: what it means that they differ, and what to do.
 _TWINS = {
     "zero": (
         "pipeline stages hold different values of one parameter",
         "a tied weight that has drifted apart, or two parameters of one name",
+    ),
+    "muon": (
+        "ranks hold different values of one parameter",
+        "each rank that has a part of a matrix saves the whole of its momentum; train on from another checkpoint",
     ),
     "torch_dist": (
         "the optimizer's master copy is not the model's weight",
@@ -336,7 +340,8 @@ class _Job:
         carried = {(payload.tensor.name, payload.tensor.key) for t in self.targets for payload in t.payloads}
         pairs: list[Pair] = [(a, b, None) for a, b in self.inventory.twins if (a.name, a.key) in carried]
         for problem in compare_pairs(self.inventory, self.inventory, pairs, self.report.workers):
-            what, hint = _TWINS.get(self.inventory.format, _TWINS["zero"])
+            is_muons = self.inventory.format == "zero" and self.inventory.written_by.pp == 1
+            what, hint = _TWINS["muon" if is_muons else self.inventory.format]
             where = f"{self.inventory.folder}, parameter {problem.parameter}"
             raise CheckpointError(what, where=where, found=problem.what, hint=hint)
 

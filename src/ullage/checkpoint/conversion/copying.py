@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.conversion.journal import Journal
-from ullage.checkpoint.conversion.units import Neighbours, Unit, is_small, neighbours_in
+from ullage.checkpoint.conversion.units import SideBySide, Unit, is_small, neighbours_in
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
@@ -107,7 +107,7 @@ class _Worker:
         not_finite: list[tuple[int, int, int]] = []
         if unit.payload is None:
             whole = [
-                Neighbours(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
+                SideBySide(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
                 for i in range(unit.first, unit.last)
             ]
             self._compose(whole, tally, not_finite)
@@ -128,7 +128,7 @@ class _Worker:
         return line
 
     def _compose(
-        self, parts: list[Neighbours], tally: Tally, not_finite: list[tuple[int, int, int]]
+        self, parts: list[SideBySide], tally: Tally, not_finite: list[tuple[int, int, int]]
     ) -> list[tuple[int, int]]:
         """Compose stretches in memory and write each at once.
 
@@ -168,7 +168,7 @@ class _Worker:
             self._write(part, view[start : start + part.end - part.begin])
         return later
 
-    def _write(self, part: Neighbours, data: memoryview) -> None:
+    def _write(self, part: SideBySide, data: memoryview) -> None:
         target = self.targets[part.target]
         flags = os.O_WRONLY | os.O_CLOEXEC
         if len(data) == target.num_bytes:

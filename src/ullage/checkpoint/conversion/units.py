@@ -45,11 +45,11 @@ class Unit:
     start: int = 0
     stop: int = 0
     num_bytes: int = 0
-    neighbours: Neighbours | None = None
+    neighbours: SideBySide | None = None
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class SideBySide:
     """Bytes ``[begin, end)`` of target number ``target``: payloads ``[first, last)`` and all texts between them."""
 
     target: int
@@ -59,14 +59,14 @@ class Neighbours:
     end: int
 
 
-def neighbours_in(index: int, target: Target) -> list[Neighbours]:
+def neighbours_in(index: int, target: Target) -> list[SideBySide]:
     """The stretches of a large target in which small payloads lie side by side, in order."""
-    found: list[Neighbours] = []
+    found: list[SideBySide] = []
     first, begin, end = 0, 0, 0  # of the stretch that is being made; the end of the last payload
 
     def close(last: int) -> None:
         if last > first:
-            found.append(Neighbours(index, first, last, begin, end))
+            found.append(SideBySide(index, first, last, begin, end))
 
     for number, payload in enumerate(target.payloads):
         size = payload.tensor.numel * ITEM_BYTES[payload.dtype]
