@@ -202,7 +202,7 @@ def test_random_damage_is_refused_or_harmless(tmp_path, stage):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "campaigns"))
     import fuzz_converter
 
-    report = fuzz_converter.campaign(tmp_path, [stage], sources=30, targets=40, seed=7)
+    report = fuzz_converter.campaign(tmp_path, [stage], sources=30, targets=40, formats=6, seed=7)
     assert report["failures"] == []
     outcomes = [outcome for counts in report["outcomes"].values() for outcome in counts]
     assert {"refused", "told", "accepted, same content", "equal, and read the same"} <= set(outcomes)
