@@ -7,8 +7,8 @@ refuse it in one line and leave nothing, or give exactly the content that the un
 one file of a converted folder is changed or removed, and ``verify`` is asked. It must tell, unless the format's own
 loader (``torch.load``, safetensors, ``torch.distributed.checkpoint``) still reads exactly what was converted.
 Damaged formats: the checkpoint in each format that we write is changed and converted on, as a damaged source. A
-safetensors file and DCP's ``.metadata`` have no checksums, so a changed number or letter in them that is read as another
-is counted apart. Everything else is a failure, and the status is 1.
+safetensors file and DCP's ``.metadata`` have no checksums, so a number or letter in them that is read as another is
+counted apart. Everything else is a failure, and the status is 1.
 """
 
 from __future__ import annotations
