@@ -77,6 +77,11 @@ class CapacitySearch:
         """The largest capacity that has not been seen to be too large."""
         return min([self.most, *(tokens - _MULTIPLE for tokens, used in self.runs if used > self.room)])
 
+    def confirm(self, used: float) -> None:
+        """Take the second measurement of the largest run into account, where it is the larger one."""
+        again = self.largest
+        self.runs = [(tokens, max(taken, used) if tokens == again else taken) for tokens, taken in self.runs]
+
     def next(self) -> int | None:
         """Tokens of the next run; None when the largest capacity has been run, or none fits."""
         done = {tokens for tokens, _ in self.runs}
@@ -174,8 +179,14 @@ class CapacityFinder:
     def _searched(self, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
         several = self._trainer.args.world_size > 1
         search = CapacitySearch(room, max(gather(rows.most, several)))
-        while (tokens := search.next()) is not None:
-            search.runs.append((tokens, self._run(model, rows, tokens, memory)))
+        confirmed = 0
+        while (tokens := search.next() or search.largest) > confirmed:
+            used = self._run(model, rows, tokens, memory)
+            if tokens == search.largest:  # the one to be taken is run again: heaps differ from run to run
+                search.confirm(used)
+                confirmed = search.largest if search.largest == tokens else confirmed
+            else:
+                search.runs.append((tokens, used))
         needed = max(gather(rows.longest, several))
         runs = ", ".join(f"{tokens:,} tokens {text_of(used)}" for tokens, used in search.runs)
         if search.largest < max(needed, 1):
