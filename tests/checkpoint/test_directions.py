@@ -179,3 +179,15 @@ def test_verify_sees_what_differs_in_shards(one_process, tmp_path):
     assert checkpoint.verify(one_process, folder) == []
     path.unlink()
     assert any("missing" in str(problem) for problem in checkpoint.verify(one_process, folder))
+
+
+def test_two_universal_checkpoints_made_apart_are_equal_by_their_tensors(origin, tmp_path):
+    """As ours and that of DeepSpeed's converter: of other sources, with other model states, and the same tensors."""
+    checkpoint.convert(origin, tmp_path / "one")
+    checkpoint.convert(origin, tmp_path / "shards", format="zero3", ranks=2)
+    checkpoint.convert(tmp_path / "shards", tmp_path / "two")
+    assert checkpoint.verify(tmp_path / "one", tmp_path / "two") == []
+    checkpoint.convert(tmp_path / "one", tmp_path / "three")
+    assert checkpoint.verify(tmp_path / "one", tmp_path / "three") == []
+    (tmp_path / "three" / "zero" / "optimizer_state.pt").unlink()
+    assert checkpoint.verify(tmp_path / "one", tmp_path / "three") != []

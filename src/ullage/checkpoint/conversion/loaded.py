@@ -42,8 +42,10 @@ from ullage.errors import CheckpointError
 def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
     """Compare all that a loader of ``theirs`` reads beside the tensors with what ``ours`` would be converted to."""
     found = FileComparison(ours, theirs)
+    # Two of one format, of which one was not made of the other, hold the same tensors and need not hold the same files.
+    made_apart = ours.format == theirs.format and found.options.get("source") != str(ours.folder)
     try:
-        if theirs.format == "universal":
+        if theirs.format == "universal" and not made_apart:
             found.universal()
         elif theirs.format in ("safetensors", "trainer"):
             if not trainer_folder.is_adapter(theirs.folder):
@@ -52,7 +54,7 @@ def compare_files(ours: Inventory, theirs: Inventory) -> FileComparison:
                 found.trainer()
         elif theirs.format == "dcp":
             found.dcp()
-        elif theirs.format == "zero":
+        elif theirs.format == "zero" and not made_apart:
             found.zero()
         elif theirs.format == "torch_dist" and found.options:
             found.torch_dist()
