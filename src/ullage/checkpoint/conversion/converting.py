@@ -157,11 +157,11 @@ def convert(
         job.run_to_store()
     else:
         job.run()
-    if share[0] == 0 and not is_remote(target) and (pointer := formats.POINTERS.get(format)):
-        try:
-            point_to(target, pointer)
-        except OSError as error:
-            raise disk_error(error, target.parent / pointer) from error
+        if share[0] == 0 and (pointer := formats.POINTERS.get(format)):
+            try:
+                point_to(target, pointer)
+            except OSError as error:
+                raise disk_error(error, target.parent / pointer) from error
     report.seconds = time.monotonic() - began
     return report
 

@@ -13,12 +13,8 @@ from ullage.checkpoint.reading import row_elements
 
 #: Targets and tensors up to this size are composed in memory, many together, and written at once.
 SMALL_BYTES = 1 << 20
-
-
 #: Tensors that are composed together at most.
 _TOGETHER = 2048
-
-
 #: A unit of a large file, and of small files together.
 UNIT_BYTES = 32 << 20
 

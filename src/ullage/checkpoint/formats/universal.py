@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -94,16 +94,18 @@ def number(value: Any, dtype: str | None) -> Any:
 def _step_files(inventory: Inventory) -> list[Target]:
     steps = inventory.details.steps
     group_of = {t.name: t.group for t in inventory.tensors if t.kind == "parameter"}
-    targets = []
-    laid_out: dict[int | None, Target] = {}
+    named: dict[Any, list[str]] = {}
     for name, group in group_of.items():
-        value, dtype = steps.get(group, (None, None))
-        if isinstance(value, (int, float)):
-            if group not in laid_out:
-                laid_out[group] = archive("", number(value, dtype), stem="step")
-            model = laid_out[group]
-            targets.append(archive_like(model, f"zero/{safe_name(name)}/step.pt", model.root))
-    return targets
+        named.setdefault(group, []).append(name)
+    return [target for group, names in named.items() for target in step_files(names, *steps.get(group, (None, None)))]
+
+
+def step_files(names: Iterable[str], value: Any, dtype: str | None) -> list[Target]:
+    """The files of the step of the parameters of one group, which differ in their names alone; none without a step."""
+    if not isinstance(value, (int, float)):
+        return []
+    model = archive("", number(value, dtype), stem="step")
+    return [archive_like(model, f"zero/{safe_name(name)}/step.pt", model.root) for name in names]
 
 
 def _optimizer_file(details: Details) -> Target:

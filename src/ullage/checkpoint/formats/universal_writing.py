@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from ullage.checkpoint.files.archive import Target, archive
+from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups
-from ullage.checkpoint.formats.safe_names import safe_name
-from ullage.checkpoint.formats.universal import described, number, state_file
+from ullage.checkpoint.formats.universal import described, number, state_file, step_files
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.zero.details import Details
 from ullage.errors import CheckpointError
@@ -32,12 +31,10 @@ def universal_targets_of_any(inventory: Inventory) -> list[Target]:
         )
     parts = model_states.parts_of(inventory, None, groups)
     kinds = dict.fromkeys(parts.trained, "parameter") | dict.fromkeys(parts.frozen, "frozen")
-    targets = [state_file(t, kinds.get(t.name, t.kind)) for t in inventory.tensors]
+    laid_out: dict[Any, Target] = {}
+    targets = [state_file(t, kinds.get(t.name, t.kind), laid_out) for t in inventory.tensors]
     for group in groups:
-        for name in group.names:
-            if isinstance(group.step, (int, float)):
-                step = number(group.step, group.step_dtype)
-                targets.append(archive(f"zero/{safe_name(name)}/step.pt", step, stem="step"))
+        targets += step_files(group.names, group.step, group.step_dtype)
     targets.append(_optimizer_file(inventory, groups))
     content = _states(inventory, parts, groups)
     model = model_states.lead_model(inventory)
