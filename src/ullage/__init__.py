@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ullage.display import drawn_by
 from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         cli as cli,
         columns as columns,
         datasets as datasets,
+        display as display,
         engines as engines,
         errors as errors,
         exchange as exchange,
@@ -68,9 +70,13 @@ else:
             "proofs": ["Audit", "audit"],
         },
         modules=[
-            "attention", "batch", "checkpoint", "cli", "columns", "datasets", "engines", "errors", "exchange", "layout",
-            "mixers", "models", "movement", "places", "planning", "proofs", "ranks", "report", "schema", "training",
+            "attention", "batch", "checkpoint", "cli", "columns", "datasets", "display", "engines", "errors",
+            "exchange", "layout", "mixers", "models", "movement", "places", "planning", "proofs", "ranks", "report",
+            "schema", "training",
         ],
     )  # fmt: skip
+
+# What is shown in a notebook is drawn far below what it is drawn of, and only here are both known.
+drawn_by("ullage.report.inline")
 
 __version__ = "0.1.0"

@@ -48,6 +48,10 @@ class UllageError(Exception):
 class InputError(UllageError, ValueError):
     """The user's data or arguments cannot be used."""
 
+    def at(self, where: str) -> InputError:
+        """The same error in another place, for a caller that knows more of it: a file, a sample, a page."""
+        return InputError(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
+
 
 class UsageError(InputError):
     """A command was called in a way it does not understand."""

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ullage.extras import needed_by
+
 
 def lazy_names(
     package: str, table: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
@@ -35,11 +37,13 @@ def lazy_names(
     def load(name: str) -> Any:
         # Called for names that the package does not have yet, see PEP 562.
         if name in home:
-            value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+            with needed_by(f"{package}.{name}"):
+                value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)
             setattr(sys.modules[package], name, value)  # the next use does not come here
             return value
         if name in modules:
-            return importlib.import_module(f"{package}.{name}")
+            with needed_by(f"{package}.{name}"):
+                return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -7,7 +7,10 @@
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from ullage.extras import needed_by
+
+with needed_by("ullage.attention", ["transformers"]):
+    from transformers import AttentionInterface, AttentionMaskInterface
 
 from ullage.attention.context import context_parallel, shard_batch
 from ullage.attention.interface import attention

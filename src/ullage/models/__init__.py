@@ -6,14 +6,17 @@ Importing this package registers them with the Auto classes, so that ``AutoModel
 
 from __future__ import annotations
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from ullage.extras import needed_by
+
+with needed_by("ullage.models", ["transformers"]):
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
 from ullage.models.causal_lm import RecurrentForCausalLM
 from ullage.models.cells import Cell, register_cell

@@ -17,6 +17,8 @@ from ullage.engines.megatron.settings import schedulers
 from ullage.engines.megatron.training import PackedTraining, pack_training
 from ullage.engines.megatron.wrapping import WrappedStep, packed_step, wrap_data_iterator
 
+from ullage.extras import needed_by
+
 if TYPE_CHECKING:
     from ullage.engines.megatron.model import PackedCoreAttention, packed_block_spec, packed_layer_spec
 
@@ -38,7 +40,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("PackedCoreAttention", "packed_block_spec", "packed_layer_spec"):  # its classes are megatron-core's
-        from ullage.engines.megatron import model
+        with needed_by(f"ullage.engines.megatron.{name}"):
+            from ullage.engines.megatron import model
 
         return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

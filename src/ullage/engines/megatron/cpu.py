@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ullage.errors import InputError
+from ullage.extras import needed_by
 
 
 class _HostTorch(types.ModuleType):
@@ -62,8 +63,9 @@ def on_cpu(required: bool = False) -> Iterator[None]:
             raise InputError("megatron-core runs on the GPU that is here", hint="hide it with CUDA_VISIBLE_DEVICES=''")
         yield
         return
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import random
+    with needed_by("ullage.engines.megatron.on_cpu"):
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import random
 
     free = schedules.deallocate_output_tensor
 

@@ -1,0 +1,103 @@
+"""The packages that are no part of the core, and the error where one is missing or too old.
+
+What needs one imports it under :func:`needed_by`::
+
+    with needed_by("a .parquet file"):
+        import pyarrow
+
+and a user without it reads ``a .parquet file needs pyarrow: pip install 'ullage[hf]'``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ullage.errors import InputError
+
+
+class MissingExtraError(InputError, ModuleNotFoundError):
+    """A package that what was called needs is not installed, or is too old."""
+
+    @classmethod
+    def of(cls, what: str, module: str) -> MissingExtraError:
+        """The error for a module that :data:`MODULES` lists."""
+        package = MODULES[module]
+        if is_too_old(module):
+            needs = f"{what} needs {package.name} {package.least} or newer, found {installed_version(module)}"
+            error = cls(f"{needs}: pip install --upgrade 'ullage[{package.extra}]'")
+        else:
+            error = cls(f"{what} needs {package.name}: pip install 'ullage[{package.extra}]'")
+        error.name = module
+        return error
+
+
+class Package(NamedTuple):
+    """A package of an extra: its name on the index, the extra that installs it, the least version that works."""
+
+    name: str
+    extra: str
+    least: str | None = None
+
+
+#: Module -> the package that it comes with. pyproject.toml says the same of each extra; the rest is what those install.
+MODULES = {
+    "transformers": Package("transformers", "hf", "5.20"),
+    "accelerate": Package("accelerate", "hf", "1.12"),
+    "datasets": Package("datasets", "hf", "4"),
+    "safetensors": Package("safetensors", "hf", "0.5"),
+    "huggingface_hub": Package("huggingface_hub", "hf"),
+    "tokenizers": Package("tokenizers", "hf"),
+    "pyarrow": Package("pyarrow", "hf"),
+    "deepspeed": Package("deepspeed", "deepspeed", "0.16"),
+    "megatron": Package("megatron-core", "megatron", "0.16"),
+    "trl": Package("trl", "trl", "1"),
+    "fsspec": Package("fsspec", "remote", "2024.6"),
+    "s3fs": Package("s3fs", "remote", "2024.6"),
+}
+
+
+@contextmanager
+def needed_by(what: str, modules: Sequence[str] = ()) -> Iterator[None]:
+    """Raise ``MissingExtraError`` for ``what`` where the block fails to import a module of an extra.
+
+    Args:
+        what: the name that the user has called, for the message.
+        modules: modules whose version is looked at before the block runs.
+    """
+    for module in modules:
+        if is_too_old(module):
+            raise MissingExtraError.of(what, module)
+    try:
+        yield
+    except ImportError as error:
+        # ``name`` is that of the module that is missing, or of the one that lacks a name. An error of a block within
+        # this one is said again with the name that the user has called.
+        module = (error.name or "").partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        if module in MODULES and (is_missing or is_too_old(module)):
+            raise MissingExtraError.of(what, module) from error
+        raise
+
+
+def installed_version(module: str) -> str | None:
+    """The version of the package that a module of :data:`MODULES` comes with; ``None`` if it is not installed."""
+    from importlib import metadata  # which takes as long to load as all of ``import ullage``
+
+    try:
+        return metadata.version(MODULES[module].name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_too_old(module: str) -> bool:
+    """Whether the package of a module is installed in a version that is not supported."""
+    least, found = MODULES[module].least, installed_version(module)
+    return least is not None and found is not None and _release(found) < _release(least)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what marks a pre-release: ``5.20.0.dev0`` is 5.20.0."""
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]|\.(?=\D)", version)[0])))

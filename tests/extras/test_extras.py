@@ -1,0 +1,149 @@
+"""What a user without an extra reads, in an environment that holds the packages of the core alone."""
+
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.core_environment import core_packages, make_core_folder, project
+from tests.support.launch import ROOT
+from ullage.errors import InputError, UllageError
+from ullage.extras import MODULES, MissingExtraError, needed_by
+
+
+def run(folder, *arguments):
+    """Run Python with the packages of ``folder`` and our sources, and without the packages that are installed."""
+    start = (
+        f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}, {str(folder)!r}]; sys.argv = ['ullage', *sys.argv[1:]]\n"
+    )
+    code, *rest = arguments
+    command = [sys.executable, "-I", "-S", "-c", start + code, *rest]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    return make_core_folder(tmp_path_factory.mktemp("core"))
+
+
+CALLS = {
+    "from ullage.training import Trainer": "ullage.training.Trainer needs transformers: pip install 'ullage[hf]'",
+    "from ullage.training import TrainingArguments": (
+        "ullage.training.TrainingArguments needs transformers: pip install 'ullage[hf]'"
+    ),
+    "import ullage; ullage.models": "ullage.models needs transformers: pip install 'ullage[hf]'",
+    "from ullage.models import RecurrentConfig": "ullage.models needs transformers: pip install 'ullage[hf]'",
+    "from ullage.attention import supports_packing": "ullage.attention needs transformers: pip install 'ullage[hf]'",
+    "from ullage import pack_model": "ullage.pack_model needs transformers: pip install 'ullage[hf]'",
+    "from ullage import audit": "ullage.audit needs transformers: pip install 'ullage[hf]'",
+    "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
+    "from ullage.engines.fsdp import Trainer": "ullage.engines.fsdp.Trainer needs",
+    "from ullage.engines.megatron import packed_block_spec": (
+        "ullage.engines.megatron.packed_block_spec needs megatron-core: pip install 'ullage[megatron]'"
+    ),
+    "from ullage.datasets import load_text; load_text(path)": (
+        "ullage.datasets.load_text needs datasets: pip install 'ullage[hf]'"
+    ),
+    "from ullage.datasets import byte_tokenizer; byte_tokenizer()": (
+        "ullage.datasets.byte_tokenizer needs transformers: pip install 'ullage[hf]'"
+    ),
+    "from ullage.checkpoint import read; read('s3://bucket/a')": "the driver of this URL is not installed",
+}
+SCRIPT = """
+import sys
+path = sys.argv[1]
+for call in sys.argv[3:]:
+    try:
+        exec(call)
+    except ImportError as error:
+        print(type(error).__name__, isinstance(error, ValueError), error)
+    except ValueError as error:
+        print(type(error).__name__, True, error)
+    else:
+        print("nothing raised")
+from ullage import Layout, plan  # which the core has
+print(Layout([3, 1]).num_tokens, plan([5, 3, 9], ranks=2, capacity=16).num_microbatches)
+print(sorted({"transformers", "accelerate", "datasets", "safetensors"} & sys.modules.keys()))
+sys.path.insert(0, sys.argv[2])  # the old transformers
+for call in ("from ullage.training import Trainer", "from ullage.training import TrainingArguments"):
+    try:
+        exec(call)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
+    """And what is too old with its version: one process, since torch takes seconds to load."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    site = tmp_path / "old"
+    (site / "transformers").mkdir(parents=True)
+    (site / "transformers" / "__init__.py").write_text("class PreTrainedModel: ...\n")
+    (site / "transformers-4.57.1.dist-info").mkdir()
+    (site / "transformers-4.57.1.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.57.1\n")
+    done = run(core, SCRIPT, str(tmp_path / "a.jsonl"), str(site), *CALLS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(CALLS) + 4
+    for line, (call, said) in zip(lines, CALLS.items(), strict=False):
+        kind = "InputError" if "URL" in said else "MissingExtraError"
+        assert line.startswith(f"{kind} True {said}"), (call, line)
+    old = "needs transformers 5.20 or newer, found 4.57.1: pip install --upgrade 'ullage[hf]'"
+    names = ("ullage.training.Trainer", "ullage.training.TrainingArguments")
+    assert lines[-4:] == ["4 1", "[]", *(f"{name} {old}" for name in names)]
+
+
+@pytest.mark.parametrize("verb", ["train", pytest.param("audit", marks=pytest.mark.slow)])
+def test_a_command_without_its_extra_says_so_in_one_line(core, verb, tmp_path):
+    done = run(core, "from ullage.cli import main; main()", verb, *["llama"] * (verb == "audit"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"ullage: ullage {verb} needs transformers: pip install 'ullage[hf]'\n"
+
+
+def test_the_error_is_an_import_error_and_crosses_processes():
+    with pytest.raises(MissingExtraError) as raised, needed_by("this"):
+        raise ModuleNotFoundError("No module named 'trl'", name="trl")
+    error = raised.value
+    assert isinstance(error, InputError)
+    assert isinstance(error, ModuleNotFoundError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, UllageError)
+    assert (str(copy), copy.what, copy.name) == (str(error), "this needs trl: pip install 'ullage[trl]'", "trl")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
+        ModuleNotFoundError("No module named 'transformers.gone'", name="transformers.gone"),
+        ImportError("cannot import name 'Gone' from 'transformers'", name="transformers"),
+        ImportError("no name at all"),
+    ],
+    ids=str,
+)
+def test_another_import_error_stays_as_it_is(error):
+    """A module of ours or theirs that is broken is no missing extra."""
+    with pytest.raises(ImportError) as raised, needed_by("this"):
+        raise error
+    assert raised.value is error
+
+
+def test_the_table_says_what_pyproject_says():
+    extras = project()["optional-dependencies"]
+    for module, package in MODULES.items():
+        lines = [line for line in extras[package.extra] if re.match(re.escape(package.name) + r"\b", line)]
+        assert lines == ([f"{package.name}>={package.least}"] if package.least else []), module
+    named = {package.name for package in MODULES.values()}
+    for extra in {package.extra for package in MODULES.values()}:
+        assert {re.split(r"[>=\[]", line)[0] for line in extras[extra]} <= named
+
+
+def test_the_core_brings_the_command_line_and_no_transformers():
+    brought = core_packages()
+    assert {"torch", "numpy", "numba", "typer", "rich", "tqdm", "pyyaml", "jinja2", "psutil"} <= brought
+    assert (
+        not {package.name for package in MODULES.values() if package.name != "fsspec"} & brought
+    )  # torch needs fsspec
+    assert (project()["optional-dependencies"]["cli"], project()["optional-dependencies"]["report"]) == ([], [])
