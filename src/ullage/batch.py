@@ -21,12 +21,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ullage.columns import Columns
+from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, Schema, fill_value, holding_ignored, lay_out
 
+#: Fields that the ``repr`` names before it only counts.
+_NAMED = 8
 
-class RaggedBatch:
+
+class RaggedBatch(Shown):
     """Sequences of unequal length, laid end to end.
 
     ``values``: tensors by name, [layout.size, ...] for token-aligned fields and [layout.num_items, ...] for the names
@@ -152,9 +156,17 @@ class RaggedBatch:
     def __len__(self) -> int:
         return self.layout.num_items
 
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self._values.items())
-        return f"RaggedBatch({self.layout.num_items} sequences, {self.layout.num_tokens} tokens: {fields})"
+    def _facts(self) -> Iterator[str]:
+        yield counted(self.layout.num_items, "sequence")
+        yield counted(self.layout.num_tokens, "token")
+        yield f"ullage {100 * self.layout.ullage:.1f} %"
+        # Leaves may be anything while a pytree is being mapped.
+        shown = list(self._values.items())
+        for name, leaf in shown[:_NAMED]:
+            yield f"{name} {str(getattr(leaf, 'dtype', type(leaf).__name__)).removeprefix('torch.')}"
+        if len(shown) > _NAMED:
+            yield f"{len(shown) - _NAMED} more fields"
+        yield str(self.device)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field of that name, or ``default``."""

@@ -10,13 +10,14 @@ a padding count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from ullage.display import Shown, counted
 from ullage.errors import InputError, require_int, require_one_of
 
 Int64 = npt.NDArray[np.int64]
@@ -68,8 +69,8 @@ class TimeMajor:
     inverse: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout(Shown):
     """Places of items of unequal length in one flat buffer.
 
     ``lengths``: integers >= 0, one per item. ``pad_to_multiple_of``: each item's slot is its length rounded up to this.
@@ -86,7 +87,7 @@ class Layout:
 
     lengths: Int64
     slots: Int64
-    starts: Int64 = field(repr=False)
+    starts: Int64
 
     def __init__(self, lengths: Integers, pad_to_multiple_of: int = 1) -> None:
         lengths = as_lengths(lengths)
@@ -174,6 +175,12 @@ class Layout:
 
     def __len__(self) -> int:
         return self.num_items
+
+    def _facts(self) -> Iterator[str]:
+        yield counted(self.num_items, "item")
+        yield counted(self.num_tokens, "token")
+        yield counted(self.size, "slot")
+        yield f"ullage {100 * self.ullage:.1f} %"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ullage.display import Paged, Shown, counted, page_of, show_page, write_page
 from ullage.errors import InputError, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
@@ -31,8 +35,8 @@ _WORDS = ("sync", "strategy")
 _FORMAT = "ullage plan 1"
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, repr=False)
+class Statistics(Shown):
     """Figures of a plan, with the lower bounds beside them. Token counts are exact integers.
 
     Conservation: ``tokens_in == num_tokens + truncated_tokens + dropped_tokens`` and ``capacity_tokens == num_tokens
@@ -75,14 +79,42 @@ class Statistics:
     num_shared: int
     shared_tokens: int
 
+    def _facts(self) -> Iterator[str]:
+        yield counted(self.num_sequences, "sequence")
+        yield counted(self.num_microbatches, "microbatch", "microbatches")
+        yield f"ullage {100 * self.ullage:.1f} %"
+        yield f"rank imbalance {self.rank_imbalance:.2f}"
+        yield f"critical path {self.critical_path:.2f}"
 
-@dataclass(frozen=True, eq=False)
-class Plan(Placement):
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Paged, Placement):
     """A schedule of sequences over ``num_microbatches`` × ``ranks`` bins, as :func:`ullage.plan` makes it."""
 
     def statistics(self) -> Statistics:
         """Figures of this plan beside their lower bounds. See :class:`Statistics`."""
         return _statistics(self)
+
+    def to_html(self, path: str | os.PathLike[str], *, reference: Plan | None = None, source: str = "") -> Path:
+        """Write the page of this plan, as ``ullage plan --html`` does, and return its path. Replaces a file.
+
+        ``reference``: another plan of the same sequences to stand beside it; by default that by ``next_fit``, at the
+        least degree of this plan that holds all. ``source``: what the lengths are, for the title. Raises ``InputError``
+        for a file that cannot be written.
+        """
+        return write_page(path, page_of(self, reference=reference, source=source))
+
+    def show(self, *, reference: Plan | None = None, source: str = "") -> None:
+        """Show the page: in the notebook, else in a browser, else print the figures and where the page is."""
+        show_page(self, page_of(self, reference=reference, source=source))
+
+    def _facts(self) -> Iterator[str]:
+        yield counted(self.num_sequences, "sequence")
+        yield counted(self.ranks, "rank")
+        yield counted(self.num_microbatches, "microbatch", "microbatches")
+        size = self.num_microbatches * self.ranks * self.capacity
+        yield f"ullage {100 * (1 - int(self.lengths[self.order].sum()) / size if size else 0):.1f} %"
+        yield f"critical path {_critical_path(self):.2f}"
 
     def problems(self) -> list[str]:
         """Every violation, as lines that name sequence ids, microbatch and rank; ``[]`` for a sound plan."""
@@ -157,6 +189,16 @@ class Plan(Placement):
         return hash(self.digest)
 
 
+def _mean_rank(plan: Placement) -> float:
+    """An equal part of the work, and what every microbatch costs besides. Both ratios divide by it."""
+    return int(plan.costs[plan.order].sum()) / plan.ranks + plan.per_microbatch * plan.num_microbatches
+
+
+def _critical_path(plan: Placement) -> float:
+    ideal = _mean_rank(plan)
+    return float(plan.loads.max(axis=1, initial=0).sum()) / ideal if ideal else 1.0
+
+
 def _statistics(plan: Placement) -> Statistics:
     # Per placed sequence: its tokens, and the number of ranks that run it.
     placed = plan.lengths[plan.order]
@@ -166,12 +208,9 @@ def _statistics(plan: Placement) -> Statistics:
     num_tokens, tokens_in = int(placed.sum()), int(plan.original_lengths.sum())
     dropped_tokens = int(plan.original_lengths[dropped].sum())
     capacity_tokens = plan.num_microbatches * plan.ranks * plan.capacity
-    # The mean rank: an equal part of the work, and what every microbatch costs besides. Both ratios divide by it.
-    total = int(plan.costs[plan.order].sum())
-    ideal = total / plan.ranks + plan.per_microbatch * plan.num_microbatches
-    loads = plan.loads
-    path, highest = float(loads.max(axis=1, initial=0).sum()), float(loads.sum(axis=0).max(initial=0))
-    reached = path / ideal if ideal else 1.0
+    ideal = _mean_rank(plan)
+    highest = float(plan.loads.sum(axis=0).max(initial=0))
+    reached = _critical_path(plan)
     shared = degree > 1
     bounds = path_bound(plan)
     return Statistics(

@@ -7,13 +7,14 @@ tokens of another sequence were changed, and as a nan where they were poisoned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, is_packed, pack_model
 from ullage.proofs.samples import Sample, Samples
@@ -52,8 +53,8 @@ class Check:
         return self.value <= self.limit
 
 
-@dataclass
-class Audit:
+@dataclass(repr=False)
+class Audit(Shown):
     """What the audit of one model found.
 
     Attributes:
@@ -89,6 +90,10 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "checks": [{**asdict(check), "passed": check.passed} for check in self.checks]}
+
+    def _facts(self) -> Iterator[str]:
+        yield str(self)
+        yield counted(len(self.checks), "check")
 
     def __str__(self) -> str:
         worst = max((check.value for check in self.checks if check.name in ("logits", "gradients")), default=0.0)
