@@ -109,7 +109,7 @@ def test_a_column_that_is_asked_for(tmp_path):
         ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
         ("a.csv", b"\xff\xfe\x00", "not text"),
         ("a.xlsx", b"?", "ending is unknown"),
-        ("a", b"?", "expected .npy, .csv, .txt, .json, .jsonl, .parquet, found none"),
+        ("a", b"?", "expected .npy, .csv, .tsv, .txt, .json, .jsonl, .parquet, .arrow, found none"),
         ("a.csv", b"", "It is empty"),
         ("a.txt", b"\n \n", "holds no lengths"),
         ("a.jsonl", b"\n\n", "holds no lengths"),
@@ -171,5 +171,85 @@ def test_bad_parquet(tmp_path):
     with pytest.raises(InputError, match=r"cannot be read \(.*nowhere.npy\): found No such file"):
         read_lengths(tmp_path / "nowhere.npy")
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"no files of data \(.*folder.csv"):
         read_lengths(tmp_path / "folder.csv")
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([CHAT, CHAT], "messages"),
+        ([[[1, 2]], [[3]]], "list"),
+        ([[1, 2], [1.5]], "1.5|double"),
+        ([["a"], ["b", "c"]], "'a'|string"),
+        ([[True], [False]], "True|bool"),
+        ([[1], [2, None]], "row 1.*(None|missing)"),
+    ],
+)
+def test_lists_of_anything_but_integers_are_refused_by_name(tmp_path, ending, values, found):
+    """A conversation is a list too: its turns are not tokens."""
+    path = tmp_path / f"a.{ending}"
+    rows = [{"messages": value, "id": i} for i, value in enumerate(values)]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif ending == "arrow":
+        arrow(path, pa.Table.from_pylist(rows))
+    else:
+        path.write_text(json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match=found) as error:
+        read_lengths(path, "messages")
+    assert "a column of lists holds no token ids" in str(error.value)
+    assert "column messages" in str(error.value)
+    assert "ullage train --dry_run" in str(error.value)
+
+
+def arrow(path, table, footed=False):
+    make = pa.ipc.new_file if footed else pa.ipc.new_stream
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def test_lists_without_tokens_count_none(tmp_path):
+    table = pa.table({"input_ids": [[], [], []]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", arrow(tmp_path / "a.arrow", table), write(tmp_path / "a.jsonl", "[]\n[]\n[]")):
+        assert read_lengths(path).lengths.tolist() == [0, 0, 0]
+
+
+def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
+    import datasets
+
+    table = pa.table({"length": LENGTHS, "id": ["a", "b", "c", "d"]})
+    rows = "".join(f"{length}\tx, y\n" for length in LENGTHS)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved", num_shards=2)
+    both = {"train": datasets.Dataset(table), "test": datasets.Dataset(table.slice(0, 1))}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "both")
+    (tmp_path / "parts").mkdir()
+    for number, part in enumerate((table.slice(0, 3), table.slice(3))):
+        pq.write_table(part, tmp_path / "parts" / f"train-0000{number}-of-00002.parquet")
+    write(tmp_path / "parts" / "README.md", "a card")
+    for source in (
+        write(tmp_path / "a.tsv", "length\tname\n" + rows),
+        arrow(tmp_path / "a.arrow", table),
+        arrow(tmp_path / "b.arrow", table, footed=True),
+        tmp_path / "saved",
+        tmp_path / "both",
+        tmp_path / "parts",
+        f"{tmp_path}/parts/*.parquet",
+        sorted((tmp_path / "parts").glob("*.parquet")),
+    ):
+        np.testing.assert_array_equal(read_lengths(source).lengths, LENGTHS, str(source))
+    write(tmp_path / "parts" / "train-00000-of-00002.parquet", "")
+    (tmp_path / "parts" / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(InputError, match=r"a numbered file is missing.*train-00000 to 00001, found no 00001"):
+        read_lengths(tmp_path / "parts")
+    with pytest.raises(InputError, match="no file matches the pattern"):
+        read_lengths(tmp_path / "*.xyz")
+    write(tmp_path / "c.tsv", "num_tokens\n7\n")
+    with pytest.raises(InputError, match=r"hold different things \(.*c.tsv\).*expected column length"):
+        read_lengths([tmp_path / "a.tsv", tmp_path / "c.tsv"])

@@ -12,7 +12,8 @@ from ullage.lazy import lazy_names
 if TYPE_CHECKING:
     from ullage.datasets.lengths import CAPACITIES as CAPACITIES, WORKLOADS as WORKLOADS, mock_lengths as mock_lengths
     from ullage.datasets.packed_dataset import pack_dataset as pack_dataset
-    from ullage.datasets.packing import PackReport as PackReport, pack_file as pack_file
+    from ullage.datasets.pack_report import PackReport as PackReport
+    from ullage.datasets.packing import pack_file as pack_file
     from ullage.datasets.samples import MockSamples as MockSamples
     from ullage.datasets.text import (
         TokenDataset as TokenDataset,
@@ -28,7 +29,8 @@ else:
         {
             "lengths": ["CAPACITIES", "WORKLOADS", "mock_lengths"],
             "packed_dataset": ["pack_dataset"],
-            "packing": ["PackReport", "pack_file"],
+            "pack_report": ["PackReport"],
+            "packing": ["pack_file"],
             "samples": ["MockSamples"],
             "text": ["TokenDataset", "byte_tokenizer", "docstrings", "load_text", "split_held_out", "tokenize"],
         },

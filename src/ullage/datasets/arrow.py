@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,3 +37,46 @@ def require_values(array: Any, where: str, first_row: int = 0) -> None:
     if array.null_count:
         row = first_row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
         raise InputError("a value is missing", where=f"{where}, row {row}")
+
+
+def read_arrow(path: Path) -> Any:
+    """The table in an Arrow file, a stream as ``datasets`` writes it or a file with a footer.
+
+    Raises ``InputError`` where it cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        with path.open("rb") as file:
+            footed = file.read(6) == b"ARROW1"
+        source = pa.memory_map(str(path))
+        reader = pa.ipc.open_file(source) if footed else pa.ipc.open_stream(source)
+        return reader.read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise InputError("an .arrow file cannot be read", where=str(path), found=str(error).split("\n")[0]) from error
+
+
+def require_tokens(array: Any, where: str, first_row: int = 0) -> None:
+    """Raise ``InputError`` for an array of lists that do not all hold integers; it begins at ``first_row``."""
+    import pyarrow as pa
+
+    kind = array.type.value_type
+    # Lists that are all empty have values of no type.
+    if not (pa.types.is_integer(kind) or (pa.types.is_null(kind) and not len(array.flatten()))):
+        raise no_tokens(where, f"lists of {kind}")
+    values = array.flatten()
+    if values.null_count:
+        missing = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        row = int(np.searchsorted(np.cumsum(list_lengths(array)), missing, side="right"))
+        raise no_tokens(f"{where}, row {first_row + row}", "a missing value in a list")
+
+
+def no_tokens(where: str, found: str) -> InputError:
+    """The error for lists of anything but token ids: of messages, of numbers with a fraction, of lists."""
+    return InputError(
+        "a column of lists holds no token ids",
+        where=where,
+        expected="lists of integers",
+        found=found,
+        hint="name another column with --column; a chat is measured with its template by ullage train --dry_run",
+    )

@@ -12,29 +12,26 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
+from ullage.datasets.arrow import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
+from ullage.datasets.folders import files_of
 from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
+from ullage.datasets.measuring import BYTES, measure
 from ullage.errors import InputError
+from ullage.extras import needed_by
 from ullage.layout import Int64, as_lengths
 
-#: Names of a column of text among several columns.
+#: Names of a column of text among several.
 TEXT_NAMES = ("text", "content", "document")
-ENDINGS = (".npy", ".csv", ".txt", ".json", ".jsonl", ".parquet")
-
-#: The unit of text measured without a vocabulary.
-BYTES = "tokens of a byte"
+ENDINGS = (".npy", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 _PARQUET, _NPY = b"PAR1", b"\x93NUMPY"
-
-#: Texts in, their lengths in tokens out.
-Measure = Callable[[Sequence[str]], list[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,26 +49,48 @@ class Measured:
     unit: str = "tokens"
 
 
-def read_lengths(path: str | os.PathLike[str], column: str | None = None, tokenizer: str | None = None) -> Measured:
+def read_lengths(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    column: str | None = None,
+    tokenizer: str | None = None,
+) -> Measured:
     """The lengths in a file, int64 [n].
 
     Args:
-        path: .npy (one dimension of integers), .csv, .txt (integers between white space or commas; with
-            ``column="text"``, one text per line), .jsonl (an object, a list or an integer per line), .json (a list of
-            integers, or a mock distribution) or .parquet
+        path: .npy (one dimension of integers), .csv, .tsv, .txt (integers; with ``column="text"``, one text per line),
+            .jsonl (an object, a list or an integer per line), .json (a list of integers, or a mock distribution),
+            .parquet or .arrow; a folder's training files, the files of a pattern, and several, one after the other
         column: of the lengths, tokens or text; chosen as the module says if ``None``
         tokenizer: for text, a name or folder for ``AutoTokenizer``
 
-    Raises ``InputError`` for a file that is missing, empty, not what its ending says, or lacks the column; the message
-    lists the columns of the file.
+    Raises ``InputError`` for a file that is missing, empty, not what its ending says, or lacks the column (the message
+    lists the columns), and for lists of anything but integers.
     """
-    path = Path(path)
+    sources = [path] if isinstance(path, (str, os.PathLike)) else path
+    files = [file for source in sources for file in files_of(source)]
+    parts = [_read_file(file, column, tokenizer) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if (part.column, part.unit) != (parts[0].column, parts[0].unit):
+            raise InputError(
+                "the files hold different things",
+                where=str(file),
+                expected=f"column {parts[0].column}, {parts[0].unit}, as in {files[0]}",
+                found=f"column {part.column}, {part.unit}",
+                hint="name one column of all of them with --column",
+            )
+    return Measured(np.concatenate([part.lengths for part in parts]), parts[0].column, parts[0].unit)
+
+
+def _read_file(path: Path, column: str | None, tokenizer: str | None) -> Measured:
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise InputError(
             "a file's ending is unknown", where=str(path), expected=", ".join(ENDINGS), found=ending or "none"
         )
     try:
+        if ending == ".arrow":
+            table = read_arrow(path)
+            return _from_arrow(table.column_names, lambda name: table[name].chunks, str(path), column, tokenizer)
         with path.open("rb") as file:
             return _read(file, ending, str(path), column, tokenizer)
     except OSError as error:
@@ -119,8 +138,8 @@ def _read(file: BinaryIO, ending: str, where: str, column: str | None, tokenizer
             measured = _from_jsonl(text, where, column, tokenizer)
         elif ending == ".json":
             measured = _from_json(text, where, column, tokenizer)
-        elif ending == ".csv":
-            measured = _from_csv(text, where, column, tokenizer)
+        elif ending in (".csv", ".tsv"):
+            measured = _from_csv(_with_commas(text) if ending == ".tsv" else text, where, column, tokenizer)
         else:
             measured = _from_txt(text, where, column, tokenizer)
     if not len(measured.lengths):
@@ -157,9 +176,7 @@ def _lengths(values: Any, where: str) -> Int64:
         return as_lengths(values)
     except InputError as error:
         place = where if error.where is None else f"{where}, {error.where}"
-        raise InputError(
-            error.what, where=place, expected=error.expected, found=error.found, hint=error.hint
-        ) from error
+        raise error.at(place) from error
 
 
 def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -267,6 +284,12 @@ def _of_column(values: Sequence[Any], column: str | None, where: str, tokenizer:
         return _of_texts(values, column, tokenizer)
     if values and isinstance(values[0], list):
         _all_of(values, list, column, where)
+        for row, value in enumerate(values):
+            # A bool is an int to isinstance, but no token.
+            others = [item for item in value if type(item) is not int]
+            if others:
+                place = f"{where}, column {column}, row {row}" if column else f"{where}, row {row}"
+                raise no_tokens(place, f"a list with {repr(others[0])[:60]}")
         return Measured(np.array([len(value) for value in values], np.int64), column)
     _all_of(values, (int, float), column, where)
     return Measured(_lengths(np.array(values), where), column)
@@ -286,39 +309,11 @@ def _of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -
     return Measured(np.array(measure(tokenizer)(texts), np.int64), column, BYTES if tokenizer is None else "tokens")
 
 
-def measure(tokenizer: str | None) -> Measure:
-    """The function that counts the tokens of texts; for ``None``, bytes of UTF-8 and one for the end, as in ByT5."""
-    if tokenizer is None:
-        # JSON may hold lone surrogates, which strict UTF-8 refuses.
-        return lambda texts: [len(text.encode("utf-8", "surrogatepass")) + 1 for text in texts]
-    encode = load_tokenizer(tokenizer)
-    # A thousand texts at a time, so that the ids of few are in memory.
-    return lambda texts: [
-        len(ids) for start in range(0, len(texts), 1000) for ids in encode(texts[start : start + 1000])
-    ]
-
-
-def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
-    """The function from texts to token ids, of ByT5's tokenizer for ``None``, else of what ``AutoTokenizer`` loads."""
-    try:
-        from transformers import AutoTokenizer, ByT5Tokenizer
-    except ImportError as error:
-        raise InputError("a tokenizer needs transformers", hint="pip install 'ullage[hf]'") from error
-    if name is None:
-        loaded = ByT5Tokenizer()
-    else:
-        try:
-            loaded = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, ImportError) as error:
-            raise InputError("a tokenizer cannot be loaded", where=name, found=str(error).split("\n")[0]) from error
-    return lambda texts: loaded(list(texts))["input_ids"]
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The error that the libraries below a reader raised first."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def _with_commas(text: str) -> str:
+    """Tab-separated text as comma-separated text."""
+    made = io.StringIO()
+    csv.writer(made).writerows(csv.reader(io.StringIO(text), delimiter="\t"))
+    return made.getvalue()
 
 
 def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -343,17 +338,30 @@ def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) 
 
 
 def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str | None) -> Measured:
-    try:
+    with needed_by("a .parquet file"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise InputError("a .parquet file needs pyarrow", hint="pip install 'ullage[hf]'") from error
     try:
         table = pq.ParquetFile(file)
-        chosen = choose_column(table.schema_arrow.names, column, where)
-        parts = [_of_arrow(batch.column(0), chosen, where, tokenizer) for batch in table.iter_batches(columns=[chosen])]
+
+        def arrays(name: str) -> Iterable[Any]:
+            return (batch.column(0) for batch in table.iter_batches(columns=[name]))
+
+        return _from_arrow(table.schema_arrow.names, arrays, where, column, tokenizer)
     except pa.ArrowException as error:
         raise InputError("a .parquet file cannot be read", where=where, found=str(error).split("\n")[0]) from error
+
+
+def _from_arrow(
+    names: Sequence[str],
+    arrays: Callable[[str], Iterable[Any]],
+    where: str,
+    column: str | None,
+    tokenizer: str | None,
+) -> Measured:
+    """Lengths of the column, of which ``arrays`` gives the parts."""
+    chosen = choose_column(names, column, where)
+    parts = [_of_arrow(array, chosen, where, tokenizer) for array in arrays(chosen)]
     if not parts:
         raise InputError("a file holds no lengths", where=where)
     return Measured(np.concatenate([part.lengths for part in parts]), chosen, parts[0].unit)
@@ -376,6 +384,7 @@ def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Mea
             )
         return _of_texts(array.to_pylist(), column, tokenizer)
     if is_list(kind):
+        require_tokens(array, place)
         return Measured(list_lengths(array), column)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return Measured(_lengths(array.to_numpy(zero_copy_only=False), place), column)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ullage.datasets.packing import gathered_rows, kept_lengths, require_packing_sizes
 from ullage.errors import InputError, require_one_of
+from ullage.extras import needed_by
 from ullage.layout import Int64, starts_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def pack_dataset(
     >>> packed["seq_lengths"][:]
     [[3, 1], [2]]
     """
-    import datasets
+    with needed_by("ullage.datasets.pack_dataset"):
+        import datasets
 
     require_packing_sizes(seq_length, oversize)
     longer = oversize

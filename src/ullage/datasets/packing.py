@@ -17,7 +17,6 @@ import glob
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
-from ullage.datasets.files import TEXT_NAMES, load_tokenizer, root_cause
+from ullage.datasets.files import TEXT_NAMES
+from ullage.datasets.folders import root_cause
+from ullage.datasets.measuring import load_tokenizer
+from ullage.datasets.pack_report import PackReport
 from ullage.errors import InputError, require_int, require_one_of
+from ullage.extras import needed_by
 from ullage.layout import Int64, Layout, starts_of
 
 #: Readers of ``datasets`` by ending.
@@ -36,30 +39,6 @@ IGNORED_LABEL = -100
 _BATCH = 1000  # rows of the source read at once
 _GROUP_TOKENS = 2**22  # tokens of the rows gathered and written at once: 16 MiB per column of int32
 _OVERSIZE = ("error", "truncate", "drop")
-
-
-@dataclass(frozen=True)
-class PackReport:
-    """Counts of a packing.
-
-    ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, and ``capacity_tokens = num_tokens +
-    padding_tokens``. ``num_sequences`` are in the rows, ``num_empty`` had no tokens and were left out, ``lower_bound``
-    is the least possible number of rows, and ``ullage`` the share of the capacity that is padding.
-    """
-
-    num_rows: int
-    lower_bound: int
-    num_sequences: int
-    num_empty: int
-    num_truncated: int
-    num_dropped: int
-    tokens_in: int
-    num_tokens: int
-    truncated_tokens: int
-    dropped_tokens: int
-    capacity_tokens: int
-    padding_tokens: int
-    ullage: float
 
 
 def pack_file(
@@ -172,10 +151,8 @@ def _quiet(progress: bool | None) -> bool | None:
 
 def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
     """The column to pack, and the file as Arrow tables. Raises ``InputError`` for a file that is broken in any way."""
-    try:
+    with needed_by("packing a file"):
         import datasets
-    except ImportError as error:
-        raise InputError("packing files needs datasets", hint="pip install 'ullage[hf]'") from error
     if source.suffix.lower() not in READERS:
         found = source.suffix or "none"
         raise InputError("a file's ending is unknown", where=str(source), expected=", ".join(READERS), found=found)

@@ -4,8 +4,8 @@ The corpus is the docstrings of the running Python's standard library: the sourc
 the order of their paths, nothing is imported, and each docstring is taken once. Their lengths run from one line to
 thousands of bytes.
 
-Files are read by ``datasets`` (one column of strings, or of token ids); before that the first bytes are compared
-with the ending, because a parser that accepts anything turns a wrong name into a bad model.
+Files are read by :mod:`ullage.datasets.tables`: one column of strings, or of token ids, which may have labels beside
+them.
 
 Tokens lie end to end in one flat array, with a :class:`~ullage.layout.Layout` over it. Samples are held out for
 evaluation by a hash of their content, so the choice does not depend on order, and equal samples are on one side.
@@ -14,49 +14,54 @@ evaluation by a hash of their content, so the choice does not depend on order, a
 from __future__ import annotations
 
 import ast
-import codecs
 import hashlib
 import json
 import sysconfig
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ullage.datasets.files import root_cause
+from ullage.datasets.tables import read_table
 from ullage.errors import InputError
+from ullage.extras import needed_by
 from ullage.layout import Layout
 
-#: A text, or a sequence of token ids.
-Sample = str | list[int]
+#: A text, or a sequence of token ids; with labels of its own, a row of both.
+Sample = str | list[int] | dict[str, Any]
+S = TypeVar("S")
+#: The label of a token that the loss leaves out.
+IGNORED_LABEL = -100
 
-_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
-# Bytes by which a format is recognised.
-_HEAD_BYTES = 4096
-#: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
-_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset(torch.utils.data.Dataset):
     """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64.
 
+    Tokens in = ``num_tokens`` + ``truncated_tokens`` + ``dropped_tokens``.
+
     Attributes:
         values: the tokens of all sequences end to end
         layout: where each sequence lies in ``values``
         num_truncated: sequences that were cut to the maximum length
-        truncated_tokens: the tokens that they lost; tokens in = ``num_tokens`` + ``truncated_tokens``
+        truncated_tokens: the tokens that they lost
+        labels: of all tokens end to end, −100 where there is none; ``None`` where they are the tokens themselves
+        num_dropped: sequences that were left out because none of their tokens has a label, after the cut
+        dropped_tokens: the tokens of these
     """
 
     values: np.ndarray
     layout: Layout
     num_truncated: int = 0
     truncated_tokens: int = 0
+    labels: np.ndarray | None = None
+    num_dropped: int = 0
+    dropped_tokens: int = 0
 
     def __len__(self) -> int:
         return self.layout.num_items
@@ -65,27 +70,41 @@ class TokenDataset(torch.utils.data.Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = int(self.layout.starts[index])
-        tokens = torch.from_numpy(self.values[start : start + int(self.layout.lengths[index])].astype(np.int64))
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        own = slice(start, start + int(self.layout.lengths[index]))
+        tokens, labels = (
+            torch.from_numpy(each[own].astype(np.int64))
+            for each in (self.values, self.values if self.labels is None else self.labels)
+        )
+        return {"input_ids": tokens, "labels": labels}
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return self.layout.num_tokens
 
+    @property
+    def num_labels(self) -> int:
+        """Tokens that are trained on; the first of each sequence counts, though nothing predicts it."""
+        return self.num_tokens if self.labels is None else int((self.labels != IGNORED_LABEL).sum())
+
     def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
         """Raise ``InputError`` for the first id outside ``range(vocab_size)``, with its sample and position."""
-        bad = np.flatnonzero((self.values < 0) | (self.values >= vocab_size))
+        outside = (self.values < 0) | (self.values >= vocab_size)
+        kind, found = "token id", self.values
+        if self.labels is not None and not outside.any():
+            kind, found = "label", self.labels
+            outside = ((found < 0) | (found >= vocab_size)) & (found != IGNORED_LABEL)
+        bad = np.flatnonzero(outside)
         if not len(bad):
             return
         # The last sequence that starts at or before the bad token.
         sample = int(np.searchsorted(self.layout.starts, bad[0], side="right")) - 1
         position = int(bad[0] - self.layout.starts[sample])
         raise InputError(
-            "a token id is outside the vocabulary",
+            f"a {kind} is outside the vocabulary",
             where=", ".join(filter(None, [where, f"sample {sample}, position {position}"])),
             expected=f"0 to {vocab_size - 1}",
-            found=int(self.values[bad[0]]),
+            found=int(found[bad[0]]),
             hint="take the tokenizer that belongs to the model, or a model with a larger vocab_size",
         )
 
@@ -134,7 +153,7 @@ def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
     return iter([tree, *sorted(nodes, key=lambda node: (node.lineno, node.col_offset))])
 
 
-def split_held_out(samples: Sequence[Sample], fraction: float = 0.05) -> tuple[list[Sample], list[Sample]]:
+def split_held_out(samples: Sequence[S], fraction: float = 0.05) -> tuple[list[S], list[S]]:
     """Samples split into ``(for training, held out)``; a hash of each decides, for about ``fraction`` of them.
 
     Order is kept on both sides. If all samples fall on the side held out, all are for training instead.
@@ -143,169 +162,47 @@ def split_held_out(samples: Sequence[Sample], fraction: float = 0.05) -> tuple[l
         raise InputError("the held-out fraction is out of range", expected="0 <= fraction < 1", found=fraction)
     # A digest is a uniform number of 64 bits, so this share of all samples falls below the limit.
     limit = int(fraction * 2**64)
-    sides: tuple[list[Sample], list[Sample]] = ([], [])
+    sides: tuple[list[S], list[S]] = ([], [])
     for sample in samples:
-        content = sample if isinstance(sample, str) else json.dumps(sample)
+        content = sample if isinstance(sample, str) else json.dumps(sample, default=str)
         digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         sides[int.from_bytes(digest, "big") < limit].append(sample)
     return sides if sides[0] else (sides[1], [])
 
 
-def load_text(path: str | Path, column: str | None = None) -> list[Sample]:
-    """The texts of a .jsonl, .json, .csv, .parquet or .txt file, in its order.
+def load_text(path: str | Path | Sequence[str | Path], column: str | None = None) -> list[Sample]:
+    """The texts of a .jsonl, .json, .csv, .tsv, .parquet, .arrow or .txt file, in its order.
 
-    ``column`` holds the texts, or lists of token ids; by default ``text``, else the only column of either kind. A .txt
-    file has one text per line; blank lines are skipped. The whole column is held in memory, and nothing is left in any
-    cache. Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the
-    message lists the columns), an empty file, and an empty text (the message says which).
+    ``path`` may be a folder, a pattern, or several files: see :func:`ullage.datasets.tables.read_table`. ``column``
+    holds the texts, or lists of token ids; by default ``text``, else the only column of either kind. A .txt file has
+    one text per line; blank lines are skipped. The whole column is held in memory, and nothing is left in any cache.
+    Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the message
+    lists the columns), an empty file, and an empty text (the message says which).
     """
-    path = Path(path)
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "nothing there"
-        raise InputError("the data file cannot be read", where=str(path), expected="a file", found=found)
-    ending = path.suffix.lower()
-    if ending not in _ENDINGS:
-        raise InputError(
-            "the data file has an unknown ending",
-            where=str(path),
-            expected=f"one of {', '.join(_ENDINGS)}",
-            found=ending,
-        )
-    _require_content(path, ending)
-    table = _read_table(path, ending)
-    if len(table) == 0:
-        raise _empty(path)
-    column = _choose_column(table, column, path)
-    samples = table[column][:]
-    if ending == ".txt":
-        samples = [line for line in samples if line.strip()]
-        if not samples:
-            raise _empty(path)
+    sources = [path] if isinstance(path, str | Path) else list(path)
+    return texts_of(read_table(sources), column, ", ".join(map(str, sources)))
+
+
+def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
+    """The texts, or token ids, of a table's column, as :func:`load_text` chooses and checks them."""
+    column = _choose_column(table, column, where)
+    samples: list[Any] = table[column][:]
     for i, sample in enumerate(samples):
         if sample is None or len(sample) == 0:
             raise InputError(
                 "a sample is empty",
-                where=f"{path}, column {column!r}, sample {i} counted from 0",
+                where=f"{where}, column {column!r}, sample {i} counted from 0",
                 expected="at least one token",
                 found="nothing" if sample is None else "length 0",
                 hint="remove it from the file",
             )
+    beside = _kind(table.features[column]) == "ids" and column != "labels" and "labels" in table.column_names
+    if beside and _kind(table.features["labels"]) == "ids":
+        return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, table["labels"][:], strict=True)]
     return samples
 
 
-def _empty(path: Path) -> InputError:
-    return InputError("the dataset is empty", where=str(path), expected="at least one sample", found="none")
-
-
-def _require_content(path: Path, ending: str) -> None:
-    """Raise ``InputError`` where the first bytes of the file do not fit its ending."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        file.seek(0)
-        # A line may be longer than the head, and these formats are told apart by a whole one.
-        first_line = next((line for line in file if line.strip()), b"") if ending in (".jsonl", ".csv") else b""
-    if not head.strip():
-        raise _empty(path)
-    expected, found = _promised(ending), _looks_like(head)
-    if ending == ".parquet":
-        right = found == "Parquet"
-    elif found not in ("text", "JSON"):
-        right = False
-    elif ending == ".jsonl":
-        right = isinstance(_parsed(first_line), dict)
-    elif ending == ".json":
-        right = found == "JSON"
-    elif ending == ".csv":
-        right = not isinstance(_parsed(first_line), dict | list)
-        found = "text" if right else "JSON"
-    else:
-        right = True
-    if not right:
-        raise _not_what_it_says(path, ending, expected, found)
-
-
-def _promised(ending: str) -> str:
-    return {
-        ".parquet": "Parquet",
-        ".jsonl": "one JSON object per line",
-        ".json": "a JSON list of objects",
-        ".csv": "comma-separated UTF-8 text",
-        ".txt": "UTF-8 text",
-    }[ending]
-
-
-def _not_what_it_says(path: Path, ending: str, expected: str, found: str) -> InputError:
-    return InputError(
-        f"the file is not what its ending {ending} says",
-        where=str(path),
-        expected=expected,
-        found=found,
-        hint="rename the file, or write it again",
-    )
-
-
-def _looks_like(head: bytes) -> str:
-    for magic, name in ((b"PAR1", "Parquet"), (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "a zip archive")):
-        if head.startswith(magic):
-            return name
-    try:
-        # final=False: the head may end inside a character
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head, final=len(head) < _HEAD_BYTES)
-    except UnicodeDecodeError:
-        return "bytes that are not UTF-8"
-    if "\0" in text:
-        return "binary data"
-    return "JSON" if text.lstrip()[:1] in ("{", "[") else "text"
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except ValueError:
-        return None
-
-
-def _read_table(path: Path, ending: str) -> Any:
-    """The file as an in-memory ``datasets.Dataset``; its cache is a temporary folder."""
-    import datasets
-
-    reader, options = {
-        ".jsonl": (datasets.Dataset.from_json, {}),
-        ".json": (datasets.Dataset.from_json, {}),
-        # texts such as "NA" and "null" are texts
-        ".csv": (datasets.Dataset.from_csv, {"keep_default_na": False}),
-        ".parquet": (datasets.Dataset.from_parquet, {}),
-        ".txt": (datasets.Dataset.from_text, {}),
-    }[ending]
-    if ending == ".json" and path.stat().st_size < _HEAD_BYTES and _parsed(path.read_bytes()) == []:
-        raise _empty(path)
-    bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below holds what it would log
-    try:
-        with tempfile.TemporaryDirectory(prefix="ullage-") as cache:
-            return reader(str(path), cache_dir=cache, keep_in_memory=True, **options)
-    except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise
-        cause = root_cause(error)
-        if any(sign in str(cause) for sign in _NO_ROWS):
-            raise _empty(path) from error
-        found = _bad_line(path) if ending == ".jsonl" else None
-        raise _not_what_it_says(path, ending, _promised(ending), found or f"{type(cause).__name__}: {cause}") from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()
-
-
-def _bad_line(path: Path) -> str | None:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip() and not isinstance(_parsed(line), dict):
-                return f"line {number}, which is not a JSON object"
-    return None
-
-
-def _choose_column(table: Any, column: str | None, path: Path) -> str:
+def _choose_column(table: Any, column: str | None, where: str) -> str:
     names = list(table.column_names)
     kinds = {name: _kind(feature) for name, feature in table.features.items()}
     if column is None:
@@ -314,7 +211,7 @@ def _choose_column(table: Any, column: str | None, path: Path) -> str:
         if column is None:
             raise InputError(
                 "it is not clear which column holds the text",
-                where=str(path),
+                where=where,
                 expected="a column 'text', or one column of strings only",
                 found=f"columns {', '.join(map(repr, names))}",
                 hint="name it with --text_column",
@@ -322,7 +219,7 @@ def _choose_column(table: Any, column: str | None, path: Path) -> str:
     elif column not in names:
         raise InputError(
             f"there is no column {column!r}",
-            where=str(path),
+            where=where,
             expected=f"one of {', '.join(map(repr, names))}",
             found=repr(column),
             hint="name one of them with --text_column",
@@ -330,7 +227,7 @@ def _choose_column(table: Any, column: str | None, path: Path) -> str:
     if kinds[column] not in ("string", "ids"):
         raise InputError(
             f"the column {column!r} holds no text",
-            where=str(path),
+            where=where,
             expected="strings, or lists of token ids",
             found=kinds[column],
         )
@@ -353,7 +250,8 @@ def byte_tokenizer() -> Any:
 
     ``</s>`` or ``<pad>`` within a text are bytes like any others.
     """
-    from transformers import ByT5Tokenizer
+    with needed_by("ullage.datasets.byte_tokenizer"):
+        from transformers import ByT5Tokenizer
 
     return ByT5Tokenizer(extra_ids=0, split_special_tokens=True)
 
@@ -361,29 +259,77 @@ def byte_tokenizer() -> Any:
 def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None = None) -> TokenDataset:
     """Data set of the tokens of ``samples``, each ended by the tokenizer's end token and cut to ``max_length`` tokens.
 
-    Samples of token ids get no end token. Raises ``InputError`` if there are no samples, and for a sample without
-    tokens (the message says which).
+    Samples of token ids get no end token; a mapping has ``input_ids``, and ``labels`` of its own. Raises ``InputError``
+    if there are no samples, and for a sample without tokens (the message says which).
+    """
+    return token_dataset((_tokens(sample, tokenizer) for sample in samples), max_length)
+
+
+def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int] | None]:
+    if isinstance(sample, Mapping):
+        return sample["input_ids"], sample.get("labels")
+    if not isinstance(sample, str):
+        return sample, None
+    ids = tokenizer(sample, verbose=False)["input_ids"] if sample else []
+    end = getattr(tokenizer, "eos_token_id", None)
+    return ([*ids, end] if ids and end is not None and ids[-1] != end else ids), None
+
+
+def token_dataset(
+    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None]], max_length: int | None = None
+) -> TokenDataset:
+    """Data set of sequences, each of token ids and of labels, where these are others; cut to ``max_length`` tokens.
+
+    A sequence in which no token has a label is left out and counted. Raises ``InputError`` if there are no sequences
+    or none is left, for one without tokens, and for labels that are not as many as its tokens.
     """
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)
-    if not len(samples):
-        raise InputError("the dataset is empty", expected="at least one sample", found="none")
-    end = getattr(tokenizer, "eos_token_id", None)
     parts: list[np.ndarray] = []
-    lengths = np.empty(len(samples), np.int64)
-    for i, sample in enumerate(samples):
-        if isinstance(sample, str):
-            ids = tokenizer(sample, verbose=False)["input_ids"] if sample else []
-            if ids and end is not None and ids[-1] != end:
-                ids = [*ids, end]
-        else:
-            ids = sample
-        if len(ids) == 0:
-            raise InputError("a sample is empty", where=f"sample {i}", expected="at least one token", found="length 0")
-        lengths[i] = len(ids)
+    labels: list[np.ndarray] = []
+    lengths: list[int] = []
+    dropped, count, differ = 0, 0, False
+    for count, (ids, own) in enumerate(sequences, 1):
+        _require_sequence(ids, own, count - 1)
         # Held as int32, half of what int64 takes; a sample is widened when it is read.
-        parts.append(np.asarray(ids[:max_length], np.int32))
-    # ``lengths`` are those before the cut, by which the lost tokens are counted.
-    kept = np.minimum(lengths, max_length) if max_length is not None else lengths
-    cut = lengths - kept
-    return TokenDataset(np.concatenate(parts), Layout(kept), int((cut > 0).sum()), int(cut.sum()))
+        part = np.asarray(ids[:max_length], np.int32)
+        label = part if own is None else np.asarray(own[:max_length], np.int32)
+        if own is not None and (label == IGNORED_LABEL).all():
+            dropped += len(ids)
+            continue
+        differ = differ or own is not None
+        parts.append(part)
+        labels.append(label)
+        lengths.append(len(ids))
+    if not parts:
+        raise InputError(
+            "no sequence has a token to train on" if count else "the dataset is empty",
+            expected="a label that counts" if count else "at least one sample",
+            found=f"none in {count:,}" if count else "none",
+            hint="max_length may cut off what is trained on" if count and max_length is not None else None,
+        )
+    # ``whole`` are the lengths before the cut, by which the lost tokens are counted.
+    whole = np.asarray(lengths, np.int64)
+    kept = np.minimum(whole, max_length) if max_length is not None else whole
+    cut = whole - kept
+    return TokenDataset(
+        np.concatenate(parts),
+        Layout(kept),
+        int((cut > 0).sum()),
+        int(cut.sum()),
+        np.concatenate(labels) if differ else None,
+        count - len(parts),
+        dropped,
+    )
+
+
+def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: int) -> None:
+    if len(ids) == 0:
+        raise InputError("a sample is empty", where=f"sample {index}", expected="at least one token", found="length 0")
+    if labels is not None and len(labels) != len(ids):
+        raise InputError(
+            "labels and tokens disagree",
+            where=f"sample {index}",
+            expected=f"{len(ids)} labels",
+            found=len(labels),
+        )
