@@ -24,6 +24,7 @@ from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import look_again
+from ullage.display import Paged
 from ullage.layout import Int64, Pieces
 
 
@@ -264,7 +265,7 @@ class WrittenBy:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Inventory:
+class Inventory(Paged):
     """A checkpoint without its data. See :func:`ullage.checkpoint.read`.
 
     ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp, torch_dist.

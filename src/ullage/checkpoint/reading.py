@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.checkpoint.blocks import CodedBlocks
+from ullage.checkpoint.files.positions import open_to_read, read_into
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
 from ullage.checkpoint.numbers import Bytes, as_floats, cast, count_not_finite, from_floats
 from ullage.checkpoint.remote.paths import is_remote
@@ -78,7 +79,7 @@ class Sources:
             if len(self._open) >= self._limit:
                 os.close(self._open.popitem(last=False)[1])
             try:
-                found = self._open[file] = os.open(self._path(file), os.O_RDONLY | os.O_CLOEXEC)
+                found = self._open[file] = open_to_read(self._path(file))
             except OSError as error:
                 raise self._unreadable(file, error) from error
         else:
@@ -93,7 +94,7 @@ class Sources:
         done, fd = 0, self.fd(file)
         while done < len(into):
             try:
-                got = os.preadv(fd, [into[done:]], offset + done)
+                got = read_into(fd, into[done:], offset + done)
             except OSError as error:
                 raise self._unreadable(file, error) from error
             if got == 0:

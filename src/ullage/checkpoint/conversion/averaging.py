@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ullage.checkpoint.conversion.converting import Report, default_workers
+from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, require_paths, require_writable
 from ullage.checkpoint.conversion.differing import WEIGHT, by_weight, numbers, read_range
 from ullage.checkpoint.conversion.journal import FOLDER, sync_files
+from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.formats import table as formats

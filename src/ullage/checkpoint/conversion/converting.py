@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, mark_of, read_journals, sync_files
 from ullage.checkpoint.conversion.meeting import Meeting, remove_other
+from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.conversion.units import Unit, split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -50,36 +51,6 @@ _TWINS = {
         "Megatron-Core 0.16.1 writes it so where a bucket of its buffers is padded; save again with --no-save-optim",
     ),
 }
-
-
-@dataclass
-class Report:
-    """The report of a conversion. Bytes count tensors and descriptions; seconds are wall time."""
-
-    source: str
-    target: str
-    format: str
-    num_tensors: int = 0
-    num_files: int = 0
-    num_bytes: int = 0
-    bytes_resumed: int = 0
-    records_checked: int = 0
-    seconds: float = 0.0
-    world_size: int = 1
-    workers: int = 1
-    #: (parameter, state key, elements that are NaN or Inf)
-    not_finite: list[tuple[str, str, int]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    dry_run: bool = False
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bytes written by this run, without those of an interrupted one, over its wall time."""
-        return (self.num_bytes - self.bytes_resumed) / self.seconds if self.seconds else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
-        return asdict(self)
 
 
 def convert(

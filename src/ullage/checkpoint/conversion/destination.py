@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from ullage.checkpoint.conversion.journal import FOLDER
+from ullage.checkpoint.conversion.locking import require_writing
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.remote.paths import is_remote
@@ -27,7 +28,8 @@ def partial_of(target: Path) -> Path:
 
 
 def require_paths(targets: list[Target], target: Path) -> None:
-    """Raise ``InputError`` where two files would have one name, or a path would be too long."""
+    """Raise ``InputError`` where the system writes no checkpoints, or for two files of one name or a path too long."""
+    require_writing()
     names = {t.name for t in targets}
     folders = set()
     for folder in {os.path.dirname(name) for name in names}:

@@ -9,7 +9,7 @@ each, whatever the size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import Bytes, as_floats
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
+from ullage.display import Shown, counted
 
 #: The state under which the weights of all formats are compared.
 WEIGHT = "weight"
@@ -74,8 +75,8 @@ class TensorDifference:
         return f"{title}: {', '.join(said)}"
 
 
-@dataclass(frozen=True)
-class Differences:
+@dataclass(frozen=True, repr=False)
+class Differences(Shown):
     """The result of :func:`diff`. True where the checkpoints differ.
 
     Attributes:
@@ -93,6 +94,10 @@ class Differences:
 
     def __bool__(self) -> bool:
         return bool(self.differences)
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{counted(self.num_tensors, 'tensor')} compared"
+        yield counted(len(self.differences), "difference")
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON."""

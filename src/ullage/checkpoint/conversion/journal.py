@@ -10,7 +10,6 @@ not been restarted, for what was written to files outlives the process; after a 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.conversion.locking import lock
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import JOURNAL as FOLDER
 from ullage.checkpoint.inventory import Inventory
@@ -48,7 +48,7 @@ def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]
 def _boot() -> str:
     # A name of this run of the kernel, another one after each restart; empty where the system has none.
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
@@ -78,7 +78,7 @@ class Journal:
         self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
         try:
             # Held until the stream is closed or the process dies, so a killed conversion leaves no stale lock.
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._stream)
         except BlockingIOError:
             self._stream.close()
             raise InputError("another conversion is writing this target", where=str(partial)) from None

@@ -13,7 +13,6 @@ removal of the journal, in this order. A target with a journal and without ``ull
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any, cast
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.destination import disk_error
+from ullage.checkpoint.conversion.locking import lock
 from ullage.checkpoint.conversion.units import split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
@@ -339,9 +339,9 @@ def _spool(source: str, target: str) -> Iterator[Path]:
     status = folder.lstat()
     if folder.is_symlink() or status.st_uid != os.getuid():
         raise InputError("a folder of this name is there, of another user", where=str(folder), hint="set TMPDIR")
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "wb") as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held)
         except BlockingIOError:
             raise InputError("another conversion is writing this target", where=target) from None
         inner = folder / "files"

@@ -27,6 +27,13 @@ def locate(folder: str | Path) -> tuple[Path, str]:
         folder = path_of(folder)
         there = folder.is_dir()
     if not there:
+        if not is_remote(folder) and folder.is_file():
+            raise CheckpointError(
+                "this is a file",
+                where=str(folder),
+                expected="the folder of a checkpoint, or its parent",
+                hint=f"give its folder: {folder.parent}",
+            )
         raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
     found = _format(folder)
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.

@@ -17,8 +17,10 @@ from functools import partial, total_ordering
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from ullage.checkpoint.files.positions import read_at
 from ullage.checkpoint.remote.store import Held, Store, merged
 from ullage.errors import CheckpointError, InputError
+from ullage.extras import needed_by
 
 #: Bytes at the two ends of an archive that hold its description as a rule.
 _HEAD_BYTES, _TAIL_BYTES = 8 << 10, 16 << 10
@@ -51,10 +53,8 @@ def path_of(where: str | Path, storage_options: dict[str, Any] | None = None) ->
     if not is_url(where):
         return Path(where)
     url = str(where).rstrip("/")
-    try:
+    with needed_by("a checkpoint by URL"):
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise InputError("a URL needs fsspec", where=url, hint="pip install fsspec") from error
     try:
         system, key = url_to_fs(url, **(storage_options or {}))
     except ImportError as error:
@@ -206,7 +206,7 @@ class LocalFile:
     tail_bytes = 1 << 16
 
     def __init__(self, fd: int) -> None:
-        self.pread: Callable[[int, int], bytes] = partial(os.pread, fd)
+        self.pread: Callable[[int, int], bytes] = partial(read_at, fd)
         self.size = os.fstat(fd).st_size
 
     def hold(self, ranges: Iterable[tuple[int, int]]) -> None:
