@@ -177,7 +177,7 @@ def test_the_rows_of_a_packed_file_are_taken(tmp_path):
 
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
 REFUSED = {
-    r"know their sequences: expected .* found dict of input_ids, labels. Use RaggedCollator": {
+    r"know their sequences: expected .* found dict of input_ids, labels. Leave data_collator out, or use RaggedCollator": {
         "input_ids": IDS,
         "labels": IDS,
     },

@@ -22,7 +22,7 @@ SAMPLES = [{"input_ids": [3] * 9, "labels": [3] * 9}, {"input_ids": [4], "labels
 #: What is logged of a packed run with a peak and a treatment of long sequences, beside transformers' own names.
 PACKED = {
     "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second", "mfu",
-    "dropped_sequences", "dropped_tokens",
+    "dropped_sequences", "dropped_tokens", "plan_seconds", "exchange_seconds",
 }  # fmt: skip
 THEIRS = {"loss", "grad_norm", "learning_rate", "epoch", "step"}
 
@@ -98,6 +98,27 @@ def test_an_interval_begins_where_the_last_one_ended(clock):
     assert meter.closing() == {}
 
 
+def test_seconds_beside_the_models_work_are_means_per_step(clock, caplog):
+    meter = TokenMeter()
+    rows, made = step([9, 3, 2], capacity=16)
+    for _ in range(2):
+        meter.add_packed(rows, made, flops=1.0)
+        meter.times.steps += 1
+    meter.times.plan, meter.times.exchange = 0.5, 0.25
+    clock[0] += 2.0
+    with caplog.at_level("INFO", logger="ullage"):
+        found = meter.rates()
+    assert (found["plan_seconds"], found["exchange_seconds"]) == (0.25, 0.125)
+    assert "wait_seconds" not in found  # one process waits for nobody
+    assert caplog.messages == [
+        "since the last log 2.000 s; per step and rank: "
+        "wait_seconds 0.0000, plan_seconds 0.2500, exchange_seconds 0.1250"
+    ]
+    meter.add_packed(rows, made, flops=1.0)  # of an engine that times nothing
+    clock[0] += 1.0
+    assert "plan_seconds" not in meter.rates()
+
+
 @pytest.mark.parametrize(("attention", "computed"), [("sdpa", 8 / 18), ("ullage", 0.0)])
 def test_padding_is_what_the_model_is_given(tmp_path, attention, computed):
     config = LlamaConfig(
@@ -135,7 +156,7 @@ def test_a_packed_run_logs_the_names_of_the_documentation(tmp_path, monkeypatch)
     truncated = {name.replace("dropped", "truncated") for name in PACKED}
     totals = {f"total_{name}" for name in PACKED | truncated if "ped_" in name or "ted_" in name}
     totals = {name for name in totals if name.endswith(("sequences", "tokens"))}
-    assert names == PACKED | truncated | totals | {"padding_avoided", "total_empty_steps"}
+    assert names == PACKED | truncated | totals | {"padding_avoided", "total_empty_steps", "wait_seconds"}
 
 
 def test_a_peak_that_is_not_positive_is_refused(tmp_path):

@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
 from ullage.errors import InputError
+from ullage.extras import needed_by
 from ullage.training.device_memory import num_bytes
+from ullage.training.peaks import peak_of_arguments
+
+with needed_by("ullage.training", ["transformers"]):
+    import transformers
 
 #: The word for a capacity that is found before the first step.
 AUTO = "auto"
@@ -72,7 +76,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     packing_peak_flops: float | None = field(
         default=None,
-        metadata={"help": "FLOP/s that one device could do (H100, bf16: 989e12); logs then have mfu."},
+        metadata={
+            "help": "FLOP/s that one device could do (H100, bf16: 989e12); logs then have mfu. By default, under bf16 "
+            "or fp16, the published peak of the device where it is known."
+        },
     )
     async_save: bool = field(
         default=False,
@@ -210,11 +217,11 @@ def weight_field(arguments: Any) -> str | None:
 
 
 def peak_flops_of(arguments: Any) -> float | None:
-    """``packing_peak_flops``. Raises ``InputError`` if it is not positive."""
+    """``packing_peak_flops``, or the published peak of the device. Raises ``InputError`` if it is not positive."""
     peak = getattr(arguments, "packing_peak_flops", None)
     if peak is not None and not peak > 0:
         raise InputError("packing_peak_flops must be positive", expected="FLOP/s of one device, or None", found=peak)
-    return peak
+    return peak if peak is not None else peak_of_arguments(arguments)
 
 
 def _refuse_own_packing(arguments: Any) -> None:

@@ -104,3 +104,15 @@ def _require_whole_checkpoints(trainer: object) -> None:
             found=type(trainer).__name__,
             hint="take a Trainer of ullage.training, or leave async_save out",
         )
+
+
+def refuse_dispatching(accelerator: Any) -> None:
+    """Raise ``InputError`` where one process would read the batches of all, and cut them by rows."""
+    if accelerator.dispatch_batches:
+        raise InputError(
+            "dispatch_batches would cut packed batches apart",
+            where="TrainingArguments.accelerator_config",
+            expected="None or False",
+            found=True,
+            hint="leave it out: each process reads its own batches",
+        )

@@ -13,8 +13,9 @@ modules are put back.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -32,6 +33,7 @@ from ullage.planning import plan
 from ullage.training import targets
 from ullage.training.agreement import agreement, gather
 from ullage.training.beginning import collated
+from ullage.training.capacity_search import FIRST, MULTIPLE, CapacitySearch
 from ullage.training.comparing import random_states_kept
 from ullage.training.device_memory import DeviceMemory, text_of
 from ullage.training.packing import Packer
@@ -41,80 +43,10 @@ logger = logging.get_logger(__name__)
 
 #: Where a checkpoint keeps the capacity that was found.
 _FOUND = "ullage_packing_capacity"
-_MULTIPLE = 64
-#: Tokens of the first runs.
-_FIRST = (256, 512, 1024)
-#: A run is at most so many times as long as one that fitted: a fit is not trusted further.
-_GROWTH = 4
-_MOST_RUNS = 16
 #: The largest capacity looked at where nobody knows how many tokens a step has.
 _MOST = 1 << 17
 #: Samples that stand for the data where lengths are not known, and tokens of one that is made up.
 _SAMPLES, _MADE_UP = 8, 512
-
-
-@dataclass
-class CapacitySearch:
-    """The runs that find a capacity, one after the other; knows nothing of models.
-
-    Attributes:
-        room: bytes that a run may take.
-        most: the largest capacity worth looking at, a multiple of 64.
-        runs: tokens and bytes of the runs so far; ``inf`` bytes for one that failed.
-    """
-
-    room: float
-    most: int
-    runs: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def largest(self) -> int:
-        """The largest run that fitted; 0 without one."""
-        return max((tokens for tokens, used in self.runs if used <= self.room), default=0)
-
-    @property
-    def bound(self) -> int:
-        """The largest capacity that has not been seen to be too large."""
-        return min([self.most, *(tokens - _MULTIPLE for tokens, used in self.runs if used > self.room)])
-
-    def confirm(self, used: float) -> None:
-        """Take the second measurement of the largest run into account, where it is the larger one."""
-        again = self.largest
-        self.runs = [(tokens, max(taken, used) if tokens == again else taken) for tokens, taken in self.runs]
-
-    def next(self) -> int | None:
-        """Tokens of the next run; None when the largest capacity has been run, or none fits."""
-        done = {tokens for tokens, _ in self.runs}
-        if self.bound < _MULTIPLE or len(self.runs) >= _MOST_RUNS:
-            return None
-        for tokens in _FIRST:
-            tokens = min(tokens, self.most)
-            if tokens not in done and tokens <= self.bound:
-                return tokens
-        if not self.largest:  # not even the first one fits
-            return max(_MULTIPLE, self.bound // 2 // _MULTIPLE * _MULTIPLE)
-        tokens = min(self._fitting(), self.bound, self.largest * _GROWTH)
-        tokens = tokens // _MULTIPLE * _MULTIPLE
-        return tokens if tokens > self.largest else None
-
-    def _fitting(self) -> int:
-        """The largest capacity that fits, by the runs so far."""
-        last, used = max(each for each in self.runs if each[1] <= self.room)
-        failed = min((each for each in self.runs if each[1] > self.room), default=None)
-        if failed is not None and failed[1] == inf:  # nobody knows by how much
-            return (last + failed[0]) // 2
-        if failed is not None:  # between two runs on a line, whatever the noise of both
-            return last + int((failed[0] - last) * (self.room - used) / (failed[1] - used))
-        known = sorted(self.runs)[-3:]
-        grid = np.arange(_MULTIPLE, self.bound + 1, _MULTIPLE)
-        if len(known) < 2:
-            return int(grid[-1])
-        sizes, taken = (np.array(each, float) for each in zip(*known, strict=True))
-        fit = np.polyfit(sizes, taken, 2) if len(known) == 3 else np.zeros(1)
-        if fit[0] <= 0:  # rather a line, through the longest two
-            fit = np.polyfit(sizes[-2:], taken[-2:], 1)
-        fits = grid[np.polyval(fit, grid) <= self.room]
-        return int(fits[-1]) if len(fits) else 0
 
 
 class CapacityFinder:
@@ -161,9 +93,9 @@ class CapacityFinder:
                 rows = _Rows.of(self._trainer, self._reader)
                 memory = DeviceMemory(self._trainer.args.device)
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
-            self._run(model, rows, min(_FIRST[0], rows.most), memory)
+            self._run(model, rows, min(FIRST[0], rows.most), memory)
             # So is what the planner loads.
-            plan([2, 1], ranks=self._trainer.args.world_size, capacity=_MULTIPLE, strategy=options.strategy)
+            plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=options.strategy)
             memory.settle()
             limit = memory.limit(self._trainer.args.packing_memory)
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
@@ -208,16 +140,36 @@ class CapacityFinder:
         """The capacity of a checkpoint, if it fits here too."""
         # Towards it in steps, as in a search: a row that is far too long would end the process.
         for tokens in (capacity // 16, capacity // 4, capacity):
-            used = self._run(model, rows, max(tokens, _MULTIPLE), memory)
+            used = self._run(model, rows, max(tokens, MULTIPLE), memory)
             if used > room:
                 raise InputError(
                     "the capacity of the checkpoint does not fit here",
                     where="TrainingArguments.packing_capacity='auto'",
                     expected=f"{capacity:,} tokens, as the run began with, in {text_of(room)}",
-                    found=f"{text_of(used)} for {max(tokens, _MULTIPLE):,} tokens",
+                    found=f"{text_of(used)} for {max(tokens, MULTIPLE):,} tokens",
                     hint="continue on a device with more memory, or give packing_capacity as a number",
                 )
         return capacity
+
+    def peak_of(self, model: nn.Module, row: RaggedBatch, memory: DeviceMemory) -> int:
+        """Bytes that forward and backward of one batch take at their peak; not collective, and leaves nothing behind.
+
+        ``model``: as the training loop calls it, or the bare one.
+        """
+        with self._nothing_left_behind(model):
+            memory.settle()
+            memory.begin()
+            self._forward_and_backward(model, row)
+            return memory.taken()
+
+    def seconds_of(self, model: nn.Module, row: RaggedBatch) -> float:
+        """Seconds that forward and backward of one batch take, as :meth:`peak_of`."""
+        with self._nothing_left_behind(model):
+            begun = time.perf_counter()
+            self._forward_and_backward(model, row)
+            if row.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - begun
 
     # One dry run.
 
@@ -289,7 +241,7 @@ class CapacityFinder:
         if len(optimizer.state):
             return gradients  # its state is there already
         held = [each for group in optimizer.param_groups for each in group["params"]]
-        return gradients + int(_state_of(optimizer) * sum(each.numel() for each in held))
+        return gradients + int(state_bytes(optimizer) * sum(each.numel() for each in held))
 
 
 def _is_wrapper(model: nn.Module) -> bool:
@@ -305,7 +257,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> float:
+def state_bytes(optimizer: torch.optim.Optimizer) -> float:
     """Bytes of state for each element of a parameter, by one of its kind for a parameter of its own."""
     held = next((each for group in optimizer.param_groups for each in group["params"]), None)
     dtype = torch.float32 if held is None else held.dtype
@@ -354,8 +306,8 @@ class _Rows:
         step = trainer.args.per_device_train_batch_size * trainer.args.world_size
         longest = int(joined.max_seqlen) if lengths is not None else 0
         if longest:
-            most = -(-min(step * longest, _MOST) // _MULTIPLE) * _MULTIPLE
-            most = max(most, -(-longest // _MULTIPLE) * _MULTIPLE)
+            most = -(-min(step * longest, _MOST) // MULTIPLE) * MULTIPLE
+            most = max(most, -(-longest // MULTIPLE) * MULTIPLE)
         required = longest if trainer.args.packing_oversize == "error" else 0
         return cls(joined, required, most, not batch.per_sequence and not targets.is_joined(joined))
 

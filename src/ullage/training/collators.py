@@ -45,7 +45,7 @@ class RaggedCollator:
     pad_to_multiple_of: int = 1
     per_sequence: tuple[str, ...] = ()
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
         prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
@@ -73,7 +73,7 @@ class Seq2SeqCollator:
     flattened: bool = False
     per_sequence: tuple[str, ...] = ()
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> RaggedBatch | dict[str, Any]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
         sources, targets = [], []
         for i, sample in enumerate(samples):
             fields = _with_labels(sample, None)

@@ -130,10 +130,9 @@ class SampleError(InputError):
         super().__init__(what, where=f"{place}, {detail}" if detail else place, **parts)
         self.sample, self.detail = sample, detail
 
-    def at(self, place: str) -> InputError:
+    def at(self, where: str) -> InputError:
         """The same error for one who knows the sample by another name, such as its index in the data set."""
-        where = f"{place}, {self.detail}" if self.detail else place
-        return InputError(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
+        return super().at(f"{where}, {self.detail}" if self.detail else where)
 
 
 def is_ragged(inputs: Any) -> bool:

@@ -79,7 +79,7 @@ def _unknown(batch: Any) -> InputError:
         "packing needs batches that know their sequences",
         expected="a collator that gives a RaggedBatch, or tensors with attention_mask, cu_seq_lens_q or position_ids",
         found=f"{type(batch).__name__}{fields}",
-        hint="use RaggedCollator()",
+        hint="leave data_collator out, or use RaggedCollator(labels_from='input_ids') for texts without labels",
     )
 
 

@@ -6,6 +6,7 @@ docs/training.md lists every name with its meaning and unit. The Trainer, ``ulla
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -15,12 +16,18 @@ import torch.distributed as dist
 from ullage.batch import RaggedBatch
 from ullage.planning import Plan
 from ullage.planning.plans import Statistics
+from ullage.training.step_times import StepTimes
+
+_logger = logging.getLogger(__name__)
 
 #: For each treatment of sequences over the capacity: the names in the logs, and those of a plan's statistics.
 _OVERSIZE_COUNTS = {
     "drop": {"dropped_sequences": "num_dropped", "dropped_tokens": "dropped_tokens"},
     "truncate": {"truncated_sequences": "num_truncated", "truncated_tokens": "truncated_tokens"},
 }
+
+#: The seconds of :class:`StepTimes` in the logs, in its order.
+_TIMES = ("wait_seconds", "plan_seconds", "exchange_seconds")
 
 
 class LeftOut:
@@ -62,6 +69,7 @@ class TokenMeter:
 
     ``num_tokens`` and ``num_padded_tokens`` are those of all ranks in the whole run, up to the last log: real tokens,
     and the elements of the same batches if padded to their longest sequences. ``left_out``: see :class:`LeftOut`.
+    ``times``: since the last log, added to by whoever makes the steps. ``plan``: of the last packed step, None before.
     """
 
     def __init__(self) -> None:
@@ -87,6 +95,7 @@ class TokenMeter:
         """
         self._device, self._group = device, group
         self.left_out = LeftOut(oversize)
+        self.plan: Plan | None = None
         self._peak = None if peak_flops is None else peak_flops * num_devices
         self.num_tokens = self.num_padded_tokens = self._num_computed = 0
         self._begin_interval()
@@ -95,6 +104,7 @@ class TokenMeter:
         # Tokens, elements computed, elements if padded, capacity, FLOPs: of this rank, since the last log.
         self._counts = [0.0] * 5
         self._imbalances: list[float] = []
+        self.times = StepTimes()
         self._began = time.perf_counter()
 
     def add(self, tokens: int, computed: int, padded: int, capacity: int = 0, flops: float = 0.0) -> None:
@@ -122,6 +132,7 @@ class TokenMeter:
             plan.num_microbatches * plan.capacity,
             flops,
         )
+        self.plan = plan
         statistics = plan.statistics()
         self._imbalances.append(statistics.rank_imbalance)
         self.left_out.add(statistics)
@@ -132,7 +143,7 @@ class TokenMeter:
         Without tokens, only what was left out.
         """
         imbalances, seconds = self._imbalances, time.perf_counter() - self._began
-        tokens, computed, _, capacity, flops = self._reduce()
+        tokens, computed, _, capacity, flops, *times, steps = self._reduce()
         rates: dict[str, float] = {}
         # Nothing may have been trained since the last log; the ratios would then divide by zero.
         if tokens:
@@ -144,6 +155,14 @@ class TokenMeter:
             rates["flops_per_second"] = flops / seconds
             if self._peak is not None:
                 rates["mfu"] = round(flops / seconds / self._peak, 4)
+        if tokens and steps:
+            # Sums over ranks of seconds and of steps: a mean per step of a rank. One process waits for nobody.
+            alone = self._group is None
+            means = {name: round(part / steps, 6) for name, part in zip(_TIMES, times, strict=True)}
+            rates |= {name: mean for name, mean in means.items() if not (alone and name == "wait_seconds")}
+            if alone or dist.get_rank(self._group) == 0:
+                told = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+                _logger.info("since the last log %.3f s; per step and rank: %s", seconds, told)
         return rates | self.left_out.since()
 
     def closing(self) -> dict[str, float]:
@@ -159,8 +178,10 @@ class TokenMeter:
 
     def _reduce(self) -> list[float]:
         """Counts of all ranks since the last log. They are added to those of the run."""
+        times = self.times
+        mine = [*self._counts, times.wait, times.plan, times.exchange, times.steps]
         # float64 holds token counts exactly up to 2**53; float32 would stop at 16.8 million.
-        sums = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         counts = sums.tolist()

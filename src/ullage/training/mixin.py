@@ -30,20 +30,20 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import EvalLoopOutput, unwrap_peft_model
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.errors import InputError, TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training import counting, fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
-from ullage.training.beginning import RunCheck
+from ullage.training.beginning import RunCheck, refuse_dispatching
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
+from ullage.training.finite import require_finite
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.loss.rule import LossRule
 from ullage.training.metering import TokenMeter
@@ -53,6 +53,7 @@ from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.saving import require_same_model
 from ullage.training.shares import evaluation_loader
+from ullage.training.signature import ConstructorSignature
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 
@@ -77,7 +78,17 @@ class RaggedTrainerMixin(_Base):
 
     packing_loss: str | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    if not TYPE_CHECKING:
+        # For a type checker the constructor is that of the trainer beneath, and so it is for ``inspect.signature``.
+        __signature__ = ConstructorSignature()
+
+        def __init__(self, *args, **kwargs):
+            self._before_constructor(args, kwargs)
+            super().__init__(*args, **kwargs)
+            self._after_constructor(args, kwargs)
+
+    def _before_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the parts, and check the arguments that the trainer beneath is about to get."""
         # The parts read nothing of the trainer before it is asked for, so they may stand before its own constructor,
         # which already calls some of the methods below.
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
@@ -97,7 +108,9 @@ class RaggedTrainerMixin(_Base):
             fsdp.require_possible(arguments)
             PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
         end_groups_at_exit()
-        super().__init__(*args, **kwargs)
+
+    def _after_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put ours in place of what the trainer beneath has set, and check what it has made of its arguments."""
         fsdp.require_sharding(self)
         found = find_labels(type(unwrap_peft_model(self.model)))
         if self.args.label_names is None and self.label_names == found:  # not chosen by the trainer
@@ -105,14 +118,7 @@ class RaggedTrainerMixin(_Base):
             self.label_names = [name for name in find_labels(type(self._reader.model)) if name != "shift_labels"]
         if type(self.label_smoother) is LabelSmoother:
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
-        if self.accelerator.dispatch_batches:
-            raise InputError(
-                "dispatch_batches would cut packed batches apart",
-                where="TrainingArguments.accelerator_config",
-                expected="None or False",
-                found=True,
-                hint="leave it out: each process reads its own batches",
-            )
+        refuse_dispatching(self.accelerator)
         self._packer.require_packable()
         given = kwargs.get("data_collator") is not None or len(args) > 2 or self._packer.padded_loss is not None
         if self._packer.options is not None and not given:
@@ -126,8 +132,13 @@ class RaggedTrainerMixin(_Base):
     # The run.
 
     def train(
-        self, resume_from_checkpoint: Any = None, *args: Any, allow_changed_checkpoint: bool = False, **kwargs: Any
-    ) -> Any:
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        allow_changed_checkpoint: bool = False,
+    ) -> TrainOutput:
         """Train as transformers does; a checkpoint of another layout is taken too.
 
         ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
@@ -135,12 +146,12 @@ class RaggedTrainerMixin(_Base):
         were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
         newest whole one before it, and for one of another model. With no step left, nothing is trained.
         """
-        resume_from_checkpoint = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
-        checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        whole = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
+        checkpoint = whole if isinstance(whole, str) else None
         if checkpoint is not None:
             require_same_model(getattr(self._reader.model, "config", None), checkpoint)
         with self._continuation.converted(checkpoint):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(whole, trial, ignore_keys_for_eval)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
         """What ``train(resume_from_checkpoint=checkpoint)`` does for another layout; None if it loads as it is.
@@ -301,15 +312,8 @@ class RaggedTrainerMixin(_Base):
         """The gradient norm, the same on every rank; ``TrainingError`` on all of them if it is not finite."""
         norm = super()._get_grad_norm(model, grad_norm)
         scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
-        if norm is not None and not scaled and not torch.isfinite(torch.as_tensor(norm)):
-            raise TrainingError(
-                "the loss or its gradient is not a number",
-                where=f"step {self.state.global_step + 1}",
-                expected="a finite gradient norm",
-                found=float(norm),
-                hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
-                "the weights are those before this step",
-            )
+        if norm is not None and not scaled:
+            require_finite(norm, self.state.global_step + 1)
         return norm
 
     # Counting.

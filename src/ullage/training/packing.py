@@ -182,12 +182,15 @@ class Packer:
         ``batches``: those that this rank has drawn; none if its data have ended.
         """
         assert self.options is not None
+        meter = self._trainer.meter
+        meter.times.steps += 1
+        meets = self._meets_every_microbatch
         planner = StepPlanner(
-            self._topology, self.options, self._cost_of_model, meets_every_microbatch=self._meets_every_microbatch
+            self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
         )
         padded = self.padded_loss
         step = planner.packed([targets.joined(batch) for batch in batches], padded)
-        self._trainer.meter.add_packed(step.microbatches, step.plan, self.flops(step))
+        meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.completed(step, batches, planner.packed_beside)
 
     # One step.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.training.arguments import PackingOptions
 from ullage.training.packed_batch import PackedBatch
+from ullage.training.step_times import StepTimes
 from ullage.training.trl.padded import PaddedLoss
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,14 @@ class StepPlanner:
         options: of packing.
         cost: of the model.
         meets_every_microbatch: whether ranks wait for each other in each microbatch.
+        times: what planning and exchanging took is added to them.
     """
 
     topology: Topology
     options: PackingOptions
     cost: Cost
     meets_every_microbatch: bool
+    times: StepTimes = field(default_factory=StepTimes)
 
     def packed(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
         """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
@@ -77,6 +83,20 @@ class StepPlanner:
     def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
-        gathered = gather_lengths(lengths, self.topology)
-        schedule = make_plan(gathered.lengths)
-        return PackedBatch(tuple(exchange(schedule, batches, self.topology, gathered)), schedule)
+        times = self.times
+        before = replace(times)
+        with times.measured("exchange"):
+            gathered = gather_lengths(lengths, self.topology)
+        with times.measured("plan"):
+            schedule = make_plan(gathered.lengths)
+        with times.measured("exchange"):
+            microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
+        _logger.debug(
+            "rank %d: %d sequences in %d microbatches per rank; planned in %.4f s, exchanged in %.4f s",
+            self.topology.dp.rank,
+            schedule.num_sequences,
+            schedule.num_microbatches,
+            times.plan - before.plan,
+            times.exchange - before.exchange,
+        )
+        return PackedBatch(microbatches, schedule)

@@ -314,7 +314,10 @@ def _flush(folder: Path) -> None:
 
 
 def _flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return  # Windows opens no folder
     try:
         os.fsync(handle)
     except OSError:

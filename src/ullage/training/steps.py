@@ -286,7 +286,9 @@ class StepSource:
         if self._trainer.args.world_size == 1:
             return mine
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
-        ranks = self._trainer.accelerator.gather(mine)
+        # The first meeting of a step: whoever is ready early waits here for the last.
+        with self._meter.times.measured("wait"):
+            ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
         return ranks
 

@@ -13,23 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ullage.errors import InputError
+from ullage.extras import needed_by
 from ullage.training.arguments import TrainingArguments
 from ullage.training.collators import RaggedCollator
 from ullage.training.mixin import RaggedTrainerMixin
 from ullage.training.saving import WholeCheckpointMixin
 
-try:
+with needed_by("ullage.training.trl", ["trl"]):
     import trl
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-except ImportError as error:
-    raise InputError(
-        "TRL is not installed, or cannot be imported",
-        where="ullage.training.trl",
-        expected="the package trl, version 1 or newer",
-        found=str(error),
-        hint="install it with pip install 'trl>=1'; ullage.training.Trainer trains on tokenized samples without it",
-    ) from error
 
 
 @dataclass

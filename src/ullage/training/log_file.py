@@ -1,0 +1,94 @@
+"""The log of a run in its output folder, line by line while it trains: ``ullage_log.jsonl``.
+
+Each line is one JSON object with ``event``, ``time`` (seconds since 1970) and ``step``, the optimizer steps done:
+
+=========  ==========================================================================================================
+``begin``  a process begins to train, at the start or from the checkpoint of ``step``: ``max_steps``, ``layout`` in
+           words, ``processes``, ``model``, ``capacity``
+``log``    a row of the Trainer's log: its numbers by their names
+``plan``   ``ullage_plan.json`` beside the log holds the plan of this step (:meth:`ullage.Plan.to_json`)
+``save``   a checkpoint was written
+``end``    training ended, at the last step or before it
+=========  ==========================================================================================================
+
+A run that continues appends. What a later ``begin`` starts before is superseded: :func:`read_log` leaves it out.
+Reading needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ullage.errors import InputError
+
+LOG, PLAN = "ullage_log.jsonl", "ullage_plan.json"
+
+Event = dict[str, Any]
+
+
+def append(folder: Path, event: str, step: int, **facts: Any) -> None:
+    """Append one line and flush it. A run that begins at step 0 starts the file anew."""
+    line = json.dumps({"event": event, "time": round(time.time(), 3), "step": step, **facts})
+    anew = event == "begin" and step == 0
+    with (folder / LOG).open("wb" if anew else "ab") as file:
+        # A process that was killed while it wrote may have left half a line.
+        if event == "begin" and not anew and not _ends_a_line(folder / LOG):
+            file.write(b"\n")
+        file.write(line.encode() + b"\n")
+
+
+def _ends_a_line(path: Path) -> bool:
+    if path.stat().st_size == 0:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def read_log(folder: Path) -> list[Event]:
+    """What happened in the run as it stands, in order; [] without a log. Lines that are not whole are left out.
+
+    Raises ``InputError`` for a log that cannot be read.
+    """
+    try:
+        text = (folder / LOG).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError("the log of the run cannot be read", where=str(folder / LOG), found=error.strerror) from error
+    events: list[Event] = []
+    for line in text.splitlines():
+        event = _parsed(line)
+        if event is None:
+            continue
+        if event["event"] == "begin":
+            events = [each for each in events if _stands(each, event["step"])]
+        events.append(event)
+    return events
+
+
+def _parsed(line: str) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("event"), str)
+    return event if known else None
+
+
+def _stands(event: Event, step: int) -> bool:
+    """Whether an event still belongs to a run that goes on from ``step``."""
+    if event["event"] in ("begin", "plan"):  # a process that began there, or beyond, did nothing that is left
+        return event["step"] < step
+    return event["event"] != "end" and event["step"] <= step
+
+
+def write_plan(folder: Path, text: str) -> None:
+    """Write the plan of a step; the file is replaced whole or stays as it was."""
+    beside = folder / f"{PLAN}.partial"
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, folder / PLAN)
