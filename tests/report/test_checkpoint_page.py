@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage.checkpoint.inventory import Group, Inventory, WrittenBy
+from ullage.checkpoint.inventory import Group, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
@@ -27,9 +27,13 @@ def group(lengths: list[int], ranks: int, names: list[str] | None = None, booked
     return Group(0, 0, tuple(names), layout.pieces(np.arange(ranks + 1) * part), part, ranks, booked)
 
 
-def page(*groups: Group, problems: tuple[Problem, ...] = ()) -> str:
+def page(*groups: Group, problems: tuple[Problem, ...] = (), tensors: tuple[Tensor, ...] = ()) -> str:
     topology = WrittenBy(1, "BF16_Optimizer", dp=groups[0].num_shards if groups else 1)
-    return checkpoint_page(Inventory(Path("runs/global_step7"), "zero", topology, (), (), groups), problems)
+    return checkpoint_page(Inventory(Path("runs/global_step7"), "zero", topology, (), tensors, groups), problems)
+
+
+def states(*names: str) -> tuple[Tensor, ...]:
+    return tuple(Tensor(name, key, (3, 5), "float32", "parameter", ()) for name in names for key in ("fp32", "exp_avg"))
 
 
 def story() -> Group:
@@ -132,6 +136,36 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
             assert abs(hatched * drawn.shard_size / 100 - padding[rank]) < 0.01
 
 
+def test_every_parameter_has_a_number_and_as_many_look_alike_as_the_page_says() -> None:
+    few, many = draw(group([9] * 24, 2)), draw(group([9] * 70, 2))
+    assert few.more == ()
+    colours = [style for style, _ in few.legend[:-1]]
+    assert len(set(colours)) == 24
+    assert many.legend == few.legend
+    assert [name.split()[0] for _, name in (*many.legend[:-1], *many.more)] == [str(i) for i in range(70)]
+    assert [style for style, _ in many.more] == (colours * 3)[24:70]
+    assert "46 more: the colours begin again" in page(group([9] * 70, 2))
+    # A block that is too narrow for its name shows the number that the legend has.
+    row = few.shards[0]
+    assert [box.text for box in row.boxes] == [str(i) for i in range(12)]
+    assert row.boxes[7].title.startswith("7 layers.7.weight: 9 elements")
+    assert draw(group([1] * 1003, 1)).unnamed == 3
+
+
+def test_tensors_are_folded_by_layer() -> None:
+    names = ["embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.experts.7.a", "head"]
+    text = page(group([5], 1), tensors=states(*names))
+    folds = re.findall(r'<details class="fold"( open)?><summary>([^<]+)<span>([^<]+)</span>', text)
+    assert [(name.strip(), said) for _, name, said in folds] == [
+        ("in no layer", "2 names, 240 B"),
+        ("model.layers.0", "2 names, 240 B"),
+        ("model.layers.1", "1 name, 120 B"),
+    ]
+    assert all(shown for shown, _, _ in folds)  # few enough to be read at once
+    assert '<details class="fold" open' not in page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(4))))
+    assert text.count("<td>fp32, exp_avg</td>") == 5
+
+
 def test_sizes_read_with_three_digits() -> None:
     said = [size(n) for n in (0, 999, 1000, 12345, 999_499, 999_500, 3_000_000_000)]
     assert said == ["0 B", "999 B", "1 kB", "12.3 kB", "999 kB", "1 MB", "3 GB"]
@@ -144,7 +178,9 @@ def test_sizes_read_with_three_digits() -> None:
 def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path: Path, width: int, dark: bool) -> None:
     long = group([300, 5, 70, 1], 3, [f"model.decoder.layers.{i}.self_attn.{'q' * 60}_proj.weight" for i in range(4)])
     trouble = Problem("elements are in no fragment", "mp_rank_00/" + "x" * 90 + ".pt", parameter="q" * 90)
-    for number, content in enumerate([page(story()), page(long, problems=(trouble,))]):
+    deep = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(40)]
+    wide = page(group([30] * 40, 8, deep), tensors=states(*deep, "model." + "embed" * 20))
+    for number, content in enumerate([page(story()), page(long, problems=(trouble,)), wide]):
         (tmp_path / f"{number}.html").write_text(content, encoding="utf-8")
     parts = "h1,h2,h3,p,dt,dd,td,th,li,summary,footer,.label,.number,.swatches span,.bar"
     for facts in lay_out(sorted(tmp_path.glob("?.html")), tmp_path, parts=parts, width=width, dark=dark).values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_the_page_draws_every_leg_and_the_padding():
     assert 'class="good"' in text
     assert 'class="number bad"' not in text
     assert page(journey(error=1e-4)).count('class="number bad"') == 1
+
+
+def test_tables_name_every_row_and_align_their_numbers():
+    text = page(journey())
+    cells = re.findall(r"<td([^>]*)>([^<]*)</td>", text)
+    assert all(value for attributes, value in cells if "number" not in attributes)
+    numbers = [(attributes, value) for attributes, value in cells if re.fullmatch(r"[\d.,]+ ?%?", value)]
+    assert len(numbers) > 30
+    assert all("number" in attributes for attributes, _ in numbers)
+    assert "before: 2 processes, ZeRO 2" in text
+    assert "before: 1 process" in text
 
 
 def test_steps_are_read_from_the_trainers_log(tmp_path):

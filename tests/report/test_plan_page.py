@@ -31,6 +31,7 @@ class Bars(HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.bars, self.open, self.in_title, self.in_bar = [], [], False, False
+        self.ids, self.links = {}, []
         self.feed(page)
         assert not self.open, self.open
 
@@ -42,6 +43,11 @@ class Bars(HTMLParser):
             self.in_bar = "bar" in attrs.get("class", "").split()
             if self.in_bar:
                 self.bars.append([])
+        if "id" in attrs and tag == "rect":
+            assert attrs["id"] not in self.ids
+            self.ids[attrs["id"]] = (len(self.bars) - 1, len(self.bars[-1]))
+        if tag == "a":
+            self.links.append(attrs["href"])
         if tag == "rect" and self.in_bar:
             self.bars[-1].append([attrs["class"], float(attrs["x"][:-1]), float(attrs["width"][:-1]), ""])
         self.in_title = tag == "title"
@@ -128,6 +134,75 @@ def test_large_plans_make_pages_of_bounded_size(n, ranks, limit):
     assert f'aria-label="rank {busiest}: ' in page
 
 
+def listed(page):
+    """Every line of the list of sequences: (id, tokens, place, href)."""
+    lines = re.findall(r"<li>(?:<a href=\"#(s\d+)\">|<b>)(\d+)</[ab]><b>([\d,]+)</b>([^<]+)</li>", page)
+    return [(int(i), int(tokens.replace(",", "")), place, href) for href, i, tokens, place in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "ranks", "how"),
+    [
+        ("chat", 3, 1, {}),
+        ("chat", 700, 5, {"sync": "step"}),
+        ("pareto", 96, 8, {"context_parallel": "auto", "capacity": 32768}),
+        ("megatron", 4096, 32, {}),
+    ],
+)
+def test_every_sequence_is_found_by_its_number(name, n, ranks, how):
+    plan = ullage.plan(WORKLOADS[name](n, 1), ranks=ranks, **{"capacity": CAPACITIES[name], **how})
+    page = plan_page(plan)
+    bars, entries = Bars(page), listed(page)
+    assert [entry[0] for entry in entries] == list(range(n))
+    assert len(bars.ids) == len(set(bars.ids))
+    for i, tokens, place, href in entries:
+        microbatch, rank = divmod(int(plan.bins[i]), ranks)
+        assert tokens == plan.lengths[i]
+        assert place.split("–")[0] == f"{microbatch} · {rank}"
+        bar, box = bars.ids[href]
+        title = bars.bars[bar][box][3]
+        assert bar == 1 + rank  # after the bar of the time of the step
+        # The block of several names its first six.
+        ids = [int(k) for k in re.match(r"\d* ?sequences?:? ([\d, ]+)", title)[1].strip(", ").split(", ")]
+        assert i in ids or "more" in title
+
+
+def test_what_was_dropped_is_listed_and_a_long_list_is_cut_off():
+    page = plan_page(ullage.plan([10, 200, 30], ranks=2, capacity=100, oversize="drop"))
+    assert [(entry[0], entry[2], entry[3]) for entry in listed(page)][1] == (1, "dropped", "")
+    page = plan_page(ullage.plan(np.full(4099, 3), ranks=2, capacity=1024))
+    assert len(listed(page)) == 4096
+    assert "the first 4,096 of 4,099" in page
+
+
+@pytest.mark.parametrize("ranks", [2, 32])
+def test_microbatches_are_parted_and_the_axes_have_numbers(ranks):
+    plan = planned("megatron", 40 * ranks, ranks)
+    times, page = timeline(plan), plan_page(plan)
+    for name, expected in (
+        ("time", times.meetings[:-1] / times.end),
+        ("memory", np.arange(1, plan.num_microbatches) / plan.num_microbatches),
+    ):
+        symbol = page.split(f'id="cuts-{name}"')[1].split("</symbol>")[0]
+        drawn = [float(x) for x in re.findall(r'class="line" x1="([\d.]+)%"', symbol)]
+        assert drawn == pytest.approx(100 * expected, abs=0.001)
+        assert page.count(f'<use href="#cuts-{name}"/>') == ranks
+    under = re.findall(r'class="axis middle under">(.*?)</div>', page)[0]
+    ticks = [(float(x), float(t)) for x, t in re.findall(r'left: ([\d.]+)%">([\d.]+)<', under)]
+    assert len(ticks) >= 3
+    assert ticks[0] == (0.0, 0.0)
+    for place, time in ticks:
+        assert place == pytest.approx(100 * time * times.ideal / times.end, abs=0.01)
+
+
+def test_the_reference_stands_beside_on_the_same_axis():
+    plan, other = planned("chat", 300, 6), planned("chat", 300, 6, strategy="next_fit")
+    bars = Bars(plan_page(plan, reference=other)).bars[2:]
+    ends = [max(x + width for row in bars[k : k + 6] for _, x, width, _ in row) for k in (0, 6)]
+    assert ends[1] == pytest.approx(100, abs=0.1)
+    assert ends[0] == pytest.approx(100 * timeline(plan).end / timeline(other).end, abs=0.1)
+
+
 def test_page_reaches_for_nothing():
     page = page_of("chat", 64, 4)
     for word in ("http:", "https:", "//", "<script", "<link", "@import", "<img", "<iframe", "src=", "onload"):
@@ -183,3 +258,23 @@ def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path, name, width,
     page.write_text(page_of(name, n, ranks), encoding="utf-8")
     [facts] = lay_out([page], tmp_path, parts=PARTS, width=width, dark=dark).values()
     check_laid_out(facts, width=width, dark=dark, least=40)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_chromium_lays_out_every_kind_of_plan(tmp_path, width, dark):
+    auto = ullage.plan(WORKLOADS["pareto"](96, 1), ranks=8, capacity=32768, context_parallel="auto")
+    pages = {
+        "three": page_of("chat", 3, 1),
+        "step": page_of("chat", 512, 8, sync="step"),
+        "auto": plan_page(auto),
+        "uneven": page_of("bimodal", 130, 3),
+    }
+    for name, content in pages.items():
+        (tmp_path / f"{name}.html").write_text(content, encoding="utf-8")
+    found = lay_out([tmp_path / f"{name}.html" for name in pages], tmp_path, parts=PARTS, width=width, dark=dark)
+    assert len(found) == len(pages)
+    for facts in found.values():
+        check_laid_out(facts, width=width, dark=dark, least=30)

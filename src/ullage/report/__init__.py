@@ -1,1 +1,1 @@
-"""A plan, a layout or a checkpoint as one self-contained HTML page with inline SVG."""
+"""A plan, a layout, a checkpoint or a run as one self-contained HTML page with inline SVG."""

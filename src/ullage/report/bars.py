@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangle of a bar. ``start`` and ``width`` in per cent; its CSS class, its tooltip, and the text in it."""
+    """A rectangle of a bar. ``start`` and ``width`` in per cent; its CSS class, its tooltip, and the text in it.
+
+    ``anchor``: what a link on the page calls it, if anything.
+    """
 
     start: float
     width: float
     style: str
     title: str
     text: str = ""
+    anchor: str = ""
 
 
 class Row(NamedTuple):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ullage.checkpoint.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.problem import Problem
+from ullage.display import counted
 from ullage.report.bars import Box, Row
 from ullage.report.page import NUM_COLOURS, render, size
 
@@ -22,13 +24,20 @@ from ullage.report.page import NUM_COLOURS, render, size
 _HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 20
 #: Per cent of a bar: below the first a fragment is drawn with its neighbours; a letter takes the second.
 _NARROW, _LETTER = 0.25, 1.9
+#: Shades of each colour, classes ``d1`` and ``d2`` beside the plain one, and colours in all their shades.
+_SHADES = 3
+_STYLES = NUM_COLOURS * _SHADES
 #: Shards in one bar up to which their cuts are drawn.
 _CUTS = 48
 
 
 @dataclass(frozen=True)
 class GroupDrawing:
-    """One group: a sentence about it, its buffer end to end, the end of that enlarged, and its shards."""
+    """One group: a sentence about it, its buffer end to end, the end of that enlarged, and its shards.
+
+    ``legend``: classes and names of as many parameters as there are colours, with their numbers, and of the padding.
+    ``more``: the next names; ``unnamed``: how many parameters come after those.
+    """
 
     title: str
     sentence: str
@@ -36,6 +45,19 @@ class GroupDrawing:
     tail: Row | None
     shards: tuple[Row, ...]
     legend: tuple[tuple[str, str], ...]
+    more: tuple[tuple[str, str], ...] = ()
+    unnamed: int = 0
+
+
+class TensorFold(NamedTuple):
+    """Rows of the table of tensors under one name, such as a layer's; each the states of one parameter or buffer."""
+
+    name: str
+    rows: tuple[list[Tensor], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for states in self.rows for tensor in states)
 
 
 def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> str:
@@ -57,7 +79,7 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         drawings=[draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
         kinds=_kinds(inventory),
-        tensors=list(by_name(inventory).values())[:_TENSORS],
+        folds=_folds(list(by_name(inventory).values())[:_TENSORS]),
         tensors_left_out=max(0, len(by_name(inventory)) - _TENSORS),
     )
 
@@ -68,6 +90,16 @@ def by_name(inventory: Inventory) -> dict[str, list[Tensor]]:
     for tensor in inventory.tensors:
         found.setdefault(tensor.name, []).append(tensor)
     return found
+
+
+def _folds(rows: list[list[Tensor]]) -> list[TensorFold]:
+    """The table, folded by layer: a name up to its first number, such as ``model.layers.0``; all others together."""
+    found: dict[str, list[list[Tensor]]] = {}
+    for states in rows:
+        parts = states[0].name.split(".")
+        number = next((k for k, part in enumerate(parts) if part.isdigit()), -1)
+        found.setdefault(".".join(parts[: number + 1]), []).append(states)
+    return [TensorFold(name or "in no layer", tuple(part)) for name, part in found.items()]
 
 
 def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
@@ -83,8 +115,8 @@ def draw(group: Group) -> GroupDrawing:
     padded = np.flatnonzero(padding)
     held = int(group.pieces.length.sum())
     sentence = (
-        f"{held:,} elements of {_counted(len(group.names), 'parameter')} and {group.padding:,} elements of padding "
-        f"fill {_counted(group.num_shards, 'shard')} of {group.shard_size:,}."
+        f"{held:,} elements of {counted(len(group.names), 'parameter')} and {group.padding:,} elements of padding "
+        f"fill {counted(group.num_shards, 'shard')} of {group.shard_size:,}."
     )
     if len(padded):
         ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"
@@ -102,23 +134,23 @@ def draw(group: Group) -> GroupDrawing:
     end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
     title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
     title += f", experts of rank {group.ep_rank}" if group.ep_rank is not None else ""
-    names = list(group.names)
-    legend = [(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names[:NUM_COLOURS])]
-    if len(names) > NUM_COLOURS:
-        legend.append(("many", f"{len(names) - NUM_COLOURS:,} more, in the same colours again"))
-    legend.append(("padding", "padding"))
+    named = [(_style(i), f"{i} {name}") for i, name in enumerate(group.names[:_TENSORS])]
     return GroupDrawing(
         title,
         sentence,
         _span(group, 0, group.num_shards, "whole buffer") if end_to_end else None,
         _tail(group, padded) if end_to_end else None,
         tuple(_shard_rows(group, padding)),
-        tuple(legend),
+        (*named[:_STYLES], ("padding", "padding")),
+        tuple(named[_STYLES:]),
+        max(0, len(group.names) - _TENSORS),
     )
 
 
-def _counted(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+def _style(number: int) -> str:
+    """Classes of a parameter's colour and shade: as many as can be told apart, then from the first again."""
+    shade = number // NUM_COLOURS % _SHADES
+    return f"c{number % NUM_COLOURS}" + (f" d{shade}" if shade else "")
 
 
 def _position(group: Group) -> np.ndarray:
@@ -205,16 +237,16 @@ def _boxes(
     narrow: list[tuple[int, int, int]] = []
     at = 0
 
-    def place(begin: int, end: int, style: str, title: str, name: str = "") -> None:
+    def place(begin: int, end: int, style: str, title: str, *texts: str) -> None:
         width = 100 * (end - begin) / total
-        # The whole name, else its last two parts, else nothing: whichever fits the width.
-        short = next((t for t in (name, ".".join(name.split(".")[-2:])) if len(t) * _LETTER <= width), "")
+        # The first text that fits the width, else none.
+        short = next((text for text in texts if len(text) * _LETTER <= width), "")
         boxes.append(Box(round(100 * begin / total, 4), round(width, 4), style, title, short))
 
     def flush() -> None:
         if len(narrow) == 1:
             i, begin, end = narrow[0]
-            place(begin, end, f"c{i % NUM_COLOURS}", f"{names[i]}: {end - begin:,} elements")
+            place(begin, end, _style(i), f"{i} {names[i]}: {end - begin:,} elements")
         elif narrow:
             begin, end = narrow[0][1], narrow[-1][2]
             place(
@@ -232,7 +264,9 @@ def _boxes(
             narrow.append((i, begin, end))
         else:
             flush()
-            place(begin, end, f"c{i % NUM_COLOURS}", f"{names[i]}: {end - begin:,} elements from {begin:,}", names[i])
+            title = f"{i} {names[i]}: {end - begin:,} elements from {begin:,}"
+            # The whole name, else its last two parts, else its number, which the legend has too.
+            place(begin, end, _style(i), title, names[i], ".".join(names[i].split(".")[-2:]), str(i))
         at = end
     flush()
     if at < total:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from ullage.checkpoint.inventory import Inventory
 from ullage.planning import Plan
 from ullage.report.checkpoint import draw
+from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
 
@@ -24,9 +25,6 @@ from ullage.report.plan import memory_drawing
 COMPARED, DIGITS = 3, 5
 #: Steps at the start of a process, which wait for compilers and caches and are left out of the speed.
 _WARMING = 2
-#: Units of the picture of the curves.
-_WIDTH, _HEIGHT = 600, 220
-
 
 #: Headings of the table.
 HEADINGS = (
@@ -131,6 +129,21 @@ class Journey:
         """Whether every change of layout left the losses as they were."""
         return all(comparison.agrees for leg in self.legs for comparison in self.comparisons(leg))
 
+    @property
+    def compared(self) -> Sequence[int]:
+        """The steps by which padded and packed speeds are compared: those of both runs, but the first ones."""
+        both = {step.number for step in self.padded.steps} & {step.number for step in self.whole.steps}
+        return sorted(both)[_WARMING:] or sorted(both)
+
+    @property
+    def faster(self) -> float:
+        """Real tokens per second, packed over padded: medians over the steps :attr:`compared`, which train alike."""
+        packed, padded = (
+            statistics.median(step.tokens_per_second for step in leg.steps if step.number in self.compared)
+            for leg in (self.whole, self.padded)
+        )
+        return packed / padded
+
     def rows(self) -> list[tuple[str, ...]]:
         """The table, as text: see :data:`HEADINGS`."""
         return [
@@ -167,65 +180,39 @@ def journey_page(journey: Journey, plan: Plan, inventory: Inventory, commands: S
 
     ``commands``: the commands of the run, in order. Raises ``InputError`` without jinja2.
     """
-    low, high = _range(journey)
     return render(
         "journey.html",
         journey=journey,
         headings=HEADINGS[:-1],
         rows=[row[:-1] for row in journey.rows()],
-        changes=[(leg.layout, journey.comparisons(leg)) for leg in journey.legs[1:]],
+        changes=[
+            (before.layout, leg.layout, journey.comparisons(leg)) for before, leg in itertools.pairwise(journey.legs)
+        ],
         commands=commands,
-        curves=list(_curves(journey, low, high)),
-        losses=list(_losses(low, high)),
+        losses=_losses(journey),
         last_step=journey.whole.steps[-1].number,
-        faster=journey.whole.tokens_per_second / journey.padded.tokens_per_second,
+        faster=journey.faster,
+        compared=journey.compared,
         plan=plan,
         stats=plan.statistics(),
         memory=memory_drawing(plan),
         inventory=inventory,
         drawings=[draw(group) for group in inventory.groups],
-        width=_WIDTH,
-        height=_HEIGHT,
     )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A line through the steps of a leg, in the picture's units; ``style`` is a class of colour."""
+def _losses(journey: Journey) -> Chart:
+    """The losses of the uninterrupted run, and of each leg over it."""
 
-    label: str
-    style: str
-    points: str
-    start: float
+    def points(steps: Sequence[Step]) -> list[tuple[float, float]]:
+        return [(step.number, step.loss) for step in steps]
 
-
-def _range(journey: Journey) -> tuple[float, float]:
-    losses = [step.loss for leg in (journey.whole, *journey.legs) for step in leg.steps]
-    return min(losses), max(losses)
-
-
-def _curves(journey: Journey, low: float, high: float) -> Iterator[Curve]:
-    last = max(journey.whole.steps[-1].number, 2)
-
-    def points(steps: Sequence[Step]) -> str:
-        # Step 1 stands at the left edge; the picture's y grows downwards, so the highest loss is at 0.
-        placed = (
-            (_WIDTH * (step.number - 1) / (last - 1), _HEIGHT * (high - step.loss) / (high - low or 1.0))
-            for step in steps
-        )
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-
-    yield Curve("uninterrupted", "whole", points(journey.whole.steps), 0.0)
+    series = [Series("uninterrupted", "whole", points(journey.whole.steps))]
     before: Sequence[Step] = ()
     for k, leg in enumerate(journey.legs):
         # A curve begins at the last step of the leg before, so that no gap hides a jump where the layout changes.
-        steps = [*before[-1:], *leg.steps]
-        start = 100 * (steps[0].number - 1) / (last - 1)
-        yield Curve(leg.layout, f"k{k % NUM_COLOURS}", points(steps), start)
+        series.append(Series(leg.layout, f"k{k % NUM_COLOURS}", points([*before[-1:], *leg.steps])))
         before = leg.steps
-
-
-def _losses(low: float, high: float) -> Iterator[tuple[str, float]]:
-    """Five numbers beside the axis, with their places in per cent."""
-    for k in range(5):
-        yield f"{high - (high - low) * k / 4:.2f}", 25.0 * k
+    drawn = chart(series, cuts=[one.points[0][0] for one in series[2:]])
+    assert drawn is not None  # a run without losses has no journey
+    return drawn

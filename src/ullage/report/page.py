@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ullage.errors import InputError
-
 #: Number of colours that ``base.html`` has: classes ``c0`` to ``c7``.
 NUM_COLOURS = 8
 
@@ -20,12 +18,10 @@ def render(template: str, **values: Any) -> str:
     """Render ``templates/<template>`` with ``values``, each escaped; returns the page as text.
 
     Filters besides jinja's own: ``count`` (1234567 → 1,234,567), ``size`` (bytes → 1.23 GB), ``percent`` (0.125 →
-    12.5 %). A name the template uses and ``values`` lack is an error. Raises ``InputError`` without jinja2.
+    12.5 %). A name the template uses and ``values`` lack is an error.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise InputError("an HTML page needs jinja2", hint="pip install 'ullage[report]'") from error
+    import jinja2
+
     from ullage import __version__
 
     environment = jinja2.Environment(

@@ -8,6 +8,7 @@ very large plan only the first ranks and microbatches are drawn, so that a page 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ import numpy as np
 from ullage.layout import Int64
 from ullage.planning import Plan
 from ullage.report.bars import Box, Row
+from ullage.report.curves import round_numbers, tick_texts
 from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
-from ullage.report.histogram import histogram
+from ullage.report.histogram import Tick, histogram
 from ullage.report.page import percent, render
+from ullage.report.sequence_list import MAX_LISTED, folds
 from ullage.report.timeline import Timeline, timeline
 
 #: Blocks, ranks and microbatches of one drawing at the most.
@@ -27,19 +30,33 @@ MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
 NUM_SHADES = 7
 #: The highest cost over the cost below which every block has the palest colour.
 _SPAN = 500
+#: Per cent of the width that two numbers of microbatches are apart at least.
+_LEAST_APART = 9
 #: Ids that a block's title names before it only counts.
 _NAMED = 6
 
 
 @dataclass(frozen=True)
 class PlanDrawing:
-    """A row per rank. ``cuts`` and ``ideal`` in per cent of the width; ``shown``: the part of the plan drawn."""
+    """A row per rank; places in per cent of the width.
+
+    Attributes:
+        rows: the ranks drawn; where each begins its microbatches by itself, the cuts between these are the row's own.
+        cuts: where a microbatch ends on all ranks.
+        ideal: the end of a step without waiting.
+        thin: whether the bars are thin, being many.
+        shown: the part of the plan that is drawn, in words; empty if it is all.
+        microbatches: numbers of microbatches over the drawing.
+        ticks: numbers of the axis under it.
+    """
 
     rows: list[Row]
     cuts: list[float]
     ideal: float | None
     thin: bool
     shown: str
+    microbatches: list[Tick]
+    ticks: list[Tick]
 
 
 def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") -> str:
@@ -50,6 +67,9 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
     """
     stats = plan.statistics()
     shades = _Shades.of(plan)
+    # Both plans on one axis, so that the shorter step is the shorter drawing.
+    end = max(_end(each) for each in (plan, reference) if each is not None)
+    time = _time_drawing(plan, shades, end)
     return render(
         "plan.html",
         plan=plan,
@@ -62,9 +82,11 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         reference_name="" if reference is None else reference_name(reference),
         steps=_steps(plan, reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
-        time=_time_drawing(plan, shades),
+        time=time,
+        folds=folds(plan, _blocks_of(plan, time)),
+        listed=MAX_LISTED,
         memory=memory_drawing(plan),
-        reference_time=None if reference is None else _time_drawing(reference, shades),
+        reference_time=None if reference is None else _time_drawing(reference, shades, end),
         shades=shades.legend(),
         histogram=histogram(plan.original_lengths, plan.costs),
     )
@@ -148,12 +170,17 @@ class _Window:
         return f"Shown: {', on '.join(parts)}." if parts else ""
 
 
-def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
+def _end(plan: Plan) -> float:
+    """Cost at the right edge of a plan's drawing: where its step ends, or the last microbatch that is drawn."""
+    times, shown = timeline(plan), _Window.of(plan).microbatches
+    return times.end if shown == plan.num_microbatches else float((times.start + times.duration)[:shown].max())
+
+
+def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
+    """Drawing of each rank's work and waiting, with ``end`` at the right edge."""
     times, window = timeline(plan), _Window.of(plan)
     whole = window.microbatches == plan.num_microbatches
     shown = slice(0, window.microbatches)
-    # Where only the first microbatches are drawn, the width is the time until the last of those ends.
-    end = times.end if whole else float((times.start + times.duration)[shown].max())
     scale = 100 / end if end else 0.0
     # The number beside a row is its load over the mean load: 1 is a rank with its exact share.
     mean = float(times.duration.sum()) / plan.ranks
@@ -166,16 +193,61 @@ def _time_drawing(plan: Plan, shades: _Shades) -> PlanDrawing:
             costs = plan.costs[plan.members(microbatch, rank)].astype(float)
             # The time of a microbatch, shared out to its sequences by cost; per cent of the drawing, like ``start``.
             widths = costs * (width / costs.sum()) if costs.sum() else costs
-            boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
-            boxes += _waiting(times, microbatch, rank, scale, end)
+            drawn = _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
+            # A sequence that ranks share is drawn on each of them, and linked to on the first.
+            first = rank % plan.degree(microbatch, rank) == 0
+            boxes += [box if first else box._replace(anchor="") for box in drawn]
+            boxes += _waiting(times, microbatch, rank, scale)
         load = float(times.duration[:, rank].sum())
-        rows.append(Row(str(rank), tuple(boxes), f"{load / mean:.3f}" if mean else ""))
-    cuts = [round(float(cut) * scale, 3) for cut in times.meetings[shown][:-1]] if window.microbatches <= 32 else []
+        # Ranks that meet once per step begin their microbatches each at its own time.
+        own = () if len(times.meetings) else times.start[1 : window.microbatches, rank]
+        own_cuts = tuple(round(float(cut) * scale, 3) for cut in own)
+        rows.append(Row(str(rank), tuple(boxes), f"{load / mean:.3f}" if mean else "", own_cuts))
+    meetings = (times.meetings[shown] * scale).tolist()
     ideal = times.ideal * scale if whole and end else None
-    return PlanDrawing(rows, cuts, ideal, plan.ranks > 16, window.said(plan))
+    return PlanDrawing(
+        rows,
+        [round(cut, 3) for cut in meetings[:-1]],
+        ideal,
+        plan.ranks > 16,
+        window.said(plan),
+        _numbered([0.0, *meetings]),
+        _time_ticks(end / times.ideal) if times.ideal else [],
+    )
 
 
-def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: float) -> Iterator[Box]:
+def _numbered(cuts: list[float]) -> list[Tick]:
+    """The numbers of the microbatches between ``cuts``, in the middle of each, as many as there is room for."""
+    ticks: list[Tick] = []
+    for k, (left, right) in enumerate(itertools.pairwise(cuts)):
+        place = round((left + right) / 2, 2)
+        # At the edge a number stands to the left of its place.
+        if not ticks or place - ticks[-1].place >= _LEAST_APART + 4 * (place > 96):
+            ticks.append(Tick(place, str(k)))
+    return ticks
+
+
+def _time_ticks(end: float) -> list[Tick]:
+    """Round numbers from 0 to ``end``, in ideal steps."""
+    values = round_numbers(0.0, end)
+    return [Tick(round(100 * v / end, 2), text) for v, text in zip(values, tick_texts(values)) if v <= end]
+
+
+def _blocks_of(plan: Plan, drawing: PlanDrawing) -> dict[int, int]:
+    """For each sequence that is drawn, the one whose id its block has: neighbours may be drawn as one."""
+    found: dict[int, int] = {}
+    for row in drawing.rows:
+        firsts = {int(box.anchor) for box in row.boxes if box.anchor}
+        for microbatch in range(plan.num_microbatches if firsts else 0):
+            name = -1
+            for i in plan.members(microbatch, int(row.label)).tolist():
+                name = i if i in firsts else name
+                if name >= 0:
+                    found.setdefault(i, name)
+    return found
+
+
+def _waiting(times: Timeline, microbatch: int, rank: int, scale: float) -> Iterator[Box]:
     """The box between a rank's end of a microbatch and the meeting, if there is one to see.
 
     Args:
@@ -183,17 +255,16 @@ def _waiting(times: Timeline, microbatch: int, rank: int, scale: float, end: flo
         microbatch: number of the microbatch.
         rank: the rank.
         scale: per cent of the drawing per unit of time.
-        end: time at the right edge of the drawing.
     """
     done = float(times.start[microbatch, rank] + times.duration[microbatch, rank])
     if len(times.meetings):
         until = float(times.meetings[microbatch])
     elif microbatch == len(times.start) - 1:
-        until = end
+        until = times.end
     else:
         return
     if (until - done) * scale > 0.02:
-        title = f"rank {rank} waits for {percent((until - done) / end)} of the step, in microbatch {microbatch}"
+        title = f"rank {rank} waits for {percent((until - done) / times.end)} of the step, in microbatch {microbatch}"
         yield Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title)
 
 
@@ -219,8 +290,8 @@ def memory_drawing(plan: Plan) -> PlanDrawing:
                 boxes.append(Box(round(start + cell - empty, 3), round(empty, 3), "padding", title))
         size = window.microbatches * plan.capacity
         rows.append(Row(str(rank), tuple(boxes), percent(1 - held / size) if size else ""))
-    cuts = [round(k * cell, 3) for k in range(1, window.microbatches)] if window.microbatches <= 32 else []
-    return PlanDrawing(rows, cuts, None, plan.ranks > 16, window.said(plan))
+    cuts = [round(k * cell, 3) for k in range(window.microbatches + 1)]
+    return PlanDrawing(rows, cuts[1:-1], None, plan.ranks > 16, window.said(plan), _numbered(cuts), [])
 
 
 def _blocks(
@@ -254,7 +325,7 @@ def _blocks(
         width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
         ids = members[first:last]
         style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")
-        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared)
+        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared, anchor=str(ids[0]))
         if last - first == 1 and pitch[first] - width > 0.02:
             title = f"padding of sequence {ids[0]}"
             yield Box(round(left + width, 3), round(float(pitch[first]) - width, 3), "padding", title)

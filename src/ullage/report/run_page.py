@@ -1,0 +1,177 @@
+"""Page of a run: its curves, the plan of a step, its checkpoints and layouts; with other runs over it to compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ullage.errors import InputError, UllageError
+from ullage.report.curves import Chart, Series, chart
+from ullage.report.page import NUM_COLOURS, render, size
+from ullage.report.plan import memory_drawing
+from ullage.report.run import Run
+from ullage.report.run_figures import FIGURES, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
+from ullage.report.units import prefix_of, rate
+
+#: The page of a run in its folder, and that of a comparison in the folder of the first run.
+PAGE, COMPARISON = "report.html", "comparison.html"
+#: Rows of the table of checkpoints at the most; the newest are shown.
+_MOST_CHECKPOINTS = 40
+#: Figures of a single run that stand on top, by their names, as far as it has them.
+_TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "mfu",
+          "steps", "seconds")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of curves under its title; ``note``: what its numbers mean."""
+
+    title: str
+    note: str
+    chart: Chart
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What is drawn in one picture: numbers of the log, each with its name in the legend, in their unit."""
+
+    title: str
+    note: str
+    names: Sequence[tuple[str, str]]
+    form: Callable[[float], str] | None = None
+    #: What a value of the log is multiplied by.
+    scale: float = 1.0
+
+
+def run_page(runs: Sequence[Run]) -> str:
+    """The first of ``runs`` as one HTML page without script or network; the others are drawn over it.
+
+    Raises ``InputError`` without jinja2.
+    """
+    run, names = runs[0], names_of(runs)
+    return render(
+        "run.html",
+        run=run,
+        names=names,
+        tiles=[(figure.title, figure.told(run)) for figure in _tiles() if figure.told(run)],
+        pictures=list(_pictures(runs, names)),
+        table=run_figures(runs),
+        settings=differing_settings(runs),
+        spans=[(span, _began(span.began)) for span in run.spans],
+        checkpoints=_checkpoints(run),
+        num_rotated=len([step for step in run.saved if step not in {_step(path) for path in run.checkpoints}]),
+        plan=None if run.plan is None else run.plan[1],
+        planned_step=None if run.plan is None else run.plan[0],
+        stats=None if run.plan is None else run.plan[1].statistics(),
+        memory=None if run.plan is None else memory_drawing(run.plan[1]),
+    )
+
+
+def write_run_page(runs: Sequence[Run], path: Path) -> None:
+    """Write :func:`run_page` to ``path``, whole or not at all. Raises ``InputError`` if it cannot be written."""
+    text = run_page(runs)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise InputError("the page cannot be written", where=str(path), found=error.strerror) from error
+
+
+def _tiles() -> Iterator[RunFigure]:
+    return (figure for name in _TILES for figure in FIGURES if figure.name == name)
+
+
+def _began(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
+    for drawn in _all_drawn(runs):
+        series = list(_series(drawn, runs, names))
+        # Where one run is drawn alone, a line stands where its layout changes.
+        cuts = [span.start for span in runs[0].spans[1:]] if len(runs) == 1 else []
+        made = chart(series, drawn.form, cuts)
+        if made is not None:
+            yield Picture(drawn.title, drawn.note, made)
+
+
+def _series(drawn: _Drawn, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Series]:
+    for r, run in enumerate(runs):
+        for k, (name, label) in enumerate(drawn.names):
+            points = [(step, value * drawn.scale) for step, value in run.values(name)]
+            # One run: a colour for each number. Several: a colour for each run, and its second number broken.
+            colour = k if len(runs) == 1 else r
+            style = f"k{colour % NUM_COLOURS}" + (" broken" if k and len(runs) > 1 else "")
+            told = label if len(runs) == 1 else names[r] if len(drawn.names) == 1 else f"{names[r]}, {label}"
+            yield Series(told, style, points)
+
+
+def _all_drawn(runs: Sequence[Run]) -> Iterator[_Drawn]:
+    held_out = eval_loss_of(runs[0])
+    yield _Drawn("Loss", "", [("loss", "training"), (held_out, "held out")], lambda value: f"{value:.5g}")
+    note = "Real tokens over all ranks per second, between two logs; evaluating and saving count in their interval."
+    yield _Drawn("Speed", note, [("tokens_per_second", "tokens per second")], lambda value: f"{value:,.0f}")
+    note = (
+        "Per cent. Computed: padding among the elements that the model was given. Unused: slots of the plan's"
+        " microbatches that held no token; nothing is computed for them."
+    )
+    shares = [("padding_computed", "padding computed"), ("capacity_unused", "capacity unused")]
+    yield _Drawn("Padding", note, shares, lambda value: f"{value:.2f} %", 100.0)
+    note = "The work of the busiest rank over the mean; 1 is the ideal."
+    yield _Drawn("Imbalance", note, [("imbalance", "imbalance")], lambda value: f"{value:.4f}")
+    if any(run.values("mfu") for run in runs):
+        note = "Per cent of the FLOP/s that the devices could do."
+        yield _Drawn("MFU", note, [("mfu", "MFU")], lambda value: f"{value:.2f} %", 100.0)
+    else:
+        largest = max((value for run in runs for _, value in run.values("flops_per_second")), default=0.0)
+        divisor, prefix = prefix_of(largest)
+        note = f"{prefix}FLOP/s of the model on real tokens, forward and backward, of all devices."
+        form = lambda value: rate(value * divisor)  # noqa: E731
+        yield _Drawn("Model FLOPs", note, [("flops_per_second", "model FLOPs")], form, 1 / divisor)
+    note = "Milliseconds per step, as means over ranks; waiting: for the last rank and the device, before a step."
+    seconds = [("wait_seconds", "waiting"), ("plan_seconds", "planning"), ("exchange_seconds", "exchange and packing")]
+    if len(runs) == 1:
+        yield _Drawn("Beside the model's work", note, seconds, lambda value: f"{value:.3g} ms", 1e3)
+    yield _Drawn("Learning rate", "", [("learning_rate", "learning rate")], lambda value: f"{value:.4g}")
+    yield _Drawn("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: f"{value:.4g}")
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _checkpoints(run: Run) -> list[tuple[str, str, str, str]]:
+    """Step, layout, bytes and whether it is whole, of each checkpoint that is there."""
+    from ullage.training.damage import is_damaged
+
+    rows = []
+    for path in run.checkpoints[-_MOST_CHECKPOINTS:]:
+        span = run.span_of(_step(path))
+        layout = span.layout if span is not None else _written_by(path)
+        rows.append((f"{_step(path):,}", layout, size(_num_bytes(path)), "damaged" if is_damaged(path) else "whole"))
+    return rows
+
+
+def _num_bytes(folder: Path) -> int:
+    files = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def _written_by(checkpoint: Path) -> str:
+    """The layout that wrote a checkpoint, by its own files, where no log tells it; empty if they do not either."""
+    from ullage.checkpoint import read
+
+    if not (checkpoint / "latest").is_file():  # not of DeepSpeed's: its files do not tell the processes
+        return ""
+    try:
+        written = read(checkpoint).written_by
+    except UllageError:
+        return ""
+    return f"{written.dp} process{'es' if written.dp != 1 else ''}, ZeRO {written.stage}"

@@ -1,0 +1,391 @@
+"""A run's log, figures and page: what they say is what the Trainer logged, whatever interrupted the run."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from tests.support.launch import environment
+from ullage.cli.follow import follow_run, updates
+from ullage.cli.train.verb import _run
+from ullage.errors import InputError
+from ullage.report.run import LayoutSpan, read_run
+from ullage.report.run_figures import differing_settings, names_of, run_figures, run_record
+from ullage.report.run_page import PAGE, run_page, write_run_page
+from ullage.training.log_file import LOG, append, read_log
+from ullage.training.peaks import published_peak
+from ullage.training.run_log import RunLog
+
+#: Numbers of every row of a packed run that the page draws.
+DRAWN = ("loss", "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second",
+         "plan_seconds", "exchange_seconds", "learning_rate", "grad_norm")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """A packed run of ``ullage train``, stopped after step 3 and continued to step 6."""
+    folder = tmp_path_factory.mktemp("runs")
+    draw = random.Random(0)
+    rows = [{"text": f"{i} " + "abc " * draw.randint(1, 20)} for i in range(40)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--hidden_size", 16, "--use_cpu"]
+    arguments += ["--per_device_train_batch_size", 4, "--packing_capacity", 128, "--logging_steps", 1]
+    arguments += [
+        "--save_steps",
+        2,
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        2,
+        "--max_steps",
+        6,
+        "--disable_tqdm",
+        "1",
+    ]
+    arguments = [str(argument) for argument in arguments]
+    _run([*arguments, "--stop_at_step", "3"], first=True)
+    shutil.copytree(folder / "a", folder / "stopped")
+    _run([*arguments, "--resume_from_checkpoint"], first=True)
+    return folder / "a"
+
+
+def history(folder: Path) -> list[dict]:
+    return json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+
+
+def test_the_log_holds_what_the_trainer_logged(ran):
+    run = read_run(ran)
+    theirs = {row["step"]: row for row in history(ran) if "loss" in row}
+    assert sorted(theirs) == [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    for row in run.rows:
+        # Rows of the state are rounded nowhere, so all numbers are the same.
+        assert {name: row[name] for name in DRAWN} == {name: theirs[row["step"]][name] for name in DRAWN}
+    evaluated = [(row["step"], row["eval_loss"]) for row in history(ran) if "eval_loss" in row]
+    assert run.values("eval_loss") == evaluated
+    assert {step for step, _ in evaluated} == {2, 4, 6}
+    assert run.has_ended
+    assert (run.step, run.max_steps, run.starts) == (6, 6, [0, 3])
+    assert run.spans == [LayoutSpan("1 process", 0, 6, run.spans[0].began)]
+    assert [path.name for path in run.checkpoints][-1] == "checkpoint-6"
+    assert 3 in run.saved
+
+
+def test_the_plan_is_that_of_a_step_of_the_run(ran):
+    step, plan = read_run(ran).plan  # pyright: ignore[reportGeneralTypeIssues]
+    assert (step, plan.ranks, plan.capacity, plan.num_sequences) == (4, 1, 128, 4)
+    stopped = read_run(ran.parent / "stopped").plan
+    assert stopped is not None
+    assert stopped[0] == 1
+    row = read_run(ran).rows[step - 1]
+    used = plan.lengths.sum() / (plan.num_microbatches * plan.capacity)
+    assert row["capacity_unused"] == pytest.approx(1 - used, abs=1e-4)
+
+
+def test_figures_and_page_are_those_of_the_log(ran):
+    run = read_run(ran)
+    record = run_record(run)
+    logged = [row for row in history(ran) if "loss" in row]
+    assert record["last_loss"] == logged[-1]["loss"]
+    assert record["eval_loss"] == [row for row in history(ran) if "eval_loss" in row][-1]["eval_loss"]
+    # Without the first row of each process: steps 1 and 4.
+    warm = [row["tokens_per_second"] for row in logged if row["step"] not in (1, 4)]
+    assert record["tokens_per_second"] == statistics.median(warm)
+    assert record["capacity_unused"] == statistics.fmean(row["capacity_unused"] for row in logged)
+    page = html.unescape((ran / PAGE).read_text())
+    assert page.count("<polyline") == len(DRAWN) + 1  # and the held-out loss
+    for row in run_figures([run]):
+        assert f'<td>{row[0]}</td><td class="number">{row[1]}</td>' in page
+    strip = re.search(r"step 5\ntraining: ([\d.e+-]+)<", page)
+    assert strip is not None
+    assert strip[1] == f"{logged[4]['loss']:.5g}"
+    assert "Step 4, planned" in page
+    assert "checkpoint" in page.lower()
+    assert "<script" not in page
+    assert not re.findall(r"(?:src|href)=", page)
+
+
+def test_ullage_train_says_where_the_page_is_and_goes_on_without_one(ran, capsys, monkeypatch):
+    from ullage.cli.train.picture import leave_page
+    from ullage.report import run_page as module
+
+    said: list[str] = []
+    command = SimpleNamespace(training=SimpleNamespace(output_dir=str(ran.parent / "stopped")))
+    leave_page(command, False, said.append)  # pyright: ignore[reportArgumentType]
+    assert said == []
+    leave_page(command, True, said.append)  # pyright: ignore[reportArgumentType]
+    assert said.pop() == f"report: {ran.parent / 'stopped' / PAGE}"
+
+    def fail(runs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(module, "run_page", fail)
+    leave_page(command, True, said.append)  # pyright: ignore[reportArgumentType]
+    assert said == ["no report was written: ZeroDivisionError: a bug"]
+
+
+def test_any_trainers_state_is_a_run(ran, tmp_path):
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-3").mkdir()
+    rows = [{"step": 10 * k, "loss": 3.0 - k, "learning_rate": 1e-3} for k in (1, 2)]
+    state = {"log_history": [*rows, {"step": 20, "eval_loss": 2.0}], "global_step": 20, "max_steps": 40}
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{half")
+    run = read_run(tmp_path)
+    assert run.values("loss") == [(10, 2.0), (20, 1.0)]
+    assert run.progress == "20 of 40 steps, not at its end"
+    table = dict(row[:2] for row in run_figures([run]))
+    assert table["held-out loss, last"] == "2.0000"
+    assert "real tokens per second, median" not in table
+    # The loss, what was held out, the learning rate.
+    assert run_page([run]).count("<polyline") == 3
+    assert read_run(ran / "checkpoint-6").values("loss") == read_run(ran).values("loss")
+    with pytest.raises(InputError, match="no log to follow"):
+        next(updates(tmp_path))
+
+
+def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
+    other = read_run(ran.parent / "stopped")
+    other.settings["learning_rate"] = 7.0
+    runs = [read_run(ran), other]
+    assert names_of(runs) == ["a", "stopped"]
+    assert [name for name, _ in differing_settings(runs)] == ["learning_rate"]
+    page = html.unescape(run_page(runs))
+    assert page.count('class="k1 broken"') == page.count('class="k0 broken"') > 0
+    assert "a, held out" in page
+    assert "<code>learning_rate</code>" in page
+    table = {row[0]: row for row in run_figures(runs)}
+    ours, theirs = (dict(run.values("loss")) for run in runs)
+    assert table["loss at the last log"][3] == f"{theirs[3] - ours[6]:+.3g}"
+    # The same steps have the same losses: the second run is the first up to there.
+    assert {step: ours[step] for step in theirs} == theirs
+
+
+def write(folder: Path, *events: tuple) -> None:
+    for event, step, facts in events:
+        append(folder, event, step, **facts)
+
+
+def begin(step: int, layout: str = "1 process") -> tuple:
+    return ("begin", step, {"layout": layout, "max_steps": 9})
+
+
+def row(step: int, loss: float) -> tuple:
+    return ("log", step, {"values": {"loss": loss}})
+
+
+def test_rows_beyond_the_checkpoint_that_a_run_continues_from_are_superseded(tmp_path):
+    write(tmp_path, begin(0), *(row(k, 5.0 - k) for k in range(1, 6)), ("save", 4, {}), ("end", 5, {}))
+    assert read_run(tmp_path).has_ended
+    write(tmp_path, begin(4, "2 processes"), row(5, 0.5))
+    run = read_run(tmp_path)
+    assert run.values("loss") == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0), (5, 0.5)]
+    assert not run.has_ended
+    assert [(span.layout, span.start, span.stop) for span in run.spans] == [("1 process", 0, 4), ("2 processes", 4, 5)]
+    assert run_page([run]).count("<line x1=") == 1  # where the layout changes
+    write(tmp_path, begin(2, "3 processes"))
+    run = read_run(tmp_path)
+    assert run.values("loss") == [(1, 4.0), (2, 3.0)]
+    assert run.saved == []
+    assert [(span.layout, span.stop) for span in run.spans] == [("1 process", 2), ("3 processes", 2)]
+    write(tmp_path, begin(0), row(1, 9.0))
+    assert read_run(tmp_path).values("loss") == [(1, 9.0)]
+    assert len((tmp_path / LOG).read_text().splitlines()) == 2
+
+
+def test_half_a_line_is_left_out_and_the_next_process_begins_a_new_one(tmp_path):
+    write(tmp_path, begin(0), row(1, 2.0), ("save", 1, {}))
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"event": "log", "step": 2, "val')
+    assert read_run(tmp_path).values("loss") == [(1, 2.0)]
+    write(tmp_path, begin(1), row(2, 1.0))
+    assert read_run(tmp_path).values("loss") == [(1, 2.0), (2, 1.0)]
+    assert len(read_log(tmp_path)) == 5
+
+
+def test_losses_that_are_not_numbers_are_gaps(tmp_path):
+    write(tmp_path, begin(0), row(1, 2.0), row(2, float("nan")), row(3, 1.0))
+    run = read_run(tmp_path)
+    page = run_page([run])
+    assert "nan" not in page.partition("</style>")[2]
+    assert page.count("<polyline") == 1
+    assert json.loads(json.dumps(run_record(run), allow_nan=False))["last_loss"] == 1.0
+    write(tmp_path, row(4, float("inf")))
+    assert run_record(read_run(tmp_path))["last_loss"] is None
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+    write(tmp_path, begin(0))
+    run = read_run(tmp_path)
+    assert "No row has been logged yet" in run_page([run])
+    assert run.progress == "0 of 9 steps, not at its end"
+
+
+@pytest.mark.parametrize("name", ["missing", "file", "empty"])
+def test_what_holds_no_run_is_refused(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"a run is a folder|no run has left its log"):
+        read_run(tmp_path / name)
+
+
+def test_a_page_that_cannot_be_written_is_said(ran, tmp_path):
+    with pytest.raises(InputError, match="the page cannot be written"):
+        write_run_page([read_run(ran)], tmp_path / "no" / "where.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / LOG).mkdir()
+    log, state = RunLog(), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=2)
+    arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=2, fsdp=[], packing_capacity=None)
+    log.on_train_begin(arguments, state, None)
+    log.on_log(arguments, state, None, {"loss": 1.0})
+    assert log.problem is not None
+    assert capsys.readouterr().err.count("training goes on") == 1
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log, state = RunLog(), SimpleNamespace(is_world_process_zero=False, global_step=0, max_steps=2)
+    arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=2, fsdp=[])
+    log.on_train_begin(arguments, state, None)
+    log.on_log(arguments, state, None, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_followed_until_it_ends(tmp_path, capsys):
+    def train() -> None:
+        for event in (begin(0), row(1, 2.0), row(2, 1.5), ("save", 2, {}), ("end", 2, {})):
+            write(tmp_path, event)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    follow_run(tmp_path, 0.01)
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["step 1", "step 2", "step 2"]
+    assert lines[1].endswith("loss 1.5")
+    assert lines[-1].endswith("2 of 9 steps, stopped")
+
+
+def test_what_is_shown_live_is_the_last_row_and_its_curve(ran):
+    from ullage.cli.follow import _drawn
+
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    run = read_run(ran)
+    console.print(_drawn(run, ran, 100))
+    console.print(_drawn(None, ran, 100))
+    text = console.export_text()
+    assert f"{run.values('loss')[-1][1]:.4g}" in text
+    assert "▁" in text
+    assert f"last checkpoint: step {run.saved[-1]}" in text
+    assert "waiting for the first line" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp16", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", True, False, 989e12),
+        ("NVIDIA H100 PCIe", False, True, 756e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, False, None),
+        ("NVIDIA H100 80GB HBM3", False, False, None),
+        ("NVIDIA H200", True, False, 989e12),
+        ("NVIDIA A100-SXM4-40GB", True, False, 312e12),
+        ("NVIDIA A10", True, False, 125e12),
+        ("NVIDIA A10G", True, False, None),
+        ("NVIDIA L40S", True, False, 362e12),
+        ("NVIDIA L4", True, False, 121e12),
+        ("Tesla V100-SXM2-16GB", True, False, None),
+        ("Tesla V100-SXM2-16GB", False, True, 125e12),
+        ("NVIDIA GeForce RTX 4090", True, False, 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", True, False, None),
+        ("some other device", True, False, None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_and_of_no_other(name, bf16, fp16, peak):
+    assert published_peak(name, bf16=bf16, fp16=fp16) == peak
+
+
+def ullage_report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ullage", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(COLUMNS="100"), timeout=120)
+
+
+@pytest.mark.slow
+def test_the_command(ran, tmp_path):
+    done = ullage_report(ran, "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "real tokens per second" in done.stdout
+    assert (tmp_path / "page.html").read_text() == run_page([read_run(ran)])
+    both = ullage_report(ran, ran.parent / "stopped")
+    assert both.returncode == 0, both.stderr
+    assert (ran / "comparison.html").exists()
+    machine = ullage_report(ran, "--json")
+    assert json.loads(machine.stdout)["runs"] == [run_record(read_run(ran))]
+    missing = ullage_report(tmp_path / "nowhere")
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+    wrong = ullage_report(ran, "--follow", "--json")
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
+    """The first rank writes alone; the layouts, the waiting and the plan are those of the processes."""
+    folder = tmp_path / "run"
+    arguments = [
+        "train",
+        "--data",
+        ran.parent / "texts.jsonl",
+        "--output_dir",
+        folder,
+        "--hidden_size",
+        16,
+        "--use_cpu",
+    ]
+    arguments += ["--per_device_train_batch_size", 2, "--packing_capacity", 128, "--logging_steps", 1, "--max_steps", 5]
+    arguments = [str(argument) for argument in arguments]
+    options = {"capture_output": True, "text": True, "env": environment(), "timeout": 240}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "ullage"]
+    done = subprocess.run([sys.executable, *launcher, *arguments, "--stop_at_step", "3"], **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"report: {folder / PAGE}") == 1
+    begun = read_run(folder)
+    assert [row["step"] for row in begun.rows] == [1, 2, 3]
+    assert begun.plan is not None
+    assert (begun.plan[0], begun.plan[1].ranks) == (1, 2)
+    assert all(row["wait_seconds"] > 0 for row in begun.rows)
+    done = subprocess.run([sys.executable, "-m", "ullage", *arguments, "--resume_from_checkpoint"], **options)
+    assert done.returncode == 0, done.stderr
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
+    assert [(span.layout, span.start, span.stop) for span in run.spans] == [("2 processes", 0, 3), ("1 process", 3, 5)]
+    assert all("wait_seconds" not in row for row in run.rows[3:])
+    assert "2 processes, then on 1 process" in (folder / PAGE).read_text()
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_chromium_lays_it_out_without_overlap_or_overflow(ran, tmp_path, width, dark):
+    runs = [read_run(ran), read_run(ran.parent / "stopped")]
+    (tmp_path / "0.html").write_text(run_page(runs[:1]), encoding="utf-8")
+    (tmp_path / "1.html").write_text(run_page(runs), encoding="utf-8")
+    parts = "h1,h2,p,dt,dd,li,td,th,.label,.number,.bar,.curves svg,.losses span,.steps span"
+    for facts in lay_out(sorted(tmp_path.glob("?.html")), tmp_path, parts=parts, width=width, dark=dark).values():
+        check_laid_out(facts, width=width, dark=dark, least=40)
