@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def test_inspect_says_what_is_there(truth: Truth) -> None:
     done = ullage("inspect", truth.folder)
     assert done.returncode == 0
     assert done.stderr == ""
+    assert "zero stage 1\n" in re.sub(" +\n", "\n", done.stdout)  # once, where the optimizer has no other name
+    assert "5, buffers among them" in done.stdout
     for said in ("stage 1", "dp 3", "embed.weight", "19 × 5", "fp32, exp_avg, exp_avg_sq", "scale", "mean", "whole"):
         assert said in done.stdout
 
@@ -53,7 +56,9 @@ def test_inspect_as_json_conserves_elements(truth: Truth) -> None:
 
 
 def test_inspect_draws_a_page(truth: Truth, tmp_path: Path) -> None:
-    assert ullage("inspect", truth.folder, "--html", tmp_path / "new" / "page.html").returncode == 0
+    done = ullage("inspect", truth.folder, "--html", tmp_path / "new" / "page.html")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == f"page: {tmp_path / 'new' / 'page.html'}"
     text = (tmp_path / "new" / "page.html").read_text()
     assert "embed.weight" in text
     assert "rank 2" in text
@@ -179,4 +184,36 @@ def test_a_page_that_cannot_be_written_is_one_line(truth: Truth, tmp_path: Path)
     (tmp_path / "file").write_text("")
     done = ullage("inspect", truth.folder, "--html", tmp_path / "file" / "page.html")
     assert done.returncode == 1
-    assert "the page cannot be written: " in one_line(done.stderr)
+    assert "a file cannot be written (" in one_line(done.stderr)
+
+
+#: What Windows lacks.
+WITHOUT = """
+import os, sys
+for module in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[module] = None
+for name in ("pread", "preadv", "pwrite", "O_CLOEXEC", "getuid", "sched_getaffinity", "memfd_create", "posix_fadvise"):
+    delattr(os, name)
+"""
+READ = """
+from ullage.cli import main
+_, source, target = sys.argv
+status = []
+for arguments in (["inspect", source], ["plan", "chat", "-n", "8", "--ranks", "2", "--capacity", "32768"],
+                  ["convert", source, target, "--to", "universal"]):
+    sys.argv = ["ullage", *arguments]
+    try:
+        main()
+    except SystemExit as leaving:
+        status.append(leaving.code or 0)
+print(status)
+"""
+
+
+def test_a_checkpoint_is_read_and_a_step_planned_without_what_windows_lacks(truth: Truth, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT + READ, str(truth.folder), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 1]", done.stdout + done.stderr
+    assert "whole" in done.stdout or "complete" in done.stdout
+    assert done.stderr.startswith("ullage: checkpoints cannot be written on this system: expected a system with pwrite")
+    assert not list(tmp_path.iterdir())

@@ -109,16 +109,32 @@ def test_a_mistake_leaves_what_stood_there(tmp_path, run):
     target = tmp_path / "out.parquet"
     target.write_text("older")
     source = write(tmp_path / "in.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}])
-    status, out, err = run(source, target, "-c", 3)
+    status, out, err = run(source, target, "-c", 3, "--overwrite")
     assert (status, out) == (1, "")
     assert "a sequence is longer than the capacity (sequence 1): expected at most 3 tokens, found 4" in err
     assert err.count("\n") == 1
     assert target.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet"]
-    status, out, _ = run(source, target, "-c", 3, "--oversize", "drop")
+    status, out, err = run(source, target, "-c", 3, "--oversize", "drop")
+    assert (status, out) == (1, "")
+    assert err == f"ullage: the output exists ({target}). Give another name, or --overwrite\n"
+    assert target.read_text() == "older"
+    status, out, _ = run(source, target, "-c", 3, "--oversize", "drop", "--overwrite")
     assert status == 0
     assert "1 sequence dropped, with 4 tokens" in out
     assert [ids for ids, _ in sequences(target)] == [[1, 2]]
+
+
+def test_the_input_is_never_replaced(tmp_path, run):
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"input_ids": [[1, 2, 3]]}), source)
+    (tmp_path / "link.parquet").symlink_to(source)
+    before = source.read_bytes()
+    for target in (source, tmp_path / "link.parquet"):
+        status, out, err = run(source, target, "-c", 8, "--overwrite")
+        assert (status, out) == (1, "")
+        assert "the output would replace the input" in err
+    assert source.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,10 @@ def run(monkeypatch, capsys):
     return call
 
 
-def figures(run, *arguments, stdin=b""):
+def figures(run, *arguments, stdin=b"", written=()):
+    """The JSON; on standard error stands nothing but what was ``written``, a line for each kind and path."""
     status, out, err = run("plan", *arguments, "--json", stdin=stdin)
-    assert (status, err) == (0, "")
+    assert (status, err.splitlines()) == (0, [f"{kind}: {path}" for kind, path in written])
     return json.loads(out)
 
 
@@ -108,14 +109,13 @@ def test_options_reach_the_planner(run, tmp_path):
         "max_sequences": 9,
     }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
-    figures(run, path, *flags, "--save", tmp_path / "plan.json")
+    figures(run, path, *flags, "--save", tmp_path / "plan.json", written=[("plan", tmp_path / "plan.json")])
     saved = ullage.Plan.from_json((tmp_path / "plan.json").read_text())
     cost = ullage.TransformerCost()
     assert saved == ullage.plan(np.arange(1, 60), **options, cost=cost)
     assert saved.problems() == []
-    figures(
-        run, path, "-c", 130, "--linear", 0, "--quadratic", 2, "--strategy", "next_fit", "--save", tmp_path / "b.json"
-    )
+    cost = ["--linear", 0, "--quadratic", 2, "--strategy", "next_fit"]
+    figures(run, path, "-c", 130, *cost, "--save", tmp_path / "b.json", written=[("plan", tmp_path / "b.json")])
     saved = ullage.Plan.from_json((tmp_path / "b.json").read_text())
     np.testing.assert_array_equal(saved.costs, 2 * np.arange(1, 60) ** 2)
     assert saved.strategy == "next_fit"
@@ -128,7 +128,8 @@ def test_cost_of_a_model(run, tmp_path):
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     config.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
-        figures(run, "chat", "-n", 50, "--model", path, "--save", tmp_path / "plan.json")
+        written = [("plan", tmp_path / "plan.json")]
+        figures(run, "chat", "-n", 50, "--model", path, "--save", tmp_path / "plan.json", written=written)
         saved = ullage.Plan.from_json((tmp_path / "plan.json").read_text())
         lengths = WORKLOADS["chat"](50, 0)
         cost = ullage.TransformerCost.from_config(config)
@@ -164,14 +165,19 @@ def test_giants_over_several_ranks(run, tmp_path):
 
 def test_page_and_trace_are_written_whole(run, tmp_path):
     page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
-    figures(run, "bimodal", "-n", 64, "-r", 4, "--html", page, "--trace", trace)
+    for _ in range(2):  # its own files are replaced
+        figures(
+            run, *("bimodal", "-n", 64, "-r", 4, "--html", page, "--trace", trace),
+            written=[("page", page), ("trace", trace)],
+        )  # fmt: skip
     assert page.read_text().rstrip().endswith("</html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "trace.json"]
 
 
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
 def test_trace_tells_the_timeline(run, tmp_path, sync):
-    figures(run, "bimodal", "-n", 64, "-r", 4, "--sync", sync, "--trace", tmp_path / "trace.json")
+    path = tmp_path / "trace.json"
+    figures(run, "bimodal", "-n", 64, "-r", 4, "--sync", sync, "--trace", path, written=[("trace", path)])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     plan = ullage.plan(WORKLOADS["bimodal"](64, 0), ranks=4, capacity=CAPACITIES["bimodal"], sync=sync)
     times = timeline(plan)
@@ -204,9 +210,13 @@ def test_trace_tells_the_timeline(run, tmp_path, sync):
         (["chat", "--sync", "never"], 2, "--sync"),
         (["chat", "--ranks", "0"], 2, "--ranks"),
         (["chat", "--capacity", "-5"], 2, "--capacity"),
+        (["chat", "--capacity", "8,x"], 2, "expected an integer >= 1, found 'x'"),
+        (["chat", "--steps", "2"], 2, "Pass --global-batch-size"),
+        (["chat", "-n", "8", "-c", "30000,40000", "--html", "x.html"], 2, "found 1 steps at 2 capacities"),
+        (["chat", "-n", "8", "-c", "1,2"], 1, "does not fit into a microbatch"),
         (["chat", "--what"], 2, "--what"),
-        (["chat", "-n", "8", "--html", "/nowhere/plan.html"], 1, "cannot be written (/nowhere/plan.html)"),
-        (["chat", "-n", "8", "--trace", "/nowhere/t.json"], 1, "cannot be written (/nowhere/t.json)"),
+        (["chat", "-n", "8", "--html", "/dev/null/plan.html"], 1, "cannot be written (/dev/null/plan.html)"),
+        (["chat", "-n", "8", "--trace", "/dev/null/t.json"], 1, "cannot be written (/dev/null/t.json)"),
         ([], 2, "LENGTHS"),
     ],
 )
@@ -227,7 +237,89 @@ def test_capacity_is_asked_for_where_nothing_suggests_one(run, tmp_path):
     assert "the capacity is missing" in err
 
 
+@pytest.mark.parametrize("option", ["--html", "--trace", "--save"])
+def test_what_is_not_ours_is_kept(run, tmp_path, option):
+    data, other, empty = tmp_path / "data.csv", tmp_path / "notes.txt", tmp_path / "empty"
+    data.write_text("5\n6\n7\n")
+    other.write_text("mine")
+    empty.touch()
+    (tmp_path / "link").symlink_to(data)
+    for target, message in (
+        (data, "the output would replace the input"),
+        (tmp_path / "link", "the output would replace the input"),
+        (other, "another file is there, and is kept"),
+        (tmp_path, "cannot be written"),
+    ):
+        status, out, err = run("plan", data, "-c", 10, option, target)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert message in err
+    assert (data.read_text(), other.read_text()) == ("5\n6\n7\n", "mine")
+    status, out, err = run("plan", data, "-c", 10, option, empty)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].endswith(f": {empty}")
+    # A file of another kind of ours is not this one.
+    others = {"--html": "--save", "--trace": "--html", "--save": "--trace"}
+    assert run("plan", data, "-c", 10, others[option], empty)[0] == 1
+
+
+def test_the_table_names_padded_batches(run, tmp_path):
+    (tmp_path / "a.txt").write_text("5 3 9 1")
+    found = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2)["padded"]
+    assert (found["num_batches"], found["num_microbatches"], found["num_slots"]) == (3, 2, 20)
+    out = run("plan", tmp_path / "a.txt", "-c", 12, "-r", 2)[1]
+    assert "padded" in out
+    assert "(10.0 % padding)" in out
+    shared = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2, "--context-parallel", 2)
+    assert shared["padded"] is None
+
+
+def test_a_row_for_each_capacity(run):
+    found = figures(run, "chat", "-n", 200, "-r", 4, "-c", "500,32768,65_536,32768")["capacities"]
+    assert [row["capacity"] for row in found] == [500, 32768, 65536]
+    assert "does not fit" in found[0]["error"]
+    for row in found[1:]:
+        alone = figures(run, "chat", "-n", 200, "-r", 4, "-c", row["capacity"])
+        assert row["time"] == pytest.approx(alone["plan"]["critical_path"])
+        assert row["next_fit_time"] == pytest.approx(alone["next_fit"]["critical_path"])
+        assert row["padded_time"] == pytest.approx(alone["padded"]["critical_path"])
+        assert row["ullage"] == pytest.approx(alone["plan"]["ullage"])
+        assert (row["num_steps"], row["lower_bound"]) == (1, alone["lower_bound"]["num_microbatches"])
+    status, out, err = run("plan", "chat", "-n", 200, "-r", 4, "-c", "500,32768,65536")
+    assert (status, err) == (0, "")
+    assert "Shortest at capacity" in out
+    assert max(len(line) for line in out.splitlines() if line.startswith(" ")) <= 80
+
+
+def test_steps_of_a_data_set(run, tmp_path):
+    lengths = WORKLOADS["chat"](100, 0)
+    np.save(tmp_path / "a.npy", lengths)
+    given = [tmp_path / "a.npy", "-r", 3, "-c", 32768, "--sync", "step", "--global-batch-size", 32]
+    (row,) = figures(run, *given)["capacities"]
+    plans = [ullage.plan(lengths[k : k + 32], ranks=3, capacity=32768, sync="step") for k in range(0, 100, 32)]
+    assert row["num_steps"] == len(plans) == 4  # the last one holds four
+    assert row["num_microbatches"] == sum(plan.num_microbatches for plan in plans)
+    spent = sum(plan.loads.sum(axis=0).max() for plan in plans)
+    assert row["time"] == pytest.approx(spent / (sum(plan.loads.sum() for plan in plans) / 3))
+    assert row["worst_time"] == pytest.approx(max(plan.statistics().rank_imbalance for plan in plans))
+    (two,) = figures(run, *given, "--steps", 2)["capacities"]
+    assert (two["num_steps"], two["num_microbatches"]) == (2, sum(plan.num_microbatches for plan in plans[:2]))
+    page = tmp_path / "plan.html"
+    one = figures(run, *given, "--steps", 1, "--html", page, written=[("page", page)])
+    assert one["plan"]["num_tokens"] == lengths[:32].sum()
+
+
 def test_as_a_process_with_a_pipe():
     command = [sys.executable, "-m", "ullage", "plan", "-", "-c", "10", "--json"]
     done = subprocess.run(command, input=b"5 6 7\n", capture_output=True, timeout=120, check=True)
     assert json.loads(done.stdout)["source"]["tokens"] == 18
+
+
+def test_ctrl_c_while_the_interpreter_ends_changes_nothing():
+    """Python gives the signal its deadly meaning back then; the object is deleted after the last handler has run."""
+    code = (
+        "import os, signal, sys\nfrom ullage.cli import main\n"
+        "class Late:\n    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT): kill(pid, number)\n"
+        "late = Late()\nsys.argv = ['ullage', '--version']\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

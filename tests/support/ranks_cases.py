@@ -130,6 +130,10 @@ def meetings(rank, world):
 
 def death(rank, world):
     """Rank 1 is gone before the block ends: the others raise, and one with an error of its own raises that."""
+    # Rank 1 is gone only after the others have formed the group: before, gloo's own forming of it fails.
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait([f"formed{other}" for other in range(world) if other != rank])
         os._exit(1)
+    store.set(f"formed{rank}", "")
     return told(lambda: raising(InputError("mine") if rank == 0 else None))

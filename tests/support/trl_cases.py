@@ -134,6 +134,7 @@ def make_sft(name, folder, data=None, mixed=True, more=None, stage=0, lora=False
 def numbers(entry):
     """What does not depend on the clock, and is not only ours."""
     other = ("runtime", "per_second", "padding_", "preparation", "step_time", "capacity_unused", "imbalance", "flops")
+    other += ("plan_seconds", "exchange_seconds", "wait_seconds")
     return {name: value for name, value in entry.items() if not any(word in name for word in other)}
 
 

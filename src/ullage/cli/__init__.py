@@ -6,7 +6,9 @@ verb is a module ``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import signal
 import sys
 from typing import Any
 
@@ -15,12 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from ullage.cli.leaving import can_leave, leave_at_once
 from ullage.errors import UllageError
+from ullage.extras import needed_by
 
 #: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
 VERBS = {
     "quickstart": "See the whole in a few minutes: train packed, stop, convert, go on with other processes.",
     "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
     "plan": "Plan one step: where sequences of these lengths go, and how near the ideal that is.",
+    "report": "Show a run: its curves, the plan of a step, its checkpoints; beside another run, or live.",
     "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",
     "audit": "Show that a model keeps packed sequences apart: outputs, gradients, and that nothing leaks.",
     "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
@@ -32,26 +36,28 @@ VERBS = {
 
 
 class _LazyGroup(TyperGroup):
-    """A group that knows its verbs by name and imports a verb when it is called."""
+    """A group that knows its verbs by name, and imports a verb when it is called or its arguments are completed."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+    def __init__(self, **settings: Any) -> None:
+        # Lists, completions and near misses of names want no more than names and lines.
+        settings["commands"] = {name: TyperCommand(name, help=line) for name, line in VERBS.items()}
+        super().__init__(**settings)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
-            return None
-        # click asks for every command when it lists them; importing all would load torch and transformers for a help.
-        if sys.argv[1:2] != [cmd_name]:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
-        command = typer.main.get_command(importlib.import_module(f"ullage.cli.{cmd_name}").app)
-        command.name = cmd_name
-        return command
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is None or name not in VERBS:
+            return name, command, rest
+        command = typer.main.get_command(importlib.import_module(f"ullage.cli.{name}").app)
+        command.name = name
+        if isinstance(command, TyperCommand):
+            command.rich_markup_mode = self.rich_markup_mode  # one look for all
+        # Only train has more to show than its help does; so that it need not be known which verb has.
+        return name, command, rest if name == "train" else ["--help" if word == "--help-all" else word for word in rest]
 
 
 app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -69,6 +75,8 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command line and exit with its status, once the process groups that it formed have ended."""
+    # Python gives Ctrl-C its deadly meaning back while it ends; the work is done then, and its status stands.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         _run()
     except SystemExit as leaving:
@@ -87,7 +95,8 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        app()
+        with needed_by(" ".join(["ullage", *(verb for verb in sys.argv[1:2] if verb in VERBS)])):
+            app()
     except UllageError as error:
         typer.echo(f"ullage: {error}", err=True)
         sys.exit(error.exit_status)

@@ -14,23 +14,31 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 @app.command()
 def audit(
     model: Annotated[
-        str | None, typer.Argument(help="A folder or config file of a model, or a model type such as qwen3_next.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder or config file of a model, or a model type such as qwen3_next."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Audit every text type of the installed transformers.")] = False,
-    kind: Annotated[str | None, typer.Option(help="The head: causal, masked or seq2seq; also with --all.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The head: causal, masked or seq2seq; also with --all.")
+    ] = None,
     weights: Annotated[bool, typer.Option("--weights", help="Load the folder's weights, not tiny ones.")] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --weights: only the first layers.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --weights: only the first layers.")
+    ] = None,
     packed: Annotated[
         bool, typer.Option("--pack/--as-is", help="Pack the model first, or audit it as transformers has it.")
     ] = True,
     attn_implementation: Annotated[
-        str | None, typer.Option("--attn_implementation", help="Attention of the model before it is packed.")
+        str | None,
+        typer.Option("--attn_implementation", metavar="NAME", help="Attention of the model before it is packed."),
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust_remote_code", help="Run the code that the folder of the model holds.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="With --all: also write the table to this page.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of weights and tokens.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --all: also write the table to this page.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare each sequence of a packed row with the same sequence alone: outputs, loss, gradients, and what leaks.
@@ -88,10 +96,13 @@ def _audit_all(kind: str | None, seed: int, output: Path | None, as_json: bool) 
     import torch
     from tqdm import tqdm
 
+    from ullage.cli.writing import require_ours, write_output
     from ullage.errors import require_one_of
     from ullage.proofs import catalogue
     from ullage.proofs.tiny import KINDS
 
+    if output is not None:
+        require_ours("table", output)  # before the minutes that it takes
     kinds = (*KINDS, catalogue.RECURRENT)
     if kind is not None:
         kinds = (require_one_of(kind, kinds, "kind"),)
@@ -101,7 +112,9 @@ def _audit_all(kind: str | None, seed: int, output: Path | None, as_json: bool) 
     for each, name in tqdm(catalogue.entries(kinds), unit="type", disable=None):
         audits.append((each, catalogue.audit_entry(each, name, seed=seed)))
     if output is not None:
-        output.write_text(catalogue.page(audits, date.today()), encoding="utf-8")
+        typer.echo(
+            write_output("table", output, lambda file: file.write(catalogue.page(audits, date.today()))), err=True
+        )
     if as_json:
         typer.echo(json.dumps([{"kind": each, **report.to_json()} for each, report in audits]))
     else:

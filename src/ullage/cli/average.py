@@ -15,16 +15,22 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 @app.command()
 def average_checkpoints(
-    checkpoints: Annotated[list[Path], typer.Argument(help="Two or more checkpoints of one model, oldest first.")],
-    out: Annotated[Path, typer.Option(help="A folder that does not exist.")],
+    checkpoints: Annotated[
+        list[Path], typer.Argument(metavar="CHECKPOINTS...", help="Two or more checkpoints of one model, oldest first.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder that does not exist.")],
     weights: Annotated[
-        str | None, typer.Option(help="The share of each, such as 0.5,0.3,0.2; by default all are equal.")
+        str | None,
+        typer.Option(metavar="X,X...", help="The share of each, such as 0.5,0.3,0.2; by default all are equal."),
     ] = None,
     ema: Annotated[
-        float | None, typer.Option(help="An exponential moving average, with this share for what was there before.")
+        float | None,
+        typer.Option(metavar="X", help="An exponential moving average, with this share for what was there before."),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights that are written.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default 2 per processor, at most 8.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
 ) -> None:
     """Average the weights of checkpoints, summed in float64, into a folder of safetensors with the model's config.

@@ -48,20 +48,35 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+def _names(kind: type[StrEnum]) -> str:
+    *most, last = (member.value for member in kind)
+    return f"{', '.join(most)} or {last}"
+
+
 @app.command(epilog=_EPILOG)
 def convert_checkpoint(
     source: Annotated[
-        str, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL.")
+        str,
+        typer.Argument(metavar="SOURCE", help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL."),
     ],
-    target: Annotated[str, typer.Argument(help="A folder that does not exist; its parents are made. Or a URL.")],
-    to: Annotated[Format, typer.Option(help="The format of the target.")] = Format.universal,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast weights (safetensors, dcp, torch_dist, zero).")] = None,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder that does not exist; its parents are made. Or a URL.")
+    ],
+    to: Annotated[
+        Format, typer.Option(metavar="FORMAT", help=f"The format of the target: {_names(Format)}.")
+    ] = Format.universal,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(metavar="DTYPE", help=f"Cast weights to {_names(Dtype)} (not in universal and trainer)."),
+    ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default 2 per processor, at most 8.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prove and plan, write nothing, say what to expect.")
     ] = False,
-    ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks (zero1, zero2, zero3).")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Data-parallel ranks (zero1, zero2, zero3).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
     storage_option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")

@@ -15,12 +15,16 @@ _SHOWN = 20
 
 @app.command()
 def diff_checkpoints(
-    first: Annotated[Path, typer.Argument(help="A checkpoint of any format that `ullage inspect` reads.")],
-    second: Annotated[Path, typer.Argument(help="Another one, perhaps of another format.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="FIRST", help="A checkpoint of any format that `ullage inspect` reads.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one, perhaps of another format.")],
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave the optimizer's state and steps out.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default 2 per processor, at most 8.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
 ) -> None:

@@ -16,10 +16,15 @@ _SHOWN = 20
 @app.command()
 def inspect(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Also draw shards, fragments and padding on this page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw shards, fragments and padding on this page.")
+    ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Leave the list of tensors out.")] = False,
     storage_option: Annotated[
@@ -32,23 +37,24 @@ def inspect(
     """
     from ullage.checkpoint import read
     from ullage.cli.convert import storage_options
-    from ullage.errors import InputError
+    from ullage.cli.writing import require_ours, write_output
 
+    if html is not None:
+        require_ours("page", html)
     inventory = read(checkpoint, storage_options=storage_options(storage_option))
     problems = inventory.problems()
+    written = None
     if html is not None:
         from ullage.report.checkpoint import checkpoint_page
 
         page = checkpoint_page(inventory, problems)
-        try:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"the page cannot be written: {error.strerror or error}", where=str(html)) from error
+        written = write_output("page", html, lambda file: file.write(page))
     if as_json:
         typer.echo(json.dumps(inventory_data(inventory, problems)))
     else:
         _print(inventory, problems, None if all_rows else _SHOWN, tensors=not summary)
+    if written is not None:
+        typer.echo(written, err=as_json)
     if problems:
         raise typer.Exit(1)
 
@@ -110,17 +116,22 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
     from rich.console import Console
     from rich.markup import escape
 
+    from ullage.report.checkpoint import by_name
     from ullage.report.page import size
 
     console = Console(highlight=False)
     written_by = inventory.written_by
     stage = f" stage {written_by.stage}" if written_by.stage is not None else ""
+    # The plain optimizer of a stage is named as the stage is; only another one says something new.
+    wrapper = f", {written_by.wrapper}" if written_by.wrapper and written_by.wrapper != f"ZeRO{stage}" else ""
+    num_names = len(by_name(inventory))
     facts = [
         ("checkpoint", str(inventory.folder)),
-        ("format", f"{inventory.format}{stage}{f', {written_by.wrapper}' if written_by.wrapper else ''}"),
+        ("format", f"{inventory.format}{stage}{wrapper}"),
         ("ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"),
         ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
-        ("tensors", f"{len(inventory.tensors):,}, {size(inventory.num_bytes)}"),
+        ("parameters", f"{num_names:,}, buffers among them"),
+        ("tensors", f"{len(inventory.tensors):,}, the states of each counted, {size(inventory.num_bytes)}"),
         ("states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())),
         ("dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))),
         ("padding", f"{inventory.padding:,} elements"),
@@ -226,7 +237,7 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
         # The states of a parameter are cut alike as a rule; the most cut one is shown.
         fragments = str(max(t.num_fragments for t in tensors))
         rows.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
-    table = Table(title="Tensors", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Parameters and buffers", title_justify="left", box=None, pad_edge=False)
     # Columns that are the same for all rows stand above the table, so that names have room.
     kept = [k for k in range(6) if k not in (2, 3) or len({row[k] for row in rows}) > 1]
     headings = ("name", "shape", "dtype", "states", "bytes", "fragments")

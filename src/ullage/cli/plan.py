@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,26 +15,49 @@ from ullage.errors import InputError, UllageError, UsageError
 
 if TYPE_CHECKING:
     from ullage.datasets.files import Measured
-    from ullage.planning import Plan
+    from ullage.layout import Int64
+    from ullage.report.steps import PlannedStep, StepTotals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 #: How many lengths are drawn from a distribution when nobody says.
 DEFAULT_N = 512
 
+
+def _workloads(incomplete: str) -> list[str]:
+    """Names to complete; none for nothing, so that the shell offers files."""
+    from ullage.datasets.lengths import WORKLOADS
+
+    return [name for name in (*WORKLOADS, "docstrings") if incomplete and name.startswith(incomplete)]
+
+
+def _strategies(incomplete: str) -> list[str]:
+    from ullage.planning import strategy_names
+
+    return [name for name in strategy_names() if name.startswith(incomplete)]
+
+
 _Lengths = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
+        autocompletion=_workloads,
         help="A file (.npy, .csv, .txt, .json, .jsonl, .parquet), a mock distribution (JSON, inline or a .json file), "
         "the name of a workload (megatron, chat, bimodal, uniform, pareto, code), docstrings, or - for standard input.",
     ),
 ]
-_Strategy = Annotated[str, typer.Option(help="How to plan: balanced, next_fit, or any that is installed.")]
+_Strategy = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", autocompletion=_strategies, help="How to plan: balanced, next_fit, or any that is installed."
+    ),
+]
 _Sync = Annotated[
     Literal["microbatch", "step"], typer.Option(help="When ranks wait for one another: FSDP and ZeRO-3, or DDP.")
 ]
-_Context = Annotated[str, typer.Option(help="Ranks that share a sequence: a number, or auto for giants only.")]
+_Context = Annotated[
+    str, typer.Option(metavar="N|auto", help="Ranks that share a sequence: a number, or auto for giants only.")
+]
 _Oversize = Annotated[
     Literal["error", "truncate", "drop"], typer.Option(help="What becomes of a sequence longer than the capacity.")
 ]
@@ -44,61 +66,151 @@ _Oversize = Annotated[
 @app.command()
 def plan(
     lengths: _Lengths,
-    ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="Ranks that hold data.")] = 8,
+    ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, metavar="N", help="Ranks that hold data.")] = 8,
     capacity: Annotated[
-        int | None, typer.Option("--capacity", "-c", min=1, help="Tokens a rank holds in a microbatch.")
+        str | None,
+        typer.Option(
+            "--capacity",
+            "-c",
+            metavar="N[,N...]",
+            help="Tokens a rank holds in a microbatch. Several, such as 4096,8192,16384, are compared, a row for each.",
+        ),
     ] = None,
+    global_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch-size",
+            "--global_batch_size",
+            min=1,
+            metavar="N",
+            help="Sequences of a step: the file is cut into steps in its order. Default: all are one step.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Plan only the first steps.")] = None,
     strategy: _Strategy = "balanced",
     sync: _Sync = "microbatch",
     context_parallel: _Context = "1",
-    min_context_parallel: Annotated[int, typer.Option(min=1, help="With auto, ranks per microbatch at least.")] = 1,
-    pad_to_multiple_of: Annotated[int, typer.Option(min=1, help="Slots are multiples of this.")] = 1,
-    microbatch_multiple: Annotated[int, typer.Option(min=1, help="Microbatches come in multiples of this.")] = 1,
-    max_sequences: Annotated[int | None, typer.Option(min=1, help="Sequences of one microbatch at most.")] = None,
-    oversize: _Oversize = "error",
-    linear: Annotated[float | None, typer.Option(min=0, help="Cost of a token. Default: a 7B transformer's.")] = None,
-    quadratic: Annotated[float | None, typer.Option(min=0, help="Cost of a token squared. Default 1.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="The cost of a Hugging Face model: its config.json, or the folder it is in.")
+    min_context_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With auto, ranks per microbatch at least.")
+    ] = 1,
+    pad_to_multiple_of: Annotated[int, typer.Option(min=1, metavar="N", help="Slots are multiples of this.")] = 1,
+    microbatch_multiple: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Microbatches come in multiples of this.")
+    ] = 1,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sequences of one microbatch at most.")
     ] = None,
-    column: Annotated[str | None, typer.Option(help="The column of the file that holds lengths or text.")] = None,
+    oversize: _Oversize = "error",
+    linear: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Cost of a token. Default: a 7B transformer's.")
+    ] = None,
+    quadratic: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Cost of a token squared. Default 1.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="The cost of a Hugging Face model: its config.json, or the folder it is in."
+        ),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The column of the file that holds lengths or text.")
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="For text: a name or folder for AutoTokenizer. Default: bytes.")
+        str | None, typer.Option(metavar="NAME", help="For text: a name or folder for AutoTokenizer. Default: bytes.")
     ] = None,
     n: Annotated[
-        int | None, typer.Option("--n", "-n", min=1, help="How many sequences. Default: all of a file, 512 drawn.")
+        int | None,
+        typer.Option("--n", "-n", min=1, metavar="N", help="How many sequences. Default: all of a file, 512 drawn."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of lengths that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Of lengths that are drawn.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON on standard output.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the plan as one page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the step as a Chrome trace.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the plan itself, for Plan.from_json.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one page.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step as a Chrome trace.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan itself, for Plan.from_json.")
+    ] = None,
 ) -> None:
     """Plan one step: which sequence goes to which microbatch of which rank.
 
-    Prints the figures of the plan beside those of arrival order (next_fit), what no plan can beat, and the ideal.
+    Prints the figures of the plan beside those of arrival order (next_fit), of padded batches, what no plan can beat,
+    and the ideal. With several capacities, or several steps, prints a row for each capacity.
     """
+    from ullage.cli.plan_shown import PlanShown
+    from ullage.report.steps import cut, planned
+
     name, measured, suggested = _measured(lengths, n, seed, column, tokenizer)
-    capacity = capacity or suggested
-    if capacity is None:
+    capacities = _capacities(capacity) or ([suggested] if suggested else [])
+    if not capacities:
         raise UsageError(
             "the capacity is missing", hint=f"pass --capacity; the longest is {int(measured.lengths.max())}"
         )
-    settings: dict[str, Any] = {
-        "ranks": ranks,
-        "capacity": capacity,
-        "sync": sync,
-        "pad_to_multiple_of": pad_to_multiple_of,
-    }
+    if steps is not None and global_batch_size is None:
+        raise UsageError("--steps says nothing without the size of a step", hint="pass --global-batch-size")
+    outputs = {kind: path for kind, path in (("page", html), ("trace", trace), ("plan", save)) if path is not None}
+    _require_possible(outputs, lengths, strategy)
+    settings: dict[str, Any] = {"ranks": ranks, "sync": sync, "pad_to_multiple_of": pad_to_multiple_of}
     settings |= {"context_parallel": _degree(context_parallel), "min_context_parallel": min_context_parallel}
     settings |= {"cost": _cost(linear, quadratic, model)}
     settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
-    planned, reference = _planned(measured, strategy, settings)
-    _outputs(planned, reference, name, html, trace, save)
-    if as_json:
-        typer.echo(json.dumps(_record(planned, reference, name, measured), indent=2))
-    else:
-        _show(planned, reference, name, measured)
+    batches = list(cut(measured.lengths, global_batch_size, steps))
+    shown = PlanShown(name, measured, as_json)
+    if len(capacities) == len(batches) == 1:
+        step = planned(batches[0], strategy, settings | {"capacity": capacities[0]})
+        written = _write(step, outputs, name, lengths)
+        shown.step(step)
+        for line in written:
+            typer.echo(line, err=as_json)
+        return
+    if outputs:
+        raise UsageError(
+            "a page, a trace or a saved plan holds one step",
+            found=f"{len(batches):,} steps at {len(capacities):,} capacities",
+            hint="pass one --capacity, and --steps 1 with --global-batch-size",
+        )
+    shown.sweep(_sweep(batches, capacities, strategy, settings), settings)
+
+
+def _capacities(text: str | None) -> list[int]:
+    """Capacities from numbers with commas between them, without repetitions."""
+    words = [word.strip().replace("_", "") for word in text.split(",")] if text else []
+    for word in words:
+        if not word.isdecimal() or not int(word):
+            raise UsageError("not a capacity", where="--capacity", expected="an integer >= 1", found=repr(word))
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _require_possible(outputs: dict[str, Path], source: str, strategy: str) -> None:
+    """Raise for what would be refused after a plan that may take minutes."""
+    from ullage.cli.writing import require_ours
+    from ullage.planning import strategy_names
+
+    if strategy not in strategy_names():
+        raise UsageError("no such strategy", expected=" or ".join(strategy_names()), found=strategy)
+    for kind, path in outputs.items():
+        require_ours(kind, path, [source])
+
+
+def _sweep(
+    batches: Sequence[Int64], capacities: Sequence[int], strategy: str, settings: dict[str, Any]
+) -> Iterator[tuple[int, StepTotals | UllageError]]:
+    """All steps at each capacity, or why a capacity cannot hold them. Raises where none can."""
+    from tqdm import tqdm
+
+    from ullage.report.steps import planned, summed
+
+    failed: list[UllageError] = []
+    for capacity in capacities:
+        try:
+            bar = tqdm(batches, desc=f"capacity {capacity:,}", unit="step", disable=None, leave=False)
+            found = summed([planned(batch, strategy, settings | {"capacity": capacity}) for batch in bar])
+        except UllageError as error:
+            failed.append(error)
+            if len(failed) == len(capacities):
+                raise
+            yield capacity, error
+        else:
+            yield capacity, found
 
 
 def _measured(
@@ -182,120 +294,15 @@ def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> 
     return TransformerCost.from_config(config)
 
 
-def _planned(measured: Measured, strategy: str, settings: dict[str, Any]) -> tuple[Plan, Plan | None]:
-    """The plan, and arrival order beside it, with the least fixed degree that holds what the plan holds."""
-    from ullage.planning import plan as make_plan
-    from ullage.planning import strategy_names
-    from ullage.planning.placement import free_degrees
+def _write(step: PlannedStep, outputs: dict[str, Path], name: str, source: str) -> list[str]:
+    """Write what was asked for; returns a line for each."""
+    from ullage.cli.writing import write_output
+    from ullage.report.plan import plan_page
+    from ullage.report.timeline import write_trace
 
-    if strategy not in strategy_names():
-        raise UsageError("no such strategy", expected=" or ".join(strategy_names()), found=strategy)
-    planned = make_plan(measured.lengths, strategy=strategy, **settings)
-    if planned.strategy == "next_fit" or not planned.num_microbatches:
-        return planned, None
-    if settings["context_parallel"] != "auto":
-        return planned, make_plan(measured.lengths, strategy="next_fit", **settings)
-    # ``next_fit`` has one degree for all microbatches: with "auto", the smallest at which it can hold every sequence.
-    for degree in free_degrees(planned.ranks, settings["min_context_parallel"]):
-        if planned.ranks % degree:
-            continue
-        # The lengths of the plan are truncated already, so anything oversize here means a larger degree is needed.
-        alone: dict[str, Any] = {**settings, "context_parallel": degree, "oversize": "error"}
-        try:
-            return planned, make_plan(planned.lengths, strategy="next_fit", **alone)
-        except UllageError:
-            continue
-    return planned, None
-
-
-def _outputs(
-    planned: Plan, reference: Plan | None, name: str, html: Path | None, trace: Path | None, save: Path | None
-) -> None:
-    if html is not None:
-        from ullage.report.plan import plan_page
-
-        page = plan_page(planned, reference=reference, source=name)
-        _write(html, lambda file: file.write(page))
-    if trace is not None:
-        from ullage.report.timeline import write_trace
-
-        _write(trace, lambda file: write_trace(planned, file))
-    if save is not None:
-        _write(save, lambda file: file.write(planned.to_json()))
-
-
-def _write(path: Path, fill: Callable[[IO[str]], object]) -> None:
-    """Write beside the place and rename, so that no half file stands under the name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            fill(file)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError("a file cannot be written", where=str(path), found=error.strerror) from error
-
-
-def _record(planned: Plan, reference: Plan | None, name: str, measured: Measured) -> dict[str, Any]:
-    from ullage.report.figures import bound_ullage, described, ideal_microbatches, step_time
-
-    def numbers(one: Plan) -> dict[str, Any]:
-        return {"strategy": one.strategy, "step_time": step_time(one), **dataclasses.asdict(one.statistics())}
-
-    stats = planned.statistics()
-    ideal = {
-        "num_microbatches": ideal_microbatches(planned, stats),
-        "ullage": 0.0,
-        "rank_imbalance": 1.0,
-        "critical_path": 1.0,
+    fill: dict[str, Callable[[IO[str]], object]] = {
+        "page": lambda file: file.write(plan_page(step.plan, reference=step.reference, source=name)),
+        "trace": lambda file: write_trace(step.plan, file),
+        "plan": lambda file: file.write(step.plan.to_json()),
     }
-    bound = {
-        "num_microbatches": stats.lower_bound,
-        "ullage": bound_ullage(planned, stats),
-        "rank_imbalance": stats.rank_imbalance_bound,
-        "critical_path": stats.critical_path_bound,
-    }
-    return {
-        "source": {"name": name, "column": measured.column, "unit": measured.unit, **described(measured.lengths)},
-        "ranks": planned.ranks,
-        "capacity": planned.capacity,
-        "pad_to_multiple_of": planned.pad_to_multiple_of,
-        "sync": planned.sync,
-        "plan": numbers(planned),
-        "next_fit": None if reference is None else numbers(reference),
-        "lower_bound": bound,
-        "ideal": ideal,
-    }
-
-
-def _show(planned: Plan, reference: Plan | None, name: str, measured: Measured) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
-
-    facts = described(measured.lengths)
-    console = Console(highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    origin = name if measured.column is None else f"{name}, column {measured.column}"
-    counted = f"{facts['sequences']:,} sequences, {facts['tokens']:,} {measured.unit}"
-    say(f"{origin}: {counted}, {facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}")
-    meets = "every microbatch" if planned.sync == "microbatch" else "once a step"
-    say(f"{planned.ranks:,} ranks of {planned.capacity:,} slots a microbatch; they meet {meets}")
-    if lost := lost_sequences(planned.statistics()):
-        say(lost)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    columns = [planned.strategy, *([] if reference is None else [reference_name(reference)]), "lower bound", "ideal"]
-    for title in columns:
-        table.add_column(title, justify="right")
-    for figure in figures(planned, reference):
-        cells = [figure.plan, *([figure.reference] if reference is not None else []), figure.bound, figure.ideal]
-        table.add_row(figure.name, *cells)
-    console.print(table)
-    if reference is not None:
-        say(f"The step takes {100 * step_time(planned) / step_time(reference):.1f} % of next_fit's time.")
+    return [write_output(kind, path, fill[kind], [source]) for kind, path in outputs.items()]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ullage.errors import InputError, TrainingError, UsageError
+from ullage.errors import InputError, TrainingError
+from ullage.extras import MissingExtraError
 
 if TYPE_CHECKING:
     from ullage.report.journey import Journey
@@ -63,8 +64,8 @@ def quickstart(
     output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Where all of it goes.")] = Path(
         "runs/quickstart"
     ),
-    steps: Annotated[int, typer.Option(min=8, help="Optimizer steps of the run.")] = 96,
-    model: Annotated[str, typer.Option(help="As for ullage train.")] = "llama-192x4",
+    steps: Annotated[int, typer.Option(min=8, help="Optimizer steps of the run.")] = 48,
+    model: Annotated[str, typer.Option(help="As for ullage train.")] = "llama-128x2",
     overwrite: Annotated[
         bool, typer.Option("--overwrite_output_dir", "--overwrite-output-dir", help="Start over.")
     ] = False,
@@ -93,9 +94,9 @@ def quickstart(
 
 def _require_surroundings(folder: Path) -> None:
     """Raise for what is missing, before anything is written."""
-    for module, extra in (("transformers", "hf"), ("deepspeed", "deepspeed"), ("jinja2", "report")):
+    for module in ("transformers", "deepspeed"):
         if importlib.util.find_spec(module) is None:
-            raise UsageError(f"the quickstart needs {module}", hint=f"pip install 'ullage[{extra}]'")
+            raise MissingExtraError.of("ullage quickstart", module)
     # The folder need not exist yet: the nearest one above it that does tells rights and space.
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
@@ -297,10 +298,15 @@ def _show(journey: Journey, page: Path) -> None:
             after.add_row(leg.layout if k == 1 else "", str(found.number), *losses, verdict)
         after.add_section()
     console.print(after, "\n", sep="")
-    faster = journey.whole.tokens_per_second / journey.padded.tokens_per_second
-    console.print(f"Packed, {faster:.1f} times as many real tokens per second as padded.")
+    first, last = journey.compared[0], journey.compared[-1]
+    console.print(
+        f"Packed, {journey.faster:.1f} times as many real tokens per second as padded, over the same steps, "
+        f"{first} to {last}.",
+        soft_wrap=True,
+    )
     if journey.agrees:
-        console.print("After every change of layout the next losses equal the uninterrupted run's to five digits.")
+        line = "After every change of layout the next losses equal the uninterrupted run's to five digits."
+        console.print(line, soft_wrap=True)
     else:
         console.print("[bold red]After a change of layout a loss differs within five digits.")
     console.print(f"The curves, the plan and the shards: {page}", soft_wrap=True)

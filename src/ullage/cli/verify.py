@@ -14,9 +14,13 @@ _SHOWN = 20
 
 @app.command()
 def verify_checkpoint(
-    source: Annotated[str, typer.Argument(help="The checkpoint that was converted: a folder, or a URL.")],
-    target: Annotated[str, typer.Argument(help="The converted checkpoint, likewise.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default 2 per processor, at most 8.")] = None,
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="The checkpoint that was converted: a folder, or a URL.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The converted checkpoint, likewise.")],
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads; by default 2 per processor, at most 8.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="List every difference.")] = False,
     storage_option: Annotated[

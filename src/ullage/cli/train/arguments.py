@@ -11,8 +11,7 @@ import argparse
 import difflib
 import json
 import os
-import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,6 +19,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from ullage.cli.train.bounds import require_bounds, require_hub, require_trackers
 from ullage.cli.train.record import taken_over
 from ullage.cli.train.settings import (
     DataArguments,
@@ -32,20 +32,8 @@ from ullage.cli.train.settings import (
 from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
-_USAGE = "ullage train [--output_dir FOLDER] [--data FILE] [--model MODEL] [--config FILE] [other arguments]"
-_ABOUT = """\
-Trains a causal language model on texts of unequal length, without padding. Without arguments: a small LSTM on the
-docstrings of this Python's standard library.
-
-  ullage train --output_dir runs/first
-  ullage train --data texts.jsonl --text_column body --model gru-512x2 --num_train_epochs 3
-  ullage train --config run.yaml --learning_rate 1e-3
-  ullage train --output_dir runs/first --resume_from_checkpoint
-  torchrun --nproc_per_node 2 -m ullage train --model llama-256x4 --packing_capacity 8192 --zero 2
-  torchrun --nproc_per_node 8 -m ullage train --model llama-256x4 --dp 2 --cp 2 --tp 2 --bf16
-
-What is resumed keeps its settings, on any number of processes and at any ZeRO stage.
-"""
+#: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
+KINDS = (DataArguments, ModelArguments, OutputArguments, RunArguments, ParallelArguments, TrainingArguments)
 
 #: Where we differ from Trainer's own defaults.
 DEFAULTS: dict[str, Any] = {
@@ -66,41 +54,10 @@ DEFAULTS: dict[str, Any] = {
     "use_cpu": not torch.accelerator.is_available(),
 }
 
-#: Trainer's arguments that most runs touch, shown first.
-_MOST_USED = (
-    "output_dir",
-    "resume_from_checkpoint",
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "optim",
-    "bf16",
-    "seed",
-    "logging_steps",
-    "eval_strategy",
-    "eval_steps",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "dataloader_num_workers",
-    "packing_capacity",
-    "report_to",
-    "use_cpu",
-)
-
 
 def parse(argv: Sequence[str]) -> TrainCommand:
-    """Parse the arguments of a call. Raises ``UsageError``, with near matches of an unknown name; ``--help`` exits."""
-    parser = _Parser(
-        (DataArguments, ModelArguments, OutputArguments, RunArguments, ParallelArguments, TrainingArguments)
-    )
+    """Parse the arguments of a call. Raises ``UsageError``, with near matches of an unknown name."""
+    parser = Parser()
     before, rest = _split_config(argv)
     flags: list[str] = []
     for path in before:
@@ -110,6 +67,8 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     parser.where = None
     flags += rest
     given = parser.given(flags)
+    require_bounds(given)
+    require_trackers(given.get("report_to"))
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
     try:
@@ -123,10 +82,11 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if unknown:
         name = unknown[0].partition("=")[0]
         raise UsageError(f"unknown argument {name}", hint=parser.near(name))
+    require_hub(parts[5])
     return TrainCommand(*parts[:6], given=frozenset(given))
 
 
-def _resumed(parser: _Parser, given: dict[str, Any]) -> list[str]:
+def _resumed(parser: Parser, given: dict[str, Any]) -> list[str]:
     """The settings of the run that is resumed, as flags; none where the call does not resume."""
     resume = str(given.get("resume_from_checkpoint", "false"))
     if resume.lower() == "false":
@@ -186,22 +146,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-class _Parser(HfArgumentParser):
-    """HfArgumentParser with one-line errors and a help of sections that one can read."""
+class Parser(HfArgumentParser):
+    """HfArgumentParser of our arguments and Trainer's, with one-line errors; ``options`` tells of them to people."""
 
-    def __init__(self, kinds: Iterable[type]) -> None:
+    def __init__(self) -> None:
         self.where: str | None = None
         self.emptied: set[str] = set()
-        super().__init__(cast(Any, kinds), prog="ullage train", usage=_USAGE, allow_abbrev=False)
+        super().__init__(cast(Any, KINDS), prog="ullage train", add_help=False, allow_abbrev=False)
         self.add_argument("--config", metavar="FILE", help="a YAML file of these arguments; the command line wins")
         self._by_name = {action.dest: action for action in self._actions if action.option_strings}
         # A bare --resume_from_checkpoint means the last one.
         resume = self._by_name["resume_from_checkpoint"]
         resume.nargs, resume.const, resume.metavar = "?", "true", "FOLDER"
         resume.help = "continue from this checkpoint, or, without a folder, from the last one in the output folder"
+        # A bare --disable_tqdm means yes, also where transformers asks for the word.
         for action in self._by_name.values():
-            if action.choices is not None:
-                action.metavar = "NAME"  # the names are in the text
+            if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:
+                action.nargs, action.const = "?", True
+        self._by_name["report_to"].nargs = "+"  # transformers takes a list, but not from a command line
         self.set_defaults(**DEFAULTS)
 
     def error(self, message: str) -> NoReturn:
@@ -218,14 +180,14 @@ class _Parser(HfArgumentParser):
     def near(self, name: str) -> str:
         """The hint that names what an unknown name may have meant."""
         matches = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), list(self._by_name), n=3)
-        return f"did you mean {' or '.join(matches)}?" if matches else "see ullage train --help for all of them"
+        return f"did you mean {' or '.join(matches)}?" if matches else "see ullage train --help-all for all of them"
 
     def flags_of(self, settings: dict[Any, Any]) -> list[str]:
         """Settings of a config file as command-line flags. Raises ``UsageError`` for an unknown key."""
         flags: list[str] = []
         for key, value in settings.items():
             name = str(key).replace("-", "_")
-            if name not in self._by_name or name in ("help", "config"):
+            if name not in self._by_name or name == "config":
                 raise UsageError(f"unknown key {str(key)!r}", where=self.where, hint=self.near(name))
             if isinstance(value, list):
                 if self._by_name[name].nargs != "+":
@@ -239,52 +201,3 @@ class _Parser(HfArgumentParser):
                 # One word with "=", so that a value that begins with a dash is not taken for a flag.
                 flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
         return flags
-
-    def format_help(self) -> str:
-        width = min(shutil.get_terminal_size((110, 24)).columns, 130)
-        formatter = _HelpFormatter(self.prog, max_help_position=36, width=width)
-        sections: dict[str, list[argparse.Action]] = {
-            "Data": self._of(DataArguments),
-            "Model": self._of(ModelArguments),
-            "Layout, under torchrun": self._of(ParallelArguments),
-            "Training, most used": [
-                *(self._by_name[name] for name in _MOST_USED if name in self._by_name),
-                *self._of(RunArguments),
-                *self._of(OutputArguments),
-                self._by_name["config"],
-            ],
-        }
-        shown = {action.dest for actions in sections.values() for action in actions}
-        rest = [action for name, action in self._by_name.items() if name not in shown and name != "help"]
-        sections["Training, all other arguments of the Hugging Face Trainer"] = rest
-        for title, actions in sections.items():
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        return f"usage: {_USAGE}\n\n{_ABOUT}\n{formatter.format_help()}"
-
-    def _of(self, kind: type) -> list[argparse.Action]:
-        return [self._by_name[name] for name in kind.__dataclass_fields__]
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """One spelling of each flag; choices in the text where they are many; no ``(default: None)``."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        value = "" if action.nargs == 0 else self._format_args(action, self._metavar(action))
-        return f"{action.option_strings[0]} {value}".strip()
-
-    @staticmethod
-    def _metavar(action: argparse.Action) -> str:
-        if isinstance(action.metavar, str):
-            return action.metavar
-        words = {"int": "N", "float": "X", "string_to_bool": "BOOL"}
-        return words.get(getattr(action.type, "__name__", ""), "VALUE")
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = " ".join((action.help or "").split()).replace("%", "%%")
-        if action.choices is not None and "one of" not in text:
-            text += f" One of {', '.join(map(str, action.choices))}."
-        if action.default in (None, argparse.SUPPRESS, "", []):
-            return text
-        return f"{text} (default: {str(action.default).replace('%', '%%')})"

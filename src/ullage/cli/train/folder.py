@@ -30,6 +30,8 @@ from ullage.training.saving import (
 from ullage.training.staging import PARTIAL
 
 _LAST = ("true", "last")
+#: Endings of files, and names of folders, that schedulers, launchers and trackers put into an output folder.
+_BESIDE = (".log", ".out", ".err", ".yaml", ".yml", ".sh", "log", "logs", "runs", "wandb", "trackio", "mlruns")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
 
 
 def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
-    """A folder that some other program trained into is not ours to write over."""
+    """A folder that some other program trained into is not ours to write over, nor one of somebody's other files."""
     names = [path.name for path in checkpoints]
     names += [name for name in ("config.json", *WEIGHT_FILES) if (folder / name).exists()]
     if names:
@@ -196,3 +198,18 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
             hint="continue with --resume_from_checkpoint, start over with --overwrite_output_dir, or give another "
             "--output_dir",
         )
+    others = sorted(path.name for path in folder.iterdir() if not _belongs_to_run(path)) if folder.is_dir() else []
+    if others:
+        rest = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        raise InputError(
+            "the output folder holds other files, and no run",
+            where=str(folder),
+            expected="an empty folder, or none",
+            found=", ".join(others[:4]) + rest,
+            hint="give another --output_dir; --overwrite_output_dir writes between these files and deletes none",
+        )
+
+
+def _belongs_to_run(path: Path) -> bool:
+    """Whether a file may lie in the folder before its run begins: logs of a launcher, its settings, what is hidden."""
+    return path.name.startswith((".", "ullage_run")) or path.suffix in _BESIDE or path.name in _BESIDE

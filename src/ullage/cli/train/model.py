@@ -1,94 +1,102 @@
-"""The model that ``--model`` means: a cell by name, a config, or a folder.
-
-Nothing is downloaded: a name that is neither a cell nor on this disk is an error.
-"""
+"""The model that ``--model`` means, built: a preset by name, a config, or the weights of a folder."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from ullage.cli.train.limits import require_causal
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.datasets.text import byte_tokenizer
+from ullage.cli.train.weights import first_line, load_weights, trust_hint
 from ullage.errors import CheckpointError, InputError
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
 from ullage.training.saving import WEIGHT_FILES
 
+if TYPE_CHECKING:
+    from ullage.cli.train.names import Located
+    from ullage.cli.train.summary import Voice
+
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
+#: What a name of a new model, or flags beside it, may say of its size.
+SIZES = ("hidden_size", "num_hidden_layers", "dropout")
 _DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def tokenizer_for(folder: str | None, model: str) -> Any:
-    """The tokenizer in ``folder``, or the model's own, or the byte tokenizer. Raises ``InputError``."""
-    own = Path(model)
-    if folder is None and own.is_dir() and any((own / name).is_file() for name in _TOKENIZER_FILES):
-        folder = model
-    if folder is None:
-        return byte_tokenizer()
-    if not Path(folder).is_dir():
-        raise InputError("the tokenizer cannot be read", where=folder, expected="a folder", found="nothing there")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError("this folder holds no tokenizer", where=folder, found=_first_line(error)) from error
+def is_preset(name: str) -> bool:
+    """Whether ``name`` is that of a new model: a cell or llama, with sizes or without."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match["cell"] in (*CELLS, "llama")
 
 
-def load_model(command: TrainCommand, tokenizer: Any, checkpoint: Path | None) -> Any:
-    """A new model, or the folder's with its weights; on resuming, the checkpoint's config decides.
+def unknown_model(name: str, found: str | None = None) -> InputError:
+    """The error for a name that means no model, with the presets that are near."""
+    near = difflib.get_close_matches(name, (*CELLS, "llama"), n=2)
+    return InputError(
+        f"unknown model {name!r}",
+        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, or a config .json, or "
+        "a name on the Hugging Face hub",
+        found=found,
+        hint=f"did you mean {' or '.join(near)}?" if near else None,
+    )
 
-    Raises ``InputError`` for a folder or name that is not a model, and ``CheckpointError`` if model arguments
-    contradict the checkpoint.
+
+def load_model(
+    command: TrainCommand, found: Located | None, tokenizer: Any, checkpoint: Path | None, say: Voice
+) -> Any:
+    """A new model, or that of ``found`` with its weights; on resuming, the checkpoint's config decides.
+
+    Args:
+        command: the arguments of the call.
+        found: where the model of the call is; None for a preset.
+        tokenizer: says the size of a preset's vocabulary.
+        checkpoint: where the run continues from, if anywhere.
+        say: takes a line about weights that were made new or are not used.
+
+    Raises ``InputError`` for a folder that holds no model or lacks weights of it, and for a model that attends in both
+    directions; ``CheckpointError`` if model arguments contradict the checkpoint.
     """
     arguments = command.model
     if checkpoint is not None:
-        config = _config_from(checkpoint)
+        config = _config_from(checkpoint, arguments)
         # Model arguments of a call that resumes are not used, but must not contradict the checkpoint either.
-        if not command.given.isdisjoint(field.name for field in fields(arguments)):
-            _require_same(_config(arguments, tokenizer), config, checkpoint)
-        return _new(config)
-    folder = Path(arguments.model)
-    if folder.is_dir() and any((folder / name).is_file() for name in WEIGHT_FILES):
+        if found is not None or (is_preset(arguments.model) and not command.given.isdisjoint(("model", *SIZES))):
+            _require_same(_config(arguments, found, tokenizer), config, checkpoint)
+        model = _new(config, arguments)
+    elif found is not None and any((found.path / name).is_file() for name in WEIGHT_FILES):
         _refuse_sizes(arguments)
-        try:
-            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # a torn file raises whatever its reader raises
-            raise InputError("the model cannot be loaded", where=str(folder), found=_first_line(error)) from error
-    return _new(_config(arguments, tokenizer))
+        model = load_weights(found.path, arguments, say)
+    else:
+        model = _new(_config(arguments, found, tokenizer), arguments)
+    require_causal(model)
+    return model
 
 
-def _new(config: Any) -> Any:
+def _new(config: Any, arguments: ModelArguments) -> Any:
     try:
-        return AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    except (ValueError, AssertionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("this config does not describe a causal language model", found=_first_line(error)) from error
+        raise InputError(
+            "this config does not describe a causal language model", found=first_line(error), hint=trust_hint(error)
+        ) from error
 
 
-def _config(arguments: ModelArguments, tokenizer: Any) -> Any:
-    path = Path(arguments.model)
-    # A name of a cell wins over a folder of that name that holds no weights.
-    match = _NAME.fullmatch(arguments.model)
-    if match is not None and match["cell"] in (*CELLS, "llama"):
-        return _by_name(arguments, match, tokenizer)
-    if path.is_dir() or path.is_file():
+def _config(arguments: ModelArguments, found: Located | None, tokenizer: Any) -> Any:
+    if found is not None:
         _refuse_sizes(arguments)
-        return _config_from(path)
-    near = difflib.get_close_matches(arguments.model, (*CELLS, "llama"), n=2)
-    raise InputError(
-        f"unknown model {arguments.model!r}",
-        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, or a config .json",
-        hint=f"did you mean {' or '.join(near)}?" if near else None,
-    )
+        return _config_from(found.path, arguments)
+    match = _NAME.fullmatch(arguments.model)
+    if match is None or not is_preset(arguments.model):
+        raise unknown_model(arguments.model)
+    return _by_name(arguments, match, tokenizer)
 
 
 def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) -> Any:
@@ -131,20 +139,24 @@ def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> Lla
 
 
 def _refuse_sizes(arguments: ModelArguments) -> None:
-    given = [f.name for f in fields(arguments) if f.name != "model" and getattr(arguments, f.name) is not None]
+    given = [name for name in SIZES if getattr(arguments, name) is not None]
     if given:
         raise InputError(f"--{given[0]} is for a new model given by name", where=f"--model {arguments.model}")
 
 
-def _config_from(path: Path) -> Any:
+def _config_from(path: Path, arguments: ModelArguments) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError("this folder holds no model", where=str(path), expected="config.json", found="none")
+    code = arguments.trust_remote_code
     try:
         json.loads(file.read_text(encoding="utf-8"))
-        return AutoConfig.from_pretrained(file, local_files_only=True)
+        # The code of a config lies beside it, which transformers finds by the folder alone.
+        return AutoConfig.from_pretrained(file.parent if code else file, local_files_only=True, trust_remote_code=code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError("the model config cannot be read", where=str(file), found=_first_line(error)) from error
+        raise InputError(
+            "the model config cannot be read", where=str(file), found=first_line(error), hint=trust_hint(error)
+        ) from error
 
 
 def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
@@ -158,7 +170,3 @@ def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
                 found=theirs.get(name),
                 hint="leave out the model arguments to continue with the checkpoint's own",
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

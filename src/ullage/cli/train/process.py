@@ -10,20 +10,22 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from ullage.cli.train.names import keep_off_hub
 from ullage.errors import TrainingError, UsageError
 
 
 def make_ready(argv: list[str]) -> None:
-    """Set up the environment before torch loads: no hub, and no messages of libraries without ``--log_level``."""
+    """Set up the environment before torch loads: no hub but for names, and no messages of libraries without
+    ``--log_level``."""
     _form_group_of_one(argv)
     # Tokenizers complain in every worker of a data loader that is forked after they have used threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["PATH"] = path_of_environment(os.environ.get("PATH", os.defpath))
     # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not any(argument.startswith("--push") for argument in argv):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    keep_off_hub()
     if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -77,6 +79,21 @@ def one_line_errors() -> Iterator[None]:
             hint="install one (Debian: apt install g++), or leave optimizer and offload_optimizer out of the "
             "configuration, which then trains with torch's own",
         ) from error
+
+
+def compiling_notes(training: Any) -> list[str]:
+    """A line where DeepSpeed is about to compile what its configuration asks for."""
+    settings = getattr(getattr(training, "hf_deepspeed_config", None), "config", None) or {}
+    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if "optimizer" not in settings and offload.get("device", "none") == "none":
+        return []
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    # In a folder per extension, or one level deeper: torch's default has a folder per Python and CUDA version.
+    if any("adam" in path.name for depth in ("*/*.so", "*/*/*.so") for path in root.glob(depth)):
+        return []
+    return ["DeepSpeed compiles the optimizer that its configuration asks for, once: a minute or two without a word"]
 
 
 def _failed_to_build(error: BaseException | None) -> str | None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
+from ullage.report.units import rate
 from ullage.training.metering import TokenMeter
 from ullage.training.stopping import EarlyEnd
 
@@ -65,6 +67,10 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._tick()  # from the end of one step to that of the next, so that loading data counts
+        if args.logging_strategy == IntervalStrategy.STEPS:
+            # However short the run, its first and its last loss are known.
+            short = state.max_steps < 2 * state.logging_steps
+            control.should_log |= state.global_step == state.max_steps or (short and state.global_step == 1)
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -80,7 +86,7 @@ class Progress(TrainerCallback):
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
         shown = f"loss {logs['loss']:.4g}, {speed}, padding avoided {self.meter.padding_avoided:.0%}"
         if "imbalance" in logs:
-            shown += f", imbalance {logs['imbalance']:.3f}, {logs['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+            shown += f", imbalance {logs['imbalance']:.3f}, {rate(logs['flops_per_second'])}"
         if "mfu" in logs:
             shown += f", MFU {logs['mfu']:.1%}"
         self._bar.set_postfix_str(shown)

@@ -57,6 +57,7 @@ _KEPT = (
     "per_device_eval_batch_size",
     "empty_step",
 )
+_ALLOWED = ("allow_missing_weights", "allow_pickle_weights", "trust_remote_code")
 
 
 def settings_of(command: TrainCommand) -> dict[str, Any]:
@@ -65,6 +66,9 @@ def settings_of(command: TrainCommand) -> dict[str, Any]:
     # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
     training["world_size"] = command.parallel.data_ranks(command.training.world_size)
     settings = {**asdict(command.data), **asdict(command.model), **training}
+    # What a call allows, it allows for itself: it decides no numbers, and a record is no place to grant it from.
+    for name in _ALLOWED:
+        del settings[name]
     # As they come back from JSON (tuples as lists, enums as text), so that records compare equal.
     return json.loads(json.dumps(settings, default=str))
 
@@ -84,6 +88,7 @@ def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | 
     record = {
         "settings": settings_of(command),
         "kept": json.loads(json.dumps(kept, default=str)),
+        "revisions": command.revisions,
         "summary": summary,
     }
     beside = folder / f"{RECORD}.partial"

@@ -11,23 +11,60 @@ from ullage.training import TrainingArguments
 class DataArguments:
     """The sequences to train on."""
 
-    data: str | None = field(
+    data: list[str] | None = field(
         default=None,
         metadata={
-            "metavar": "FILE",
-            "help": "a .jsonl, .json, .csv, .parquet or .txt file (one text per line); without it, the docstrings of "
-            "this Python's standard library",
+            "metavar": "DATA",
+            "aliases": ["--dataset_name"],
+            "help": "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, or .txt with one text per line), a pattern, a "
+            "folder, or the name of a data set on the hub (org/name, perhaps with @revision); chats and prompts with "
+            "completions too; without it, the docstrings of this Python's standard library",
+        },
+    )
+    data_config: str | None = field(
+        default=None,
+        metadata={"metavar": "NAME", "aliases": ["--dataset_config"], "help": "configuration of a folder or data set"},
+    )
+    data_split: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "SPLIT",
+            "aliases": ["--dataset_train_split"],
+            "help": "the split to train on, or a part of it: train[:10%]; without it, train",
         },
     )
     text_column: str | None = field(
         default=None,
         metadata={
             "metavar": "NAME",
-            "help": "the column that holds the texts, or lists of token ids; without it 'text', or the only one",
+            "help": "the column that holds the texts, lists of token ids, or chats; without it 'messages', 'prompt' "
+            "and 'completion', 'text', or the only one",
         },
     )
-    eval_data: str | None = field(
-        default=None, metadata={"metavar": "FILE", "help": "a file to evaluate on, instead of a part of --data"}
+    eval_data: list[str] | None = field(
+        default=None, metadata={"metavar": "DATA", "help": "data to evaluate on, instead of a part of --data"}
+    )
+    eval_split: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "SPLIT",
+            "aliases": ["--dataset_test_split"],
+            "help": "the split to evaluate on, of --eval_data, or else of --data",
+        },
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "FILE",
+            "help": "a file with the template that makes text of chats, or chatml; without it the tokenizer's own",
+        },
+    )
+    completion_only_loss: bool | None = field(
+        default=None,
+        metadata={"help": "train on completions alone, not on prompts; without it, yes where there are prompts"},
+    )
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "train on the assistant's turns of a chat alone, not on all of it"}
     )
     held_out: float = field(
         default=0.05,
@@ -39,8 +76,9 @@ class DataArguments:
     tokenizer: str | None = field(
         default=None,
         metadata={
-            "metavar": "FOLDER",
-            "help": "a folder with a tokenizer; without it the model's own, or transformers' byte tokenizer",
+            "metavar": "NAME",
+            "help": "a folder with a tokenizer, a name as for --model, or bytes, transformers' byte tokenizer; without "
+            "it the model's own, or bytes for a new model",
         },
     )
 
@@ -52,13 +90,24 @@ class ModelArguments:
     model: str = field(
         default="lstm",
         metadata={
-            "help": "a cell (lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm) or llama, with sizes if you like "
-            "(gru-512 or llama-256x4: hidden size, layers), a folder with a model or its config, or a config .json"
+            "help": "a folder with a model or its config, a config .json, a new model by name (lstm, gru, rnn_tanh, "
+            "rnn_relu, mingru, minlstm, llama, with sizes if you like: gru-512, llama-256x4), or one of the Hugging "
+            "Face cache or hub (gpt2, ORG/NAME, ORG/NAME@REVISION); in this order"
         },
     )
     hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
     num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new model (1)"})
     dropout: float | None = field(default=None, metadata={"help": "dropout of a new recurrent model (0)"})
+    allow_missing_weights: bool = field(
+        default=False,
+        metadata={"help": "train also where the model's files lack some of its weights, which then start new"},
+    )
+    allow_pickle_weights: bool = field(
+        default=False, metadata={"help": "take weights that are not safetensors: pytorch_model.bin"}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "run the Python files that come with a model or a tokenizer"}
+    )
 
 
 @dataclass
@@ -75,6 +124,12 @@ class OutputArguments:
 class RunArguments:
     """The length of the run, and its machines."""
 
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "read the data, plan and run the first steps, estimate memory and time; write and train nothing"
+        },
+    )
     stop_at_step: int | None = field(
         default=None,
         metadata={"help": "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there"},
@@ -128,6 +183,7 @@ class TrainCommand:
     """The arguments of one call, each kind in its own dataclass.
 
     ``given``: the names that the call or its config file gave, beside those taken over from a run that is resumed.
+    ``revisions``: by argument, ``repository@commit`` of what came from the Hugging Face cache or hub.
     """
 
     data: DataArguments
@@ -137,3 +193,4 @@ class TrainCommand:
     parallel: ParallelArguments
     training: TrainingArguments
     given: frozenset[str]
+    revisions: dict[str, str] = field(default_factory=dict)

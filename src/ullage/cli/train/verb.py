@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from ullage.cli.leaving import leave_at_once
-from ullage.cli.train.process import make_ready, one_line_errors
-from ullage.errors import InputError, TrainingError, UllageError
+from ullage.cli.train.help import TrainVerb
+from ullage.cli.train.process import compiling_notes, make_ready, one_line_errors
+from ullage.errors import TrainingError, UllageError
 
 if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
     from ullage.cli.train.settings import TrainCommand
-    from ullage.datasets.text import TokenDataset
+    from ullage.cli.train.summary import Voice
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(
-    add_help_option=False,  # --help shows Trainer's own arguments too, so the parser of those prints it
+    cls=TrainVerb,  # prints --help and --help-all, which show Trainer's own arguments too
+    add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def train(ctx: typer.Context) -> None:
@@ -47,20 +49,23 @@ def train(ctx: typer.Context) -> None:
 
 
 def _run(argv: list[str], first: bool) -> None:
-    from transformers import set_seed
-
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.folder import begin, finish, look_at
+    from ullage.cli.train.data import datasets_of
+    from ullage.cli.train.folder import Situation, begin, finish, look_at
     from ullage.cli.train.layout import require_layout_of
-    from ullage.cli.train.model import load_model, tokenizer_for
+    from ullage.cli.train.limits import notes_on_lengths, within_positions
+    from ullage.cli.train.picture import leave_page
+    from ullage.cli.train.rehearsal import rehearse, tell
+    from ullage.cli.train.summary import Voice, summarized
+    from ullage.cli.train.writing import python_of, sample_of
     from ullage.training.costing import num_parameters
     from ullage.training.fsdp import require_possible
 
     command = parse(argv)
     if not command.parallel.asked:
         require_possible(command.training)
-    say = _Voice(first, command.output.json)
-    situation = look_at(command)
+    say = Voice(first, command.output.json)
+    situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
     if situation.summary is not None:
         say(f"{command.training.output_dir} holds this run, finished; --overwrite_output_dir starts over.")
         say.result(situation.summary)
@@ -72,31 +77,53 @@ def _run(argv: list[str], first: bool) -> None:
         return
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
-    tokenizer = tokenizer_for(command.data.tokenizer, command.model.model)
-    set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
-    model = load_model(command, tokenizer, situation.checkpoint)
-    training, held_out = _datasets(command, tokenizer, say)
-    for dataset, name in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
+    command, tokenizer, model = _model_of(command, situation.checkpoint, say)
+    training, held_out = datasets_of(within_positions(command, model, say), tokenizer, say)
+    for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
-            dataset.require_vocabulary(model.config.get_text_config().vocab_size, name)
+            dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
+    for note in (*notes_on_lengths(command, model, training, held_out), *compiling_notes(command.training)):
+        say(note)
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
+    if command.run.dry_run:
+        tell(rehearse(command, model, tokenizer, training, held_out, _trainer), say, command.output.json and first)
+        return
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     with _written(command):
         if first:
             begin(command, situation)
+    # Of the model as it is now: an engine may put layers of its own into it.
+    code = python_of(command, model, sample_of(command, tokenizer, training, held_out))
     try:
         trainer, progress = _trainer(command, model, tokenizer, training, held_out, first)
         if not _train(trainer, progress, command, situation.checkpoint, argv, say):
+            leave_page(command, first, say)
             return
-        summary = _summary(command, trainer, progress)
+        summary = {**summarized(command, trainer, progress), "code": code}
     except OSError as error:  # what cannot be written has been said where it was
         where = str(error.filename or command.training.output_dir)
         raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error
     with _written(command):
         if first:
             finish(command, summary)
+    leave_page(command, first, say)
     say.result(summary)
+
+
+def _model_of(command: TrainCommand, checkpoint: Path | None, say: Voice) -> tuple[TrainCommand, Any, Any]:
+    """The call with the revisions that it takes, the tokenizer and the model."""
+    from transformers import set_seed
+
+    from ullage.cli.train.choosing import choose
+    from ullage.cli.train.model import load_model
+
+    chosen = choose(command, checkpoint)
+    for note in chosen.notes:
+        say(note)
+    set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
+    model = load_model(command, chosen.model, chosen.tokenizer, checkpoint, say)
+    return replace(command, revisions=chosen.revisions), chosen.tokenizer, model
 
 
 @contextlib.contextmanager
@@ -112,61 +139,6 @@ def _written(command: TrainCommand) -> Iterator[None]:
             raise TrainingError("the run cannot be written", where=where, found=str(error)) from error
 
 
-class _Voice:
-    """Output of the first rank; with ``--json`` the result alone goes to stdout."""
-
-    def __init__(self, first: bool, as_json: bool) -> None:
-        self._first, self._as_json = first, as_json
-
-    def __call__(self, line: str) -> None:
-        if self._first:
-            print(line, file=sys.stderr if self._as_json else sys.stdout, flush=True)
-
-    def stopped(self, how_to_continue: str, checkpoint: Path | None) -> None:
-        self(f"stopped as asked; {how_to_continue}")
-        if self._first and self._as_json:
-            print(json.dumps({"stopped": True, "checkpoint": str(checkpoint)}), flush=True)
-
-    def result(self, summary: dict[str, Any]) -> None:
-        if self._first:
-            print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
-
-
-def _datasets(command: TrainCommand, tokenizer: Any, say: _Voice) -> tuple[TokenDataset, TokenDataset | None]:
-    from ullage.datasets.text import docstrings, load_text, split_held_out, tokenize
-
-    data = command.data
-    samples = docstrings() if data.data is None else load_text(data.data, data.text_column)
-    if data.eval_data is not None:
-        held_out = load_text(data.eval_data, data.text_column)
-    else:
-        samples, held_out = split_held_out(samples, data.held_out)
-    source = data.data or "the docstrings of the standard library"
-    sets: list[TokenDataset | None] = []
-    for part, use in ((samples, "train on"), (held_out, "evaluate on")):
-        dataset = tokenize(part, tokenizer, data.max_length or None) if part else None
-        sets.append(dataset)
-        if dataset is None:
-            say(f"{source}: nothing held out, so nothing to {use}")
-            continue
-        line = f"{source}: {len(dataset):,} texts to {use}, {dataset.num_tokens:,} tokens"
-        if dataset.num_truncated:
-            line += (
-                f" ({dataset.num_truncated:,} texts cut to {data.max_length}, {dataset.truncated_tokens:,} tokens lost)"
-            )
-        say(line)
-    if sets[1] is None and command.training.load_best_model_at_end:
-        raise InputError(
-            "there is nothing to choose the best model by",
-            where=source,
-            expected="samples to evaluate on",
-            found="none",
-            hint="give --eval_data or a larger --held_out, or leave out --load_best_model_at_end",
-        )
-    assert sets[0] is not None
-    return sets[0], sets[1]
-
-
 def _trainer(
     command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, first: bool
 ) -> tuple[Any, Progress]:
@@ -174,6 +146,7 @@ def _trainer(
     from transformers.trainer_utils import IntervalStrategy
 
     from ullage.cli.train.layout import parallel_trainer
+    from ullage.cli.train.picture import run_log
     from ullage.cli.train.progress import Progress
     from ullage.training import RaggedCollator, Trainer
 
@@ -192,11 +165,12 @@ def _trainer(
         trainer.remove_callback(callback)
     progress = Progress(trainer.meter, show=first and not arguments.disable_tqdm)
     trainer.add_callback(progress)
+    trainer.add_callback(run_log(command, trainer))
     return trainer, progress
 
 
 def _train(
-    trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: _Voice
+    trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: Voice
 ) -> bool:
     """Train; returns whether to the end. After a signal prints how to continue, and exits with 130 or 143.
 
@@ -280,72 +254,3 @@ def _launcher() -> list[str]:
     # GROUP_WORLD_SIZE: torchrun's number of machines.
     hosts = ["--standalone"] if here == everywhere else ["--nnodes", os.environ.get("GROUP_WORLD_SIZE", "N")]
     return ["torchrun", *hosts, "--nproc_per_node", str(here), "-m"]
-
-
-def _summary(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
-    """Save the model, evaluate it once more unless that was just done, and gather the figures of the run."""
-    history = trainer.state.log_history
-    # The Trainer has evaluated at the last step if its interval says so.
-    evaluated = [row for row in history if "eval_loss" in row and row["step"] == trainer.state.global_step]
-    eval_loss = None
-    if trainer.eval_dataset is not None:
-        eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
-    trainer.save_model()
-    losses = [row["loss"] for row in history if "loss" in row]
-    # The Trainer writes what it left out once, in its last entry.
-    closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
-    return {
-        "model": str(command.training.output_dir),
-        "steps": trainer.state.global_step,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "eval_loss": eval_loss,
-        "tokens": trainer.meter.num_tokens,
-        "num_padded_tokens": trainer.meter.num_padded_tokens,
-        "padding_avoided": trainer.meter.padding_avoided,
-        "seconds": progress.seconds,
-        "tokens_per_second": progress.tokens_per_second,
-        **{name: count for name, count in closing.items() if name in _LEFT_OUT},
-    }
-
-
-#: What a run did not train on, by the names of the Trainer's closing entry, as the summary tells it.
-_LEFT_OUT = {
-    "total_dropped_sequences": "{:,} sequences over the capacity dropped",
-    "total_dropped_tokens": "{:,} tokens dropped with them",
-    "total_truncated_sequences": "{:,} sequences cut to the capacity",
-    "total_truncated_tokens": "{:,} tokens cut off",
-    "total_empty_steps": "{:,} steps in which no label counted",
-}
-
-
-def _told(summary: dict[str, Any]) -> str:
-    def loss(name: str) -> str:
-        value = summary[name]
-        return "none" if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-
-    rows = {
-        "loss": f"{loss('first_loss')} to {loss('last_loss')}, held out {loss('eval_loss')}",
-        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
-        f"{summary['num_padded_tokens']:,}",
-        "padding avoided": f"{summary['padding_avoided']:.1%}",
-        "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
-        "model": summary["model"],
-    }
-    left_out = [line.format(summary[name]) for name, line in _LEFT_OUT.items() if summary.get(name)]
-    if left_out:
-        rows["not trained on"] = ", ".join(left_out)
-    lines = [f"  {name:<16}{value}" for name, value in rows.items()]
-    return "\n".join(["", *lines, "", "Load it and let it write:", "", _python(summary["model"])])
-
-
-def _python(folder: str) -> str:
-    return f"""\
-import ullage.models
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({folder!r})
-tokenizer = AutoTokenizer.from_pretrained({folder!r})
-prompt = tokenizer("Return the ", add_special_tokens=False, return_tensors="pt")
-written = model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.6)
-print(tokenizer.decode(written[0], skip_special_tokens=True))"""

@@ -1,0 +1,104 @@
+"""``ullage report RUN``: the picture of a run, as a page, a table, JSON, or live while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ullage.errors import UsageError
+
+if TYPE_CHECKING:
+    from ullage.report.run import Run
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or one of its checkpoints.")],
+    others: Annotated[
+        list[Path] | None, typer.Argument(metavar="[OTHER]...", help="Other runs, drawn over it and compared with it.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="The page. Default: report.html in RUN, comparison.html with others."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON; a page is written if --html says where.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show the run while it trains, until it ends.")
+    ] = False,
+) -> None:
+    """Show a run: loss, speed, padding, imbalance, the plan of a step, its checkpoints and layouts.
+
+    RUN is the output folder of `ullage train`, of the Trainer, or of any Trainer of transformers.
+    """
+    if follow:
+        if others or html is not None or as_json:
+            raise UsageError("--follow shows one run, and writes nothing", hint="leave out others, --html and --json")
+        from ullage.cli.follow import follow_run
+
+        follow_run(run)
+        return
+    from ullage.report.run import read_run
+    from ullage.report.run_figures import run_record
+
+    runs = [read_run(folder) for folder in (run, *(others or ()))]
+    if as_json:
+        typer.echo(json.dumps({"runs": [run_record(each) for each in runs]}, indent=2))
+    else:
+        show(runs)
+    if html is None and as_json:
+        return
+    from ullage.report.run_page import COMPARISON, PAGE, write_run_page
+
+    page = html or run / (COMPARISON if others else PAGE)
+    write_run_page(runs, page)
+    typer.echo(f"report: {page}", err=as_json)
+
+
+def show(runs: Sequence[Run]) -> None:
+    """Print the figures of the runs, and the first one's losses, layouts and checkpoints."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ullage.report.curves import sparkline
+    from ullage.report.run_figures import differing_settings, names_of, run_figures
+
+    console = Console(highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    run, names = runs[0], names_of(runs)
+    for each in runs:
+        say(f"{each.folder}: {each.progress}{_on(each)}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in [*names, *("difference" if len(runs) == 2 else f"{name}, difference" for name in names[1:])]:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in run_figures(runs):
+        table.add_row(*row)
+    console.print(table)
+    for each, name in zip(runs, names, strict=True):
+        losses = [value for _, value in each.values("loss")]
+        if len(losses) > 1:
+            say(f"loss{f' of {name}' if len(runs) > 1 else ''}  {sparkline(losses, 60)}")
+    if run.checkpoints:
+        say(f"checkpoints: {_listed([path.name for path in run.checkpoints])}")
+    for name, values in differing_settings(runs):
+        say(f"{name}: {', '.join(values)}")
+
+
+def _on(run: Run) -> str:
+    return f", on {', then on '.join(span.layout for span in run.spans)}" if run.spans else ""
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+    return ", ".join(names if len(names) <= most else [f"{len(names) - most} older ones", *names[-most:]])

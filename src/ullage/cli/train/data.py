@@ -1,0 +1,174 @@
+"""The samples that ``ullage train`` trains on and evaluates on, and a line about each.
+
+Data are files, folders and patterns, or the name of a data set on the hub; what lies here is never taken for a name.
+Rows are chats (``messages``, or ``prompt`` and ``completion``) before they are texts, unless a column is asked for.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ullage.cli.train.settings import TrainCommand
+from ullage.cli.train.summary import Voice
+from ullage.datasets.chats import (
+    CHAT_COLUMNS,
+    COMPLETION,
+    PROMPT,
+    ChatLoss,
+    chat_column,
+    chats_of,
+    tokenize_chats,
+    use_template,
+)
+from ullage.datasets.folders import CARD, ENDINGS, TRAIN, chosen_files, require_listed
+from ullage.datasets.tables import read_table
+from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
+from ullage.errors import InputError
+
+DOCSTRINGS = "the docstrings of the standard library"
+#: Columns that could be trained on too, where several are there.
+_OTHERS = {*CHAT_COLUMNS, PROMPT, COMPLETION, "text", "input_ids"}
+
+
+@dataclass(frozen=True)
+class TakenSamples:
+    """Samples of one source, as they were read.
+
+    Attributes:
+        rows: texts, lists of token ids, or rows of chats.
+        kind: what one is called: "texts", "chats" or "prompts".
+        name: of the source, as it was typed, and its revision.
+    """
+
+    rows: Sequence[Any]
+    kind: str
+    name: str
+
+
+def datasets_of(command: TrainCommand, tokenizer: Any, say: Voice) -> tuple[TokenDataset, TokenDataset | None]:
+    """The samples to train on and those to evaluate on, tokenized; ``None`` where nothing is held out.
+
+    Raises ``InputError`` for data that cannot be read, and where the best model is to be chosen by nothing.
+    """
+    data = command.data
+    if data.chat_template is not None:
+        use_template(tokenizer, data.chat_template)
+    training = _samples(command, "data", data.data_split, say)
+    if data.eval_data is not None or data.eval_split is not None:
+        held_out = _samples(command, "data" if data.eval_data is None else "eval_data", data.eval_split, say)
+    else:
+        kept, left = split_held_out(training.rows, data.held_out)
+        held_out = TakenSamples(left, training.kind, training.name)
+        training = TakenSamples(kept, training.kind, training.name)
+    sets: list[TokenDataset | None] = []
+    for part, use in ((training, "train on"), (held_out, "evaluate on")):
+        if not part.rows:
+            sets.append(None)
+            say(f"{part.name}: nothing held out, so nothing to {use}")
+            continue
+        dataset = _tokenized(part, command, tokenizer)
+        sets.append(dataset)
+        say(_told(part, dataset, use, data.max_length))
+    if sets[1] is None and command.training.load_best_model_at_end:
+        raise InputError(
+            "there is nothing to choose the best model by",
+            where=training.name,
+            expected="samples to evaluate on",
+            found="none",
+            hint="give --eval_data or a larger --held_out, or leave out --load_best_model_at_end",
+        )
+    assert sets[0] is not None
+    return sets[0], sets[1]
+
+
+def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice) -> TakenSamples:
+    """The samples of one of the arguments ``data`` and ``eval_data``; the revision of a name is written down."""
+    data = command.data
+    sources: list[str] | None = getattr(data, argument)
+    if sources is None:
+        if split is not None or data.data_config is not None:
+            raise InputError("there is no split of the docstrings", where="--data", expected="a name", found="none")
+        return TakenSamples(docstrings(), "texts", DOCSTRINGS)
+    found = _located(sources, data.data_config, split, command.revisions.get(argument))
+    if found is not None and found.revision is not None:
+        command.revisions[argument] = f"{found.name}@{found.revision}"
+    name = ", ".join(sources) if found is None else str(found)
+    table = read_table(sources if found is None else [found.path], data.data_config, split)
+    loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
+    rows = chats_of(table, data.text_column, name)
+    if rows is None:
+        loss.require_none(name)
+        return TakenSamples(texts_of(table, data.text_column, name), "texts", name)
+    loss.require_rows(rows, name)
+    used = {"messages", *CHAT_COLUMNS} if "messages" in rows[0] else {PROMPT, COMPLETION}
+    others = [column for column in table.column_names if column in _OTHERS - used]
+    if others and data.text_column is None:
+        chosen = chat_column(table) or f"{PROMPT} and {COMPLETION}"
+        say(f"{name}: takes {chosen}, not {', '.join(others)}; --text_column chooses another column")
+    return TakenSamples(rows, "chats" if "messages" in rows[0] else "prompts", name)
+
+
+def _located(sources: Sequence[str], config: str | None, split: str | None, before: str | None) -> Any:
+    """Where the files of a data set of the hub are; ``None`` for files, folders and patterns. Collective for a name.
+
+    ``before``: ``repository@commit`` that the run has taken already, and takes again.
+    """
+    name = sources[0]
+    is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
+    if is_here or len(sources) > 1 or Path(name.partition("@")[0]).suffix.lower() in ENDINGS:
+        return None
+    from ullage.cli.train.names import is_repository, locate
+
+    if not is_repository(name):
+        return None
+    repository, _, revision = (before or "").rpartition("@")
+    revision = revision if repository == name.partition("@")[0] else None
+    splits = [part.partition("[")[0].strip() for part in (split or TRAIN).split("+")]
+    card = locate(name, "dataset", lambda names: [CARD] if CARD in names else [], revision=revision)
+    path = card.path / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    for one in splits:
+        require_listed(text, config, one)
+
+    def wanted(names: Sequence[str]) -> list[str]:
+        files = [file for one in splits for file in chosen_files(names, text, config, one)]
+        return [*([CARD] if CARD in names else []), *dict.fromkeys(files)]
+
+    return locate(name, "dataset", wanted, revision=card.revision)
+
+
+def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> TokenDataset:
+    data = command.data
+    most = data.max_length or None
+    try:
+        if samples.kind == "texts":
+            return tokenize(samples.rows, tokenizer, most)
+        return tokenize_chats(
+            samples.rows,
+            tokenizer,
+            most,
+            completion_only_loss=data.completion_only_loss,
+            assistant_only_loss=data.assistant_only_loss,
+        )
+    except InputError as error:
+        where = ", ".join(filter(None, [samples.name, error.where]))
+        raise error.at(where) from error
+
+
+def _told(samples: TakenSamples, dataset: TokenDataset, use: str, max_length: int) -> str:
+    """A line about a data set: its size, what its loss is on, and what was cut or left out."""
+    line = f"{samples.name}: {len(dataset):,} {samples.kind} to {use}, {dataset.num_tokens:,} tokens"
+    if dataset.labels is not None:
+        line += f", {dataset.num_labels:,} of them with a label"
+    lost: list[str] = []
+    if dataset.num_truncated:
+        lost.append(
+            f"{dataset.num_truncated:,} {samples.kind} cut to {max_length}, {dataset.truncated_tokens:,} tokens lost"
+        )
+    if dataset.num_dropped:
+        lost.append(f"{dataset.num_dropped:,} without a token to train on left out, {dataset.dropped_tokens:,} tokens")
+    return f"{line} ({'; '.join(lost)})" if lost else line

@@ -1,0 +1,292 @@
+"""``ullage train --dry_run``: the model, the data, the first steps, and what they take, without training.
+
+The first steps are drawn and planned as the run draws and plans them. Forward and backward of one batch are run and
+timed; what the optimizer, the exchange, evaluations and saves take is not in the time. Nothing is written: the trainer
+gets a temporary folder in the place of the output folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ullage.batch import RaggedBatch
+from ullage.cli.train.settings import TrainCommand
+from ullage.cli.train.summary import Voice
+from ullage.datasets.text import TokenDataset
+from ullage.errors import InputError
+from ullage.training.agreement import agreement, gather
+from ullage.training.capacity import state_bytes
+from ullage.training.costing import num_parameters
+from ullage.training.device_memory import DeviceMemory, text_of
+from ullage.training.packed_batch import PackedBatch
+
+#: Steps that are planned, and batches that are timed, at most.
+_STEPS, _TIMED = 4, 3
+
+
+def rehearse(
+    command: TrainCommand,
+    model: Any,
+    tokenizer: Any,
+    training: TokenDataset,
+    held_out: TokenDataset | None,
+    make_trainer: Callable[..., tuple[Any, Any]],
+) -> dict[str, Any]:
+    """What a run would be, as JSON holds it. Collective.
+
+    Args:
+        command: the arguments of the call.
+        model, tokenizer: as the run would have them.
+        training, held_out: the data.
+        make_trainer: makes the trainer of the run of command, model, tokenizer, training, held_out, first.
+    """
+    told: dict[str, Any] = {
+        "dry_run": True,
+        "output_dir": str(command.training.output_dir),
+        "model": _of_model(model),
+        "tokenizer": {
+            "class": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer),
+            "chat_template": getattr(tokenizer, "chat_template", None) is not None,
+        },
+        "data": {"train": _of_data(training), "eval": None if held_out is None else _of_data(held_out)},
+        "processes": command.training.world_size,
+        "notes": [],
+    }
+    notes: list[str] = told["notes"]
+    if command.parallel.asked:
+        notes.append("with --dp, --cp or --tp neither steps are planned nor memory and time estimated")
+        return told
+    arguments = command.training
+    written, pushes = arguments.output_dir, arguments.push_to_hub
+    with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+        # The trainer makes its folder, and a repository on the hub.
+        arguments.output_dir, arguments.push_to_hub = folder, False
+        try:
+            trainer, progress = make_trainer(command, model, tokenizer, training, held_out, False)
+            progress.close()
+            _of_steps(told, trainer, model, len(training))
+        finally:
+            arguments.output_dir, arguments.push_to_hub = written, pushes
+    return told
+
+
+def _of_model(model: Any) -> dict[str, Any]:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return {
+        "class": type(model).__name__,
+        "parameters": num_parameters(model),
+        "trainable": sum(getattr(each, "ds_numel", each.numel()) for each in trained),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def _of_data(dataset: TokenDataset) -> dict[str, Any]:
+    lengths = dataset.layout.lengths
+    return {
+        "sequences": len(dataset),
+        "tokens": dataset.num_tokens,
+        "labels": dataset.num_labels,
+        "shortest": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "longest": int(lengths.max()),
+        "truncated": dataset.num_truncated,
+        "truncated_tokens": dataset.truncated_tokens,
+        "dropped": dataset.num_dropped,
+    }
+
+
+def _of_steps(told: dict[str, Any], trainer: Any, model: Any, sequences: int) -> None:
+    """Plan the first steps, run a part of one, and put both into ``told``."""
+    args, notes = trainer.args, told["notes"]
+    options = trainer._packer.options
+    loader = trainer.get_train_dataloader()
+    a_step = args.gradient_accumulation_steps
+    per_epoch = max(math.ceil(len(loader) / a_step), 1)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
+    plan: dict[str, Any] = {"steps": steps, "steps_per_epoch": per_epoch, "epochs": steps / per_epoch}
+    told["plan"] = plan
+    if options is not None and options.is_open:
+        notes.append("packing_capacity='auto' is found when training begins: no steps are planned")
+        return
+    drawn: list[list[Any]] = []
+    batches = iter(loader)
+    for _ in range(min(_STEPS, steps)):
+        samples, _ = trainer.get_batch_samples(batches, a_step, args.device)
+        if not samples:
+            break
+        drawn.append(samples)
+    several = args.world_size > 1
+    packed = [samples[0] for samples in drawn if isinstance(samples[0], PackedBatch)]
+    plan |= {"planned": len(drawn), "packed": bool(packed)}
+    own = [sum(batch.numel() for batch in _rows(samples)) for samples in drawn]
+    each = np.asarray(gather(own, several)).reshape(-1, len(drawn))
+    plan["tokens_per_step"] = float(each.sum(0).mean())
+    plan["sequences_per_step"] = sum(gather(sum(map(_sequences, drawn)), several)) / len(drawn)
+    if packed:
+        plan |= _of_plans(packed)
+    else:
+        longest = [max((int(row.max_seqlen) for row in _rows(samples)), default=0) for samples in drawn]
+        plan["padding_avoided"] = _padding_avoided(drawn)
+        plan["longest"] = max(gather(max(longest), several))
+    # The rank with most tokens ends last.
+    _estimate(told, trainer, model, drawn, float(each.max(0).mean()), steps)
+
+
+def _rows(samples: list[Any]) -> list[RaggedBatch]:
+    rows = [row for each in samples for row in (each.microbatches if isinstance(each, PackedBatch) else [each])]
+    return [row for row in rows if len(row)]
+
+
+def _sequences(samples: list[Any]) -> int:
+    return sum(len(row) for row in _rows(samples))
+
+
+def _padding_avoided(drawn: list[list[Any]]) -> float:
+    rows = [row for samples in drawn for row in _rows(samples)]
+    padded = sum(len(row) * int(row.max_seqlen) for row in rows)
+    return 1 - sum(row.numel() for row in rows) / padded if padded else 0.0
+
+
+def _of_plans(packed: list[PackedBatch]) -> dict[str, Any]:
+    found = [each.plan.statistics() for each in packed]
+    return {
+        "capacity": packed[0].plan.capacity,
+        "rows_per_rank": sum(each.plan.num_microbatches for each in packed) / len(packed),
+        "capacity_unused": sum(each.ullage for each in found) / len(found),
+        "imbalance": sum(each.rank_imbalance for each in found) / len(found),
+    }
+
+
+def _estimate(
+    told: dict[str, Any], trainer: Any, model: Any, drawn: list[list[Any]], tokens: float, steps: int
+) -> None:
+    """Run the largest batch of the first steps, then time a few; extrapolate to the run."""
+    args, notes = trainer.args, told["notes"]
+    if any(hasattr(each, "ds_numel") for each in model.parameters()):
+        told["memory"] = _held(trainer, model)
+        notes.append("under ZeRO 3 no step is run: memory is without activations, and there is no estimate of time")
+        return
+    rows = [row for samples in drawn for row in _rows(samples)]
+    peak, largest, seconds, timed = 0, 0, 0.0, 0
+    several = args.world_size > 1
+    # One rank may fail, or have no sequence; all say so.
+    with agreement(several, "running the first batches"):
+        if rows:
+            row = max(rows, key=lambda each: each.numel())
+            largest = row.numel()
+            try:
+                peak = trainer._capacity.peak_of(model, row, DeviceMemory(args.device))
+            except InputError:  # a system that does not tell
+                trainer._capacity.seconds_of(model, row)
+                notes.append("the memory of a step cannot be measured on this system")
+            for each in rows[:_TIMED]:
+                seconds += trainer._capacity.seconds_of(model, each)
+                timed += each.numel()
+    told["memory"] = {**_held(trainer, model), "step": max(gather(peak, several)), "step_tokens": largest}
+    told["memory"]["total"] = sum(told["memory"][name] for name in ("weights", "gradients", "optimizer", "step"))
+    rate = max(gather(seconds / timed if timed else 0.0, several))
+    told["time"] = {
+        "seconds_per_step": rate * tokens,
+        "seconds": rate * tokens * steps,
+        "tokens_per_second": told["plan"]["tokens_per_step"] / (rate * tokens) if rate * tokens else None,
+    }
+
+
+def _held(trainer: Any, model: Any) -> dict[str, int]:
+    """Bytes per rank that a run holds between steps, by what its arguments say."""
+    args = trainer.args
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    stage = 0 if plugin is None else int(plugin.zero_stage)
+    sizes = [(getattr(each, "ds_numel", None) or each.numel(), each) for each in model.parameters()]
+    trained = sum(size for size, each in sizes if each.requires_grad)
+    # DeepSpeed trains in half precision with weights in full beside it.
+    half = plugin is not None and (args.bf16 or args.fp16)
+    weights = sum(size * (2 if half else each.element_size()) for size, each in sizes)
+    gradients = sum(size * (2 if half else each.element_size()) for size, each in sizes if each.requires_grad)
+    try:
+        optimizer: Any = trainer.create_optimizer()
+        state = state_bytes(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 8.0
+    except Exception:  # one that DeepSpeed makes, or that is not installed: as Adam
+        state = 8.0
+    if plugin is None and args.world_size > 1:
+        gradients *= 2  # the buckets of DDP
+    shares = [args.world_size if stage >= least else 1 for least in (3, 2, 1)]
+    parts = (weights, gradients, int((state + 4 * half) * trained))
+    sizes_here = [-(-part // share) for part, share in zip(parts, shares, strict=True)]
+    return dict(zip(("weights", "gradients", "optimizer"), sizes_here, strict=True))
+
+
+def tell(told: dict[str, Any], say: Voice, as_json: bool) -> None:
+    """Print what :func:`rehearse` found, as lines for people, or on the first rank as one line of JSON."""
+    if as_json:
+        print(json.dumps(told), flush=True)
+        return
+    model, tokenizer = told["model"], told["tokenizer"]
+    template = ", with a chat template" if tokenizer["chat_template"] else ""
+    rows = {
+        "model": f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} trained, "
+        f"{model['dtype']}",
+        "tokenizer": f"{tokenizer['class']}, {tokenizer['vocabulary']:,} tokens{template}",
+    }
+    for use, data in told["data"].items():
+        rows[f"data, {use}"] = "none" if data is None else _data_line(data)
+    rows |= _plan_lines(told)
+    rows["output folder"] = f"{told['output_dir']}, not touched"
+    lines = [f"  {name:<16}{value}" for name, value in rows.items()]
+    say("\n".join(["", "dry run: nothing is trained, nothing is written", "", *lines]))
+    for note in told["notes"]:
+        say(f"  {note}")
+
+
+def _data_line(data: dict[str, Any]) -> str:
+    line = (
+        f"{data['sequences']:,} sequences, {data['tokens']:,} tokens, {data['shortest']:,} to {data['longest']:,} "
+        f"long, median {data['median']:,.0f}"
+    )
+    return line if data["labels"] == data["tokens"] else f"{line}; {data['labels']:,} tokens have a label"
+
+
+def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
+    plan, memory, time = told.get("plan"), told.get("memory"), told.get("time")
+    lines: dict[str, str] = {}
+    if plan is not None:
+        lines["steps"] = f"{plan['steps']:,}, {plan['steps_per_epoch']:,} per epoch"
+    if plan is not None and "planned" in plan:
+        lines["a step"] = (
+            f"{plan['sequences_per_step']:,.0f} sequences, {plan['tokens_per_step']:,.0f} tokens on "
+            f"{told['processes']} process{'es' if told['processes'] > 1 else ''} (mean of the first {plan['planned']})"
+        )
+        if plan["packed"]:
+            lines["packed"] = (
+                f"{plan['rows_per_rank']:.1f} rows of {plan['capacity']:,} tokens per rank, "
+                f"{plan['capacity_unused']:.1%} of the capacity unused, imbalance {plan['imbalance']:.2f}"
+            )
+        else:
+            lines["padding"] = f"{plan['padding_avoided']:.1%} of a padded step avoided"
+    if memory is not None:
+        parts = [f"{name} {text_of(memory[name])}" for name in ("weights", "gradients", "optimizer")]
+        if "step" in memory:
+            parts.append(f"a batch of {memory['step_tokens']:,} tokens {text_of(memory['step'])}, measured")
+        total = f"{text_of(memory['total'])} per process: " if "total" in memory else ""
+        lines["memory, about"] = total + ", ".join(parts)
+    if time is not None and time["tokens_per_second"]:
+        lines["time, about"] = (
+            f"{_duration(time['seconds'])} for forward and backward, {time['seconds_per_step']:.2g} s a step, "
+            f"{time['tokens_per_second']:,.0f} tokens per second"
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,105 @@
+"""What ``ullage train`` tells of a run: lines on the way, and the figures at its end, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ullage.cli.train.progress import Progress
+    from ullage.cli.train.settings import TrainCommand
+
+
+class Voice:
+    """Output of the first rank; with ``--json`` the result alone goes to stdout."""
+
+    def __init__(self, first: bool, as_json: bool) -> None:
+        self._first, self._as_json = first, as_json
+
+    def __call__(self, line: str) -> None:
+        if self._first:
+            print(line, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def stopped(self, how_to_continue: str, checkpoint: Path | None) -> None:
+        self(f"stopped as asked; {how_to_continue}")
+        if self._first and self._as_json:
+            print(json.dumps({"stopped": True, "checkpoint": str(checkpoint)}), flush=True)
+
+    def result(self, summary: dict[str, Any]) -> None:
+        if self._first:
+            print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
+
+
+def summarized(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
+    """Save the model, evaluate it once more unless that was just done, and gather the figures of the run."""
+    history = trainer.state.log_history
+    # The Trainer has evaluated at the last step if its interval says so.
+    evaluated = [row for row in history if "eval_loss" in row and row["step"] == trainer.state.global_step]
+    eval_loss = None
+    if trainer.eval_dataset is not None:
+        eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    losses = [row["loss"] for row in history if "loss" in row]
+    # The Trainer writes what it left out once, in its last entry.
+    closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
+    return {
+        "model": str(command.training.output_dir),
+        "steps": trainer.state.global_step,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "mean_loss": next((row["train_loss"] for row in reversed(history) if "train_loss" in row), None),
+        "eval_loss": eval_loss,
+        "tokens": trainer.meter.num_tokens,
+        "num_padded_tokens": trainer.meter.num_padded_tokens,
+        "padding_avoided": trainer.meter.padding_avoided,
+        "seconds": progress.seconds,
+        "tokens_per_second": progress.tokens_per_second,
+        **{name: count for name, count in closing.items() if name in _LEFT_OUT},
+    }
+
+
+#: What a run did not train on, by the names of the Trainer's closing entry, as the summary tells it.
+_LEFT_OUT = {
+    "total_dropped_sequences": "{:,} sequences over the capacity dropped",
+    "total_dropped_tokens": "{:,} tokens dropped with them",
+    "total_truncated_sequences": "{:,} sequences cut to the capacity",
+    "total_truncated_tokens": "{:,} tokens cut off",
+    "total_empty_steps": "{:,} steps in which no label counted",
+}
+
+
+def _told(summary: dict[str, Any]) -> str:
+    rows = {
+        "loss": _losses(summary),
+        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
+        f"{summary['num_padded_tokens']:,}",
+        "padding avoided": f"{summary['padding_avoided']:.1%}",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
+        "model": summary["model"],
+    }
+    left_out = [line.format(summary[name]) for name, line in _LEFT_OUT.items() if summary.get(name)]
+    if left_out:
+        rows["not trained on"] = ", ".join(left_out)
+    lines = [f"  {name:<16}{value}" for name, value in rows.items() if value]
+    code = summary.get("code")  # a record of an older version has none
+    end = [] if code is None else ["", "Load it and let it write:", "", code]
+    return "\n".join(["", *lines, *end])
+
+
+def _losses(summary: dict[str, Any]) -> str:
+    """The losses that there are: a run that logs nothing has only their mean, one without held-out samples no other."""
+
+    def number(value: float) -> str:
+        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+    first, last, mean, held_out = (summary.get(f"{name}_loss") for name in ("first", "last", "mean", "eval"))
+    parts = []
+    if first is not None and last is not None:
+        parts.append(f"{number(first)} to {number(last)}" if summary["steps"] > 1 else number(last))
+    elif mean is not None:
+        parts.append(f"{number(mean)} on average")
+    if held_out is not None:
+        parts.append(f"held out {number(held_out)}")
+    return ", ".join(parts)

@@ -1,0 +1,206 @@
+"""``--help``, near misses and shell completion of every verb, in this process as typer's own runner calls them."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.launch import ROOT
+from ullage.cli import VERBS, app
+from ullage.cli.train import options as train_options
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """One cache folder for the module, so that the arguments of train are read from the parser once."""
+    folder = tmp_path_factory.getbasetemp() / "options_cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def run(*arguments, columns=80, **environment):
+    return CliRunner().invoke(
+        app, [*arguments], prog_name="ullage", env={"COLUMNS": str(columns), "TERM": "dumb", **environment}
+    )
+
+
+def completed(line, shell="bash"):
+    """What the shell is told for the word under the cursor, which is at the end of ``line``."""
+    words = line.split(" ")
+    asked = {"_ULLAGE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    asked |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    return run(**asked).output.split()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_the_same_look(verb):
+    for flag, columns in (("--help", 80), ("-h", 130), ("--help-all", 80)):
+        done = run(verb, flag, columns=columns)
+        assert done.exit_code == 0, done.output
+        assert done.output.splitlines()[1].startswith(f" Usage: ullage {verb} [OPTIONS]")
+        assert "╭─ Options ─" in done.output
+        assert "usage:" not in done.output
+        assert "\x1b" not in done.output
+        assert max(map(len, done.output.splitlines())) <= columns
+
+
+def test_train_shows_twenty_five_arguments_and_all_of_them_when_asked():
+    found = train_options.options()
+    short, whole = run("train", "--help").output, run("train", "--help-all", columns=130).output
+
+    def rows(page):
+        return [line.split()[1] for line in page.splitlines() if line.startswith("│ --") and "--help" not in line]
+
+    first = [name for names in train_options.FIRST.values() for name in names]
+    assert rows(short) == [f"--{name}" for name in first]
+    assert len(first) == 25
+    everything = [one.spellings[0] for one in found if not one.negates]
+    assert [name[:28] for name in rows(whole)] == [name[:28] for name in everything]
+    assert f"{len(everything) - 25} more" in short
+    for title in train_options.FIRST:
+        assert f"╭─ {title} ─" in short
+    # Markup of rich in the texts of others would swallow what stands in brackets.
+    assert "[0,1)" in short
+    assert "[default: 0.004]" in short
+    assert "--no_dataloader_pin_memory turns it off" in " ".join(whole.replace("│", " ").split())
+
+
+def test_the_arguments_are_kept_until_something_they_come_from_changes(cache, monkeypatch):
+    found = train_options.options()
+    kept = json.loads((cache / "ullage" / "train_options.json").read_text())
+    assert len(kept["options"]) == len(found)
+    monkeypatch.setattr(train_options, "_read", lambda: pytest.fail("read again"))
+    assert train_options.options() == found
+    monkeypatch.setattr(train_options, "_key", lambda: ["another version"])
+    monkeypatch.setattr(train_options, "_read", lambda: found[:3])
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # a home that cannot be written
+    assert train_options.options() == found[:3]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    (cache / "ullage" / "train_options.json").write_text('{"key": ["another version"], "options": [{"name": 1}]}')
+    assert train_options.options() == found[:3]
+    (cache / "ullage" / "train_options.json").unlink()
+
+
+def test_names_of_ours_and_of_the_parser_are_the_same():
+    from ullage.cli.train.arguments import Parser
+
+    assert {one.spellings for one in train_options.options()} == {
+        tuple(action.option_strings) for action in Parser()._actions if action.option_strings
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["inspct", "x"], "Did you mean 'inspect'?"),
+        (["plan", "chat", "--capacty", "5"], "--capacity"),
+        (["convert", "a", "b", "--wokers", "5"], "--workers"),
+        (["pack", "a", "b", "--capcity", "5"], "--capacity"),
+    ],
+)
+def test_near_misses_are_named(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ullage ", list(VERBS)),
+        ("ullage co", ["convert"]),
+        ("ullage plan --cap", ["--capacity"]),
+        ("ullage plan --sync ", ["microbatch", "step"]),
+        ("ullage plan ch", ["chat"]),
+        ("ullage plan --strategy next", ["next_fit"]),
+        ("ullage convert a b --to zero", ["zero1", "zero2", "zero3"]),
+        ("ullage train --learn", ["--learning_rate"]),
+        ("ullage train --learning-r", ["--learning-rate"]),
+        ("ullage train --eval_strategy ", ["no", "steps", "epoch"]),
+        ("ullage train --eval-strategy s", ["steps"]),
+        ("ullage train --bf16 --seq", []),
+        ("ullage train --max_steps 5 --bf16 ", ["true", "false"]),
+        ("ullage train --no_dataloader_p", ["--no_dataloader_pin_memory"]),
+        ("ullage train --help", ["--help-all"]),
+        # Nothing is what makes the shell offer files.
+        ("ullage train --data ", []),
+        ("ullage inspect ", []),
+        ("ullage plan ", []),
+    ],
+)
+def test_completion(line, words):
+    assert completed(line) == words
+
+
+def test_other_shells_complete_the_same_names():
+    assert '"--learning_rate":' in " ".join(completed("ullage train --learn", "zsh"))
+    assert completed("ullage pl", "fish")[0] == "plan"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_scripts_for_shells(shell):
+    done = run(_ULLAGE_COMPLETE=f"source_{shell}")
+    assert done.exit_code == 0
+    assert f"_ULLAGE_COMPLETE=complete_{shell}" in done.output
+    assert "--install-completion" in run("--help").output
+
+
+def test_bash_itself_completes(tmp_path, cache):
+    """A real bash, with the script that --show-completion prints; the program stands where an installation puts it."""
+    program = tmp_path / "ullage"
+    program.write_text(f"#!{sys.executable}\nfrom ullage.cli import main\nmain()\n")
+    program.chmod(0o755)
+    script = run(_ULLAGE_COMPLETE="source_bash").output
+    lines = [
+        script,
+        'COMP_WORDS=(ullage qui); COMP_CWORD=1; _ullage_completion ullage; echo "${COMPREPLY[@]}"',
+        'COMP_WORDS=(ullage plan --sync ""); COMP_CWORD=3; _ullage_completion ullage; echo "${COMPREPLY[@]}"',
+        "complete -p ullage",
+    ]
+    path = f"{tmp_path}:/usr/bin:/bin"
+    environment = {"PATH": path, "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "quickstart",
+        "microbatch step",
+        "complete -o default -F _ullage_completion ullage",
+    ], done.stderr
+
+
+def test_completing_loads_none_of_the_heavy_libraries():
+    train_options.options()  # kept
+    code = (
+        "import sys\nfrom ullage.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'numba', 'numpy', 'datasets'} & sys.modules.keys()))"
+    )
+    for line in ("ullage train --learn", "ullage pl"):
+        asked = {"_ULLAGE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = run_code(code, asked)
+        assert done.splitlines()[-1] == "[]"
+        assert len(done.splitlines()) == 2
+
+
+def run_code(code, asked):
+    called = [sys.executable, "-c", f"import sys; sys.argv = ['ullage']\n{code}"]
+    done = subprocess.run(called, env={**os.environ, **asked}, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout
+
+
+def test_the_reference_page_lists_the_options_of_today():
+    lists = runpy.run_path(str(ROOT / "docs/site/list_options.py"))
+    written = lists["written"]()
+    assert lists["PAGE"].read_text(encoding="utf-8") == written, "python docs/site/list_options.py writes it anew"
+    for verb in VERBS:
+        assert f"\n## ullage {verb}\n" in written
+    for one in train_options.options():
+        assert one.negates or f"`--{one.name}" in written
+    assert max(map(len, written.partition(lists["MARK"])[2].splitlines())) <= 120

@@ -1,0 +1,499 @@
+"""What ``ullage train`` says of a model, its tokenizer and its arguments before it trains on them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from tests.support.hub import COMMIT, put_in_cache
+from tests.support.launch import torchrun
+from ullage.cli.train import bounds, limits, names
+from ullage.cli.train.arguments import parse
+from ullage.cli.train.choosing import choose
+from ullage.cli.train.settings import ModelArguments
+from ullage.cli.train.verb import _run
+from ullage.cli.train.weights import load_weights
+from ullage.cli.train.writing import sample_of
+from ullage.datasets import byte_tokenizer, tokenize
+from ullage.errors import InputError, UsageError
+from ullage.proofs.tiny import model_types, tiny_config, tiny_model
+
+TINY = ["--use_cpu", "--disable_tqdm", "true", "--max_steps", "2", "--eval_strategy", "no", "--held_out", "0.2"]
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+LLAMA: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64}
+OTHER_COMMIT = "f" * 40
+
+
+def saved(model, folder: Path, *, tokenizer: bool = True, **options) -> Path:
+    model.save_pretrained(folder, **options)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    saved(llama, root / "llama")
+    saved(llama, root / "sharded", tokenizer=False, max_shard_size="2KB")
+    saved(LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)), root / "tied")
+    saved(llama.model, root / "backbone")
+    saved(LlamaForSequenceClassification(LlamaConfig(**LLAMA, pad_token_id=0)), root / "classifier")
+    broken(root / "llama", root / "broken", lambda tensors: [tensors.pop(n) for n in [*tensors] if ".1." in n])
+    broken(root / "llama", root / "headless", lambda tensors: tensors.pop("lm_head.weight"))
+    broken(root / "llama", root / "sizes", lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    broken(root / "llama", root / "more", lambda tensors: tensors.update({"more.weight": torch.ones(3)}))
+    shutil.copytree(root / "llama", root / "pickled")
+    torch.save(load_file(root / "pickled" / "model.safetensors"), root / "pickled" / "pytorch_model.bin")
+    (root / "pickled" / "model.safetensors").unlink()
+    return root
+
+
+def broken(source: Path, folder: Path, change) -> None:
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f'it\'s "no. {i}" ' + "abc " * (i % 7)}) + "\n" for i in range(40)))
+    return path
+
+
+def here(*arguments: object) -> None:
+    _run([*map(str, arguments)], first=True)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "said"),
+    [
+        ("llama", False, []),
+        ("sharded", False, []),
+        ("tied", False, []),
+        ("backbone", False, ["lacks weights, which start new: lm_head.weight"]),
+        (
+            "classifier",
+            False,
+            [
+                "lacks weights, which start new: lm_head.weight",
+                "holds weights that LlamaForCausalLM does not use: score.weight",
+            ],
+        ),
+        ("more", False, ["holds weights that LlamaForCausalLM does not use: more.weight"]),
+        ("headless", True, ["lacks weights, which start new: lm_head.weight"]),
+        ("sizes", True, ["lacks weights, which start new: model.norm.weight"]),
+    ],
+)
+def test_what_starts_new_and_what_is_not_used_is_said(folders, name, allowed, said):
+    lines: list[str] = []
+    model = load_weights(folders / name, ModelArguments(allow_missing_weights=allowed), lines.append)  # type: ignore[arg-type]
+    assert lines == [f"{folders / name} {line}" for line in said]
+    assert model.config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "broken",
+            "expected all 21 tensors of LlamaForCausalLM, found without model.layers.1.input_layernorm.weight, "
+            "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight, "
+            "model.layers.1.mlp.up_proj.weight and 5 more. Get the whole model again, or let these start new with "
+            "--allow_missing_weights",
+        ),
+        ("headless", "found without lm_head.weight. Get"),  # saved as this very class, so the head is no new one
+        ("sizes", "found of another size model.norm.weight [3] instead of [8]. Get"),
+    ],
+)
+def test_missing_weights_are_an_error_that_lists_them(folders, name, message):
+    with pytest.raises(InputError) as error:
+        load_weights(folders / name, ModelArguments(), lambda line: None)  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"the model's files lack weights ({folders / name}): ")
+    assert message in str(error.value)
+
+
+def test_pickled_weights_are_loaded_only_if_asked_for(folders):
+    with pytest.raises(
+        InputError, match=r"pickled.*/pickled\): expected safetensors, found pytorch_model.bin\. --allow_"
+    ):
+        load_weights(folders / "pickled", ModelArguments(), lambda line: None)  # type: ignore[arg-type]
+    model = load_weights(folders / "pickled", ModelArguments(allow_pickle_weights=True), lambda line: None)  # type: ignore[arg-type]
+    expected = load_file(folders / "llama" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(model.lm_head.weight, expected)
+
+
+# What a model can read
+
+
+def test_a_model_that_sees_the_tokens_ahead_is_refused_before_data_is_read(tmp_path):
+    folder = saved(BertLMHeadModel(BertConfig(**SMALL)), tmp_path / "bert")
+    with pytest.raises(
+        InputError, match=r"^BertLMHeadModel attends in both directions.*Set is_decoder=True in its conf"
+    ):
+        here("--data", tmp_path / "none.jsonl", "--model", folder, "--output_dir", tmp_path / "out", *TINY)
+    # Its config says so too, and means nothing by it.
+    limits.require_causal(tiny_model("gpt_neox", "causal"))
+    for name in ("xlm", "rembert"):
+        config = tiny_config(name)
+        assert not getattr(config, "is_decoder", False)
+        with pytest.raises(InputError, match="attends in both directions"):
+            limits.require_causal(_built(config))
+
+
+def _built(config):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def positions_hold(model) -> None:
+    """The longest sequence that a model is said to read can be read, and one token more cannot."""
+    limit = limits.max_positions(model)
+    assert limit is not None
+    high = model.config.get_text_config().vocab_size - 1
+    for length in (limit, limit + 1):
+        try:
+            with torch.no_grad():
+                model(input_ids=torch.randint(3, high, (1, length)), use_cache=False)
+            read = True
+        except (IndexError, RuntimeError):
+            read = False
+        assert read == (length == limit), (model.config.model_type, length)
+
+
+def test_positions_end_where_they_are_said_to():
+    for name in ("gpt2", "opt", "roberta", "gptj"):
+        positions_hold(tiny_model(name, "causal"))
+    for name in ("llama", "mamba", "bloom", "gpt_neox"):
+        assert limits.max_positions(tiny_model(name, "causal")) is None
+
+
+@pytest.mark.slow
+def test_positions_and_directions_of_many_types():
+    """A changed token moves no earlier logits exactly where the model is taken; positions end where they are said to."""
+    types = [
+        name
+        for name in model_types("causal")
+        if name[0] in "bceorx" and name not in ("prophetnet", "xlstm", "reformer")
+    ]
+    taken = 0
+    for name in types:
+        model = _built_or_none(name)
+        if model is None:
+            continue
+        ids = torch.randint(3, model.config.get_text_config().vocab_size - 2, (1, 12), generator=torch.manual_seed(0))
+        changed = ids.clone()
+        changed[0, 9] += 1
+        with torch.no_grad():
+            moved = model(input_ids=ids, use_cache=False).logits - model(input_ids=changed, use_cache=False).logits
+        try:
+            limits.require_causal(model)
+            causal = True
+        except InputError:
+            causal = False
+        assert causal == (float(moved[0, :9].abs().max()) < 1e-5), name
+        taken += causal
+        if limits.max_positions(model) is not None:
+            positions_hold(model)
+    assert len(types) > 40
+    assert taken > 20
+
+
+def _built_or_none(name: str):
+    try:
+        return _built(tiny_config(name))
+    except (InputError, ValueError, ImportError, TypeError):
+        return None
+
+
+def test_the_maximum_length_is_held_against_the_positions(tmp_path, texts, capsys):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=8, n_layer=1, n_head=1, n_positions=20))
+    folder = saved(gpt2, tmp_path / "gpt2")
+    common = ["--data", texts, "--model", folder, *TINY]
+    with pytest.raises(InputError, match=r"\(--max_length\): expected at most 20, .* found 21\. Give --max_length 20"):
+        here(*common, "--output_dir", tmp_path / "out", "--max_length", 21)
+    with pytest.raises(InputError, match=r"\(--max_length 0\): expected at most 20 tokens, .* found 39\. Give"):
+        here(*common, "--output_dir", tmp_path / "out", "--max_length", 0)
+    assert not (tmp_path / "out").exists()
+    here(*common, "--output_dir", tmp_path / "out", "--packing_capacity", 4096)
+    said = capsys.readouterr().out
+    assert "sequences are cut to 20 tokens, the positions of GPT2LMHeadModel (--max_length)\n" in said
+    assert "a step of 16 sequences fills 7% of a row: raise --per_device_train_batch_size" in said
+    # Two steps at the usual interval of ten: their losses are known, and the script stays within the positions.
+    assert "none" not in said
+    assert "'it\\'s \"no. " in said
+    assert "max_new_tokens=" in said
+    assert 1 <= int(said.partition("max_new_tokens=")[2].partition(",")[0]) < 20
+    exec(said[said.index("import ullage.models") :], {})
+    # The same call finds its run: what is recorded is the length that was asked for.
+    here(*common, "--output_dir", tmp_path / "out", "--packing_capacity", 4096)
+    said = capsys.readouterr().out
+    assert "holds this run, finished" in said
+    assert "import ullage.models" in said
+
+
+def test_a_step_that_fills_its_rows_is_not_spoken_of():
+    lengths = np.full(100, 10)
+    assert limits._unfilled(lengths, 16, 2, 80) is None
+    assert limits._unfilled(lengths, 12, 2, 80) == (
+        "a step of 12 sequences fills 75% of one row on each of 2 ranks: raise --per_device_train_batch_size, or lower "
+        "--packing_capacity"
+    )
+    assert limits._unfilled(lengths, 1, 1, None) is None
+    assert limits._unfilled(lengths, 1, 1, "auto") is None
+
+
+def test_the_sample_of_the_last_lines_is_text_only_where_it_is_text():
+    tokenizer = byte_tokenizer()
+    command = SimpleNamespace(data=SimpleNamespace(data="a.jsonl"))
+
+    def sample(samples):
+        return sample_of(command, tokenizer, None, tokenize(samples, tokenizer))  # type: ignore[arg-type]
+
+    assert sample(["one two three four"]) == "one two three"
+    assert sample(["x"]) == "x"
+    assert sample(["'\"\\ \n{} $HOME"]) == "'\"\\ \n{} $HOME"
+    assert sample(["日本語" * 30]) == ("日本語" * 30)[:21]  # 64 bytes hold 21 letters and a part of one
+    assert sample([[5, 200, 6, 250, 7]]) == [5, 200, 6, 250]
+    assert sample([[7]]) == [7]
+    docstrings = SimpleNamespace(data=SimpleNamespace(data=None))
+    assert sample_of(docstrings, tokenizer, None, None) == "Return the "  # type: ignore[arg-type]
+
+
+# Names
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(names, "_user_allows_hub", False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def test_a_run_keeps_the_revision_that_it_began_with(cache, folders, texts, tmp_path, capsys):
+    put_in_cache(cache, "org/tiny", folders / "llama")
+    common = ["--data", texts, "--model", "org/tiny", "--output_dir", tmp_path / "out", *TINY, "--save_steps", 1]
+    here(*common, "--stop_at_step", 1)
+    said = capsys.readouterr().out
+    assert f"model: org/tiny from the cache, revision {COMMIT[:12]}\ntokenizer: the model's own\n" in said
+    record = json.loads((tmp_path / "out" / "ullage_run.json").read_text())
+    assert record["revisions"] == {"model": f"org/tiny@{COMMIT}"}
+    # The branch moves on; this run does not, and a new one does.
+    put_in_cache(cache, "org/tiny", folders / "tied", commit=OTHER_COMMIT)
+    here(*common)
+    assert "tokenizer: that of the checkpoint" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "ullage_run.json").read_text())
+    assert (record["revisions"], record["summary"]["steps"]) == ({"model": f"org/tiny@{COMMIT}"}, 2)
+    here(*common, "--output_dir", tmp_path / "new", "--stop_at_step", 1)
+    assert f"revision {OTHER_COMMIT[:12]}" in capsys.readouterr().out
+    # Without the cache it goes on too: its checkpoint has all of it.
+    shutil.rmtree(cache)
+    here("--output_dir", tmp_path / "new", "--resume_from_checkpoint", *TINY)
+    assert json.loads((tmp_path / "new" / "ullage_run.json").read_text())["summary"]["steps"] == 2
+
+
+def test_a_model_comes_with_its_tokenizer_or_the_call_names_one(cache, folders, texts, tmp_path, capsys):
+    put_in_cache(cache, "org/words", {"tokenizer_config.json": b"", **_files(folders / "llama", "token")})
+    shutil.copytree(folders / "llama", "lstm")  # a folder with a model wins over the cell of its name
+    common = ["--data", texts, "--output_dir", tmp_path / "out", *TINY, "--stop_at_step", 1]
+    with pytest.raises(InputError, match=r"without a tokenizer .*/sharded\): .* train it on bytes, --tokenizer bytes$"):
+        here(*common, "--model", folders / "sharded")
+    with pytest.raises(InputError, match=r"^this tokenizer is neither a folder nor in the .* hf download org/none$"):
+        here(*common, "--tokenizer", "org/none")
+    assert not (tmp_path / "out").exists()
+    here(*common, "--model", folders / "sharded", "--tokenizer", "bytes")
+    assert "tokenizer: bytes\n" in capsys.readouterr().out
+    here(*common, "--model", "lstm", "--tokenizer", "org/words", "--overwrite_output_dir")
+    said = capsys.readouterr().out
+    assert f"model: lstm\ntokenizer: org/words from the cache, revision {COMMIT[:12]}\n" in said
+    assert "LlamaForCausalLM" in said
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_the_models_own(folders, tmp_path):
+    """As its run did, and not bytes."""
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    model = str(folders / "llama")
+    sizes = {"hidden_size": None, "num_hidden_layers": None, "dropout": None}
+    (tmp_path / "run" / "ullage_run.json").write_text(json.dumps({"settings": {"model": model, **sizes}}))
+    command = parse(["--model", model, "--output_dir", str(tmp_path / "run")])
+    assert choose(command, checkpoint).notes == (f"model: {model}", "tokenizer: the model's own")
+    byte_tokenizer().save_pretrained(checkpoint)
+    assert choose(command, checkpoint).notes == ("tokenizer: that of the checkpoint",)
+
+
+def _files(folder: Path, word: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if word in path.name}
+
+
+def test_a_name_that_is_nowhere_says_what_is_near_and_how_to_get_it(cache, tmp_path, texts):
+    common = ["--data", texts, "--output_dir", tmp_path / "out", *TINY]
+    for name, message in (
+        ("lsmt", "unknown model 'lsmt': expected one of lstm, .* Did you mean lstm"),
+        ("gpt2", "unknown model 'gpt2': .*hub is turned off.*hf download gpt2"),
+        (
+            "org/none",
+            r"nor in the Hugging Face cache, and the hub is turned off \(org/none\): .* hf download org/none$",
+        ),
+        ("../none/none", r"unknown model '../none/none': expected one of"),
+    ):
+        with pytest.raises(InputError, match=message):
+            here(*common, "--model", name)
+
+
+@pytest.mark.slow
+def test_two_processes_take_a_model_by_name(folders, tmp_path, texts):
+    put_in_cache(tmp_path / "hub", "org/tiny", folders / "llama")
+    script = tmp_path / "main.py"
+    script.write_text("from ullage.cli import main\nmain()\n")
+    arguments = ["train", "--data", texts, "--output_dir", tmp_path / "out", *TINY]
+    said = torchrun(2, script, *arguments, "--model", "org/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
+    assert said.count("model: org/tiny from the cache") == 1
+    with pytest.raises(AssertionError) as error:
+        torchrun(
+            2, script, *arguments, "--overwrite_output_dir", "--model", "org/none", HF_HUB_CACHE=str(tmp_path / "hub")
+        )
+    assert str(error.value).count("ullage: this model is neither a folder nor in the Hugging Face cache") == 1
+    assert "Traceback" not in str(error.value).partition("ChildFailedError")[0].partition("elastic")[0]
+
+
+# The output folder
+
+
+def test_a_folder_of_other_files_is_not_written_into(tmp_path, texts):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("run.log", ".gitkeep", "config.yaml"):
+        (folder / name).write_text("")
+    common = ["--data", texts, "--model", "lstm-8", "--output_dir", folder, *TINY]
+    here(*common, "--stop_at_step", 1)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in "abcde":
+        (folder / f"{name}.jsonl").write_text("mine")
+    with pytest.raises(
+        InputError, match=r"other files, and no run .*found a.jsonl, b.jsonl, c.jsonl, d.jsonl and 1 more"
+    ):
+        here(*common)
+    assert len(list(folder.iterdir())) == 5
+    here(*common, "--overwrite_output_dir", "--stop_at_step", 1)
+    assert (folder / "a.jsonl").read_text() == "mine"
+
+
+# Arguments
+
+
+def test_every_bound_has_two_sides():
+    flags = vars(parse([]).training) | vars(parse([]).model) | vars(parse([]).run) | vars(parse([]).parallel)
+    for name, bound in bounds.BOUNDS.items():
+        assert name in flags, name
+        for wrong in (bound.least - 1e-9 if bound.least else -1e-9, float("nan"), float("inf"), -2):
+            with pytest.raises(UsageError, match=f"out of range .--{name}.: expected "):
+                bounds.require_bounds({name: wrong})
+        bounds.require_bounds({name: max(bound.least, 1.0) if bound.most > 1 else 0.5})
+    bounds.require_bounds({"max_steps": -1, "packing_capacity": "auto", "learning_rate": None})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--learning_rate", "-1"], "this argument is out of range (--learning_rate): expected at least 0, found -1.0"),
+        (
+            ["--per_device_train_batch_size", "0"],
+            "this argument is out of range (--per_device_train_batch_size): expected at least 1, found 0",
+        ),
+        (
+            ["--adam_beta2", "1"],
+            "this argument is out of range (--adam_beta2): expected at least 0 and below 1, found 1.0",
+        ),
+        (["--max_steps", "0"], "this argument is out of range (--max_steps): expected at least 1, or -1, found 0"),
+        (
+            ["--packing_capacity", "0"],
+            "this argument is out of range (--packing_capacity): expected at least 1, found 0",
+        ),
+        (["--optim", "adam_what"], "argument --optim: invalid choice: 'adam_what' (choose from 'adamw_torch', "),
+        (["--report_to", "nonsense"], "no such tracker (--report_to): expected none, all, or azure_ml, clearml, "),
+        (
+            ["--hub_model_id", "a b"],
+            "this is no name of a repository (--hub_model_id): expected NAME or ORGANISATION/NAME, of letters, digits, ",
+        ),
+        (
+            ["--push_to_hub"],
+            "the run cannot be pushed, for the hub is turned off (--push_to_hub): found HF_HUB_OFFLINE is set",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_one_line_before_anything_is_loaded(flags, message):
+    with pytest.raises(UsageError) as error:
+        parse(flags)
+    assert str(error.value).startswith(message)
+    assert error.value.exit_status == 2
+
+
+def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bounds.require_trackers(["tensorboard", "all"])
+    for name, package in (("wandb", "wandb"), ("comet_ml", "comet-ml")):
+        with pytest.raises(UsageError) as error:
+            bounds.require_trackers(["tensorboard", name])
+        assert str(error.value) == (
+            f"the tracker {name} is not installed (--report_to): expected none, or one that is: tensorboard. "
+            f"Get it: pip install {package}"
+        )
+
+
+def test_a_run_is_pushed_only_by_somebody_whom_the_hub_knows(monkeypatch):
+    training = SimpleNamespace(hub_model_id="org/name", push_to_hub=True, hub_token=None)
+    monkeypatch.setattr(names, "_user_allows_hub", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UsageError, match="nobody is logged in"):
+        bounds.require_hub(training)
+    assert constants.HF_HUB_OFFLINE is False  # the push itself needs it
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+
+    def fail(token):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.whoami", fail)
+    with pytest.raises(UsageError, match=r"does not answer or .*found ConnectionError: no route\. See whether"):
+        bounds.require_hub(training)
+    monkeypatch.setattr("huggingface_hub.whoami", lambda token: {"name": "org"})
+    bounds.require_hub(training)
