@@ -63,11 +63,11 @@ class Rivals:
     """Four ways to train the same weights on the same sequences."""
 
     def __init__(self, model: RecurrentForCausalLM, lengths: np.ndarray, generator: torch.Generator) -> None:
-        self.model = model
+        self.model = model  # the batch follows it to its device
         self.layer = torch_layer(_cell(model))
         ids = torch.randint(0, VOCABULARY, (int(lengths.sum()),), generator=generator)
         samples = [{"input_ids": part, "labels": part} for part in ids.split(lengths.tolist())]
-        self.batch = ullage.RaggedBatch.from_samples(samples)
+        self.batch = ullage.RaggedBatch.from_samples(samples).to(model.device)
         self.lengths = torch.from_numpy(lengths)
         self.rows, self.labels = self._pad(range(len(lengths)))
         falling = np.argsort(-lengths, kind="stable")
@@ -110,7 +110,7 @@ class Rivals:
 
     def bucketed(self) -> Tensor:
         """The batch sorted by length into buckets of as many sequences, each padded for itself."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.rows.device)
         for rows, labels in self.buckets:
             loss = self._loss(self._dense(rows), labels)
             loss.backward()

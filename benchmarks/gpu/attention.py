@@ -1,0 +1,178 @@
+"""Attention of a packed row, forward and backward: ours by each kernel, torch's on padded rows, flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.measuring import TOLERANCE, LeftOut, Setting, Way, compare, require
+
+PADDED = "torch SDPA, padded"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``window``: tokens that a query sees, itself included; None for all."""
+
+    heads: int
+    key_heads: int
+    dim: int
+    dtype: torch.dtype
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.heads} heads, {self.key_heads} of keys, dim {self.dim}, {str(self.dtype)[6:]}{window}"
+
+
+LARGE = (
+    Shape(32, 8, 128, torch.bfloat16),
+    Shape(32, 8, 64, torch.bfloat16),
+    Shape(32, 8, 64, torch.bfloat16, window=512),
+    Shape(32, 8, 64, torch.float32),
+)
+SMALL = (Shape(4, 2, 16, torch.bfloat16), Shape(4, 2, 16, torch.float32), Shape(4, 2, 16, torch.float32, window=8))
+
+
+def run(setting: Setting) -> list[dict[str, Any]]:
+    lengths = setting.lengths(*((6, 96) if setting.small else (16, 4096)))
+    return [_table(setting, shape, lengths) for shape in (SMALL if setting.small else LARGE)]
+
+
+def _table(setting: Setting, shape: Shape, lengths: np.ndarray) -> dict[str, Any]:
+    row = _Row(setting.device, shape, lengths)
+    return compare(
+        setting,
+        f"Attention: {shape}",
+        {
+            PADDED: row.padded,
+            "ullage, varlen kernel": partial(row.flat, _varlen),
+            "ullage, flex attention": partial(row.flat, _flex),
+            "ullage, SDPA by lengths": partial(row.flat, _by_lengths),
+            "flash-attn, varlen": partial(row.flat, _flash),
+        },
+        lengths=lengths,
+        alone=lambda: row.sequence_by_sequence(lengths.tolist()),
+        mixed=lambda: row.sequence_by_sequence([int(lengths.sum())]),
+        tolerance=TOLERANCE[shape.dtype],
+    )
+
+
+class _Row:
+    """Queries, keys, values and the weights of the output, [T, heads, dim], with their places in padded rows."""
+
+    def __init__(self, device: torch.device, shape: Shape, lengths: np.ndarray) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tokens, longest = int(lengths.sum()), int(lengths.max())
+        sizes = [(heads, shape.dim) for heads in (shape.heads, shape.key_heads, shape.key_heads, shape.heads)]
+        made = [torch.randn(tokens, *size, generator=generator).to(device, shape.dtype) for size in sizes]
+        self.inputs, self.weights = [tensor.requires_grad_() for tensor in made[:3]], made[3]
+        self.shape, self.lengths = shape, lengths
+        self.longest, self.device = longest, device
+        self.cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        #: Which places of padded rows [N, L] hold a token.
+        self.real = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+
+    def _gradients(self, mixed: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(mixed, inputs, weights))
+
+    def sequence_by_sequence(self, lengths: Sequence[int]) -> list[Tensor]:
+        """Output and gradients in float32, each sequence in a call of torch's own attention."""
+        inputs = [tensor.detach().float().requires_grad_() for tensor in self.inputs]
+        outputs = []
+        for query, key, value in zip(*(tensor.split(list(lengths)) for tensor in inputs)):
+            outputs.append(_torchs(query[None], key[None], value[None], self.shape.window)[0])
+        mixed = torch.cat(outputs)
+        return [mixed, *self._gradients(mixed, self.weights.float(), inputs)]
+
+    def flat(self, attend: Callable[[_Row, Tensor, Tensor, Tensor], Tensor]) -> Way:
+        def results() -> list[Tensor]:
+            mixed = attend(self, *self.inputs)
+            if not _has_backward(attend, self.device):
+                return [mixed]
+            return [mixed, *self._gradients(mixed, self.weights, self.inputs)]
+
+        return Way(run=results, results=results)
+
+    def padded(self) -> Way:
+        """Right-padded rows, whose causal tokens see no padding, so that the fastest kernel without a mask serves."""
+
+        def spread(tensor: Tensor) -> Tensor:
+            rows = tensor.new_zeros(len(self.lengths), self.longest, *tensor.shape[1:])
+            return rows.masked_scatter(self.real[..., None, None], tensor)
+
+        rows = [spread(tensor).detach().requires_grad_() for tensor in self.inputs]
+        weights = spread(self.weights)
+
+        def results() -> list[Tensor]:
+            mixed = _torchs(*(spread(tensor) for tensor in self.inputs), self.shape.window)[self.real]
+            return [mixed, *self._gradients(mixed, self.weights, self.inputs)]
+
+        return Way(
+            run=lambda: self._gradients(_torchs(*rows, self.shape.window), weights, rows),
+            results=results,
+        )
+
+
+def _torchs(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Causal attention of rows [N, L, heads, dim]."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    mask = None
+    if window is not None and query.shape[2] > window:
+        places = torch.arange(query.shape[2], device=query.device)
+        behind = places[:, None] - places
+        mask = (behind >= 0) & (behind < window)
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None or query.dtype == torch.float32:  # only flash attention takes grouped heads as they are
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+    )
+    return mixed.transpose(1, 2)
+
+
+def _has_backward(attend: Any, device: torch.device) -> bool:
+    return attend is not _flex or device.type == "cuda"  # torch has no backward of flex attention on a CPU
+
+
+def _varlen(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from ullage.attention.varlen import serves_varlen, varlen_attention
+
+    if not serves_varlen(query, value, 0.0):
+        raise LeftOut("torch's varlen kernel takes half precision on CUDA, from Ampere on")
+    return varlen_attention(query, key, value, row.cu_seqlens, row.longest, window=row.shape.window)
+
+
+def _flex(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from ullage.attention.varlen import flex_attention, serves_flex
+
+    if query.is_cuda and not serves_flex(query, value, 0.0):
+        raise LeftOut("flex attention does not take this shape")
+    if query.is_cuda:
+        return flex_attention(query, key, value, row.cu_seqlens, window=row.shape.window, training=True)
+    parts = (tensor.detach() for tensor in (query, key, value))
+    return flex_attention(*parts, row.cu_seqlens, window=row.shape.window, training=True)
+
+
+def _by_lengths(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from ullage.attention import packed_attention
+
+    return packed_attention(query, key, value, row.lengths.tolist(), window=row.shape.window)
+
+
+def _flash(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    require("flash_attn")
+    if not query.is_cuda or query.dtype == torch.float32:
+        raise LeftOut("flash-attn takes half precision on CUDA")
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    window = (-1, -1) if row.shape.window is None else (row.shape.window - 1, 0)
+    ends = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
+    return flash_attn_varlen_func(query, key, value, *ends, causal=True, window_size=window)
