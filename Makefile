@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What the quickstart needs, a part of all that is installed.
+FIRST := $(VENV)/.first
 
 export DS_BUILD_OPS := 0
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu campaign watch lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign watch release-check lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -26,16 +28,22 @@ free > 4 or sys.exit(f"too little disk: the environment takes 4 GB here, found {
 endef
 export CHECKS
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
 # torch goes first: DeepSpeed's build step imports it.
-$(STAMP): pyproject.toml constraints.txt
+$(FIRST): pyproject.toml constraints.txt
 	@$(PYTHON) -c "$$CHECKS"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch hatchling editables setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) torch hatchling editables setuptools
+	$(PIP) --no-build-isolation --editable '.[hf,deepspeed]'
+	@touch $(FIRST)
+
+$(STAMP): $(FIRST)
+	$(PIP) --no-build-isolation --editable '.[dev]'
 	$(BIN)/python -c "from ullage.planning.solver.compiled import compile_all; compile_all()"
 	@touch $(STAMP)
 
-quickstart: install  ## one run on four layouts: packed, stopped, converted, continued; some minutes on two cores
+quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, continued; three minutes on two cores
 	$(BIN)/ullage quickstart
 
 # The tests of one room: make test ROOM=planning. Without ROOM, all of them.
@@ -50,6 +58,9 @@ test-slow: install  ## the rest of the tests; ROOM= as above
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
+bench-gpu:  ## speed and memory on this machine's GPU beside their rivals; nothing is installed; ARGS="--cases attention"
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
+
 campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long check: make campaign NAME=... [ARGS=...]; without NAME their list
 	@if [ -n "$(NAME)" ] && [ -f "benchmarks/campaigns/$(NAME).py" ]; then \
 		exec $(BIN)/python "benchmarks/campaigns/$(NAME).py" $(ARGS); fi; \
@@ -60,6 +71,9 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 
 watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path
 	@$(BIN)/python maintenance/watch.py $(filter-out PYTHON=% ROOM=% NAME=% ARGS=%,$(MAKEOVERRIDES))
+
+release-check:  ## could a release be cut? wheel and sdist built, installed into clean environments, tried; minutes
+	@$(PYTHON) maintenance/release.py $(ARGS)
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
