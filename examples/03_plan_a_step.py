@@ -10,7 +10,6 @@ from pathlib import Path
 
 import ullage
 from ullage.datasets import WORKLOADS
-from ullage.report.plan import plan_page
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--html", type=Path, help="draw the plan on this page")
@@ -37,5 +36,5 @@ shared = ullage.plan(WORKLOADS["pareto"](256, 0), ranks=8, capacity=65536, conte
 print("degrees in use:", sorted({shared.degree(m, r) for m in range(shared.num_microbatches) for r in range(8)}))
 
 if html is not None:
-    html.write_text(plan_page(plan, reference=arrival, source="chat"), encoding="utf-8")
+    plan.to_html(html, reference=arrival, source="chat")
     print(f"drawn on {html}")

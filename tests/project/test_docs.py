@@ -1,45 +1,237 @@
-"""Every Python block of the README and of docs/ runs, top to bottom, page by page, in a folder of its own."""
+"""Every fenced block of the README, of CONTRIBUTING and of docs/ runs, or says in the page's source why not.
 
+The Python blocks of a page are one script; its shell blocks run one after the other in a folder with the files that
+they name, small ones. What a page shows as output is compared with the real one.
+"""
+
+import ast
+import functools
+import json
+import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.browser import lay_out, needs_chromium
 from tests.support.launch import ROOT, environment
+from tests.support.page_blocks import (
+    LANGUAGES,
+    OUTPUT,
+    PAGES,
+    PYTHON,
+    SHELL,
+    added,
+    blocks_of,
+    differences,
+    python_script,
+)
+from tests.support.page_files import (
+    MADE_BY_PYTHON,
+    commands_of,
+    copy_of_the_tree,
+    environment_without_ullage,
+    prepare,
+    run_shell,
+)
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: Pages that train for longer, or load an engine.
+#: Pages whose Python trains for longer, or loads an engine.
 SLOW = {
     *("checkpoints.md", "metrics.md", "fsdp.md", "megatron.md", "trl.md", "adapters.md"),
-    *("training.md", "recurrent.md", "generation.md", "pack_padded_sequence.md"),
+    *(
+        "README.md",
+        "index.md",
+        "start.md",
+        "training.md",
+        "recurrent.md",
+        "generation.md",
+        "pack_padded_sequence.md",
+        "report.md",
+    ),
 }
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+#: Warnings that are others' and that a page cannot prevent.
+OTHERS_WARNINGS = {
+    "is deprecated and will be removed in v6": "transformers renames gradient_checkpointing, which TRL and PEFT use",
+    "torch.distributed": "torch renames collectives that DeepSpeed uses",
+    "Transformer Engine and Apex are not installed": "megatron-core says so at import",
+    "is_fx_tracing will return true": "torch's own nested tensors ask",
+    "Setting accelerator to CPU": "DeepSpeed, which accelerate imports when a Trainer is made",
+}
+#: What begins like a value in a comment behind ``print(...)``, and is then held to be the output.
+_VALUE = re.compile(r"^(\d|\[|\{|tensor\(|torch\.Size\(|[A-Z]\w*\()")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
-def test_the_snippets_of_a_page_run(page, tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    if not blocks:
-        return
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
+def pages_with(condition, slow=()):
+    """Pages as parameters of a test."""
+    pages = [page for page in PAGES if any(condition(block) for block in BLOCKS[page])]
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * (page.name in slow))
+        for page in pages
+    ]
+
+
+@pytest.fixture(scope="module")
+def run_python(tmp_path_factory):
+    """Runs a page's Python, once."""
+    return functools.cache(lambda page: _run_python(page, tmp_path_factory.mktemp(page.stem)))
+
+
+def _run_python(page, folder):
+    """The folder that the page's Python ran in, what each of its lines printed, and stderr."""
+    script, notes = folder / "page.py", folder / ".prints"
+    # The first line of a page is never code.
+    script.write_text("from tests.support.page_prints import print" + python_script(page))
+    notes.touch()
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-    )
+        [sys.executable, str(script)],
+        cwd=folder, env=environment(PAGE_PRINTS=str(notes)), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    printed: dict[int, list[str]] = {}
+    for line, text in map(json.loads, notes.read_text().splitlines()):
+        printed.setdefault(line, []).append(text)
+    return folder, printed, done.stderr
 
 
-def test_there_are_pages_to_run():
-    """Below docs/ too, and no block that a misspelt fence would keep from running."""
-    run = {page.parent.name for page in PAGES if "```python" in page.read_text()}
-    assert {ROOT.name, "docs", "coming_from"} <= run
-    fences = {word for page in PAGES for word in re.findall(r"^```(\S+)$", page.read_text(), flags=re.MULTILINE)}
-    assert fences <= {"python", "py", "sh", "bash", "yaml", "text", "diff", "json"}
+def wrong_comments(page, printed):
+    """Lines of the page with ``print(...)  # VALUE`` that printed something else."""
+    lines = page.read_text().splitlines()
+    for number, texts in sorted(printed.items()):
+        found = re.search(r"\)  # (.*)$", lines[number - 1])
+        if not found or not _VALUE.match(found[1]):
+            continue
+        said, text = (" ".join(value.split()) for value in (found[1], texts[0]))
+        head, dots, _ = said.partition("...")
+        if not (text.startswith(head.strip()) if dots else re.match(re.escape(text) + r"($|[:;,]? )", said + " ")):
+            yield f"line {number} says {said!r} and prints {text!r}"
+
+
+@pytest.mark.parametrize("page", pages_with(lambda block: block.language == "python" and not block.why_not, SLOW))
+def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, run_python):
+    _, printed, errors = run_python(page)
+    assert list(wrong_comments(page, printed)) == []
+    for block, output in zip(BLOCKS[page], BLOCKS[page][1:]):
+        if block.language == "python" and output.language in OUTPUT and not output.why_not:
+            last = block.line + block.text.count("\n") + 1
+            text = "".join("".join(printed[line]) for line in sorted(printed) if block.line < line < last)
+            assert differences(output.text, text) == [], output.place
+    warnings = [line for line in errors.splitlines() if re.search(r"Warning:|WARNING|^W\d{4} ", line)]
+    assert [line for line in warnings if not any(known in line for known in OTHERS_WARNINGS)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(commands_of))
+def test_the_commands_of_a_page_run_and_print_what_the_page_says(page, tmp_path, run_python):
+    blocks, folder = BLOCKS[page], tmp_path / "shell"
+    folder.mkdir()
+    made_by_python = run_python(page)[0] if str(page.relative_to(ROOT)) in MADE_BY_PYTHON else tmp_path
+    prepare(blocks, folder, made_by_python)
+    for block, output in zip(blocks, [*blocks[1:], None]):
+        text = commands_of(block)
+        if not text or "pip install" in text:
+            continue
+        done = run_shell(text, folder, tmp_path)
+        assert done.returncode == 0, f"{block.place}\n{text}{done.stdout[-3000:]}"
+        assert "Traceback" not in done.stdout, f"{block.place}\n{done.stdout[-3000:]}"
+        if output is not None and output.language in OUTPUT and not output.why_not:
+            assert differences(output.text, done.stdout) == [], f"{output.place}\n{done.stdout}"
+
+
+@pytest.mark.slow
+def test_what_the_pages_install_is_the_wheel_of_this_tree(tmp_path):
+    """Without an index: pip finds everything else installed, and ullage in a folder with one wheel."""
+    blocks = [block for page in PAGES for block in BLOCKS[page] if "pip install" in commands_of(block)]
+    assert blocks
+    tree, wheels = copy_of_the_tree(tmp_path / "tree"), tmp_path / "wheels"
+    built = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-qw",
+        str(wheels),
+    ]
+    subprocess.run([*built, str(tree)], check=True, timeout=120, env=environment())
+    assert len(list(wheels.glob("ullage-*.whl"))) == 1
+    for number, text in enumerate(sorted({block.text for block in blocks})):
+        python = environment_without_ullage(tmp_path / f"environment{number}")
+        settings = {
+            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
+            "PYTHONPATH": "",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(wheels),
+            "PIP_NO_BUILD_ISOLATION": "false",
+        }
+        run = functools.partial(subprocess.run, cwd=tree, capture_output=True, text=True, timeout=120)
+        done = run(["bash", "-e", "-c", text], env={**environment(), **settings})
+        assert done.returncode == 0, text + done.stdout + done.stderr
+        found = run(
+            [python, "-c", "import ullage; print(ullage.__file__)"], env={**environment(), **settings, "HOME": "/"}
+        )
+        assert found.stdout.startswith(str(python.parents[1])), found.stdout + found.stderr
+
+
+def test_every_block_runs_or_says_why_not():
+    """No fence is misspelt, no output hangs in the air, and what is not run gives a reason."""
+    blocks = [block for page in PAGES for block in BLOCKS[page]]
+    fences = sum(len(re.findall(r"^ *```", page.read_text(), flags=re.MULTILINE)) for page in PAGES)
+    assert fences == 2 * len(blocks)
+    assert {block.language for block in blocks} <= LANGUAGES
+    alone = []
+    for page in PAGES:
+        for before, block in zip([None, *BLOCKS[page]], BLOCKS[page]):
+            runs = before is not None and before.language in ("python", *SHELL)
+            if block.language in OUTPUT and not block.why_not and not runs:
+                alone.append(block.place)
+            if block.language == "py" and not block.why_not:
+                alone.append(block.place)
+    assert alone == [], "outputs of nothing that is run, and Python that is not run, without a reason"
+    # A reason is for whoever edits the page; a test that it names is there.
+    whys = {block.place: block.why_not for block in blocks if block.why_not}
+    assert [place for place, why in whys.items() if len(why) < len("a drawing")] == []
+    assert [
+        why for why in whys.values() for test in re.findall(r"tests/\S+\.py", why) if not (ROOT / test).exists()
+    ] == []
+    run = Counter(block.language for block in blocks if not block.why_not)
+    assert run["python"] > 50
+    assert run["sh"] + run["bash"] > 10
+
+
+def test_blocks_that_are_not_run_can_be_read():
+    """Python compiles, a diff's new side too; bash parses; YAML and JSON load, and a config file's names are known."""
+    for page in PAGES:
+        for block in BLOCKS[page]:
+            new = added(block.text) if block.language == "diff" else block.text
+            if block.language in PYTHON or (block.language == "diff" and not commands_of(block)):
+                check_python(new, block)
+            elif block.language in SHELL:
+                subprocess.run(["bash", "-n", "-c", block.text], check=True)
+            elif block.language == "json":
+                json.loads(block.text)
+            elif block.language == "yaml":
+                assert isinstance(yaml.safe_load(block.text), dict), block.place
+
+
+def check_python(text, block):
+    """It compiles, and what it imports of ullage is there."""
+    for node in ast.walk(ast.parse(text, block.place)):
+        if block.language != "python" and isinstance(node, ast.ImportFrom) and str(node.module).startswith("ullage"):
+            module = find_spec(str(node.module))
+            assert module is not None, f"{block.place}: {node.module}"
+            assert module.origin is not None, f"{block.place}: {node.module}"
+            source = Path(module.origin).read_text()
+            for name in (alias.name for alias in node.names):
+                known = re.search(rf"\b{name}\b", source) or find_spec(f"{node.module}.{name}")
+                assert known, f"{block.place}: {node.module}.{name}"
 
 
 @pytest.mark.slow
@@ -49,7 +241,7 @@ def test_no_page_of_the_site_is_wider_than_its_window(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = [page for page in sorted((tmp_path / "site").rglob("*.html")) if page.name != "404.html"]
-    assert len(pages) >= len(PAGES) - 1  # the README is no page of the site
+    assert len(pages) >= len(PAGES) - 2  # the README and CONTRIBUTING are no pages of the site
     parts = ".md-content :is(h1, h2, h3, p, li, td, th, pre, img, svg.idea)"
     for width, dark in ((400, True), (1280, False)):
         for page, facts in lay_out(pages, tmp_path, parts=parts, width=width, dark=dark).items():

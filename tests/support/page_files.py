@@ -1,0 +1,179 @@
+"""The files that shell blocks of pages name, made small and by the real code, and where the blocks run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.launch import ROOT, environment
+from tests.support.page_blocks import Block, added
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+#: Files and folders that a page's Python blocks have made by the time its shell blocks run.
+MADE_BY_PYTHON = {
+    "docs/checkpoints.md": ("checkpoints",),
+    "docs/start.md": ("texts.jsonl",),
+    "docs/fsdp.md": ("runs/trainer/checkpoint-3",),
+    "docs/report.md": ("run",),
+}
+
+
+def commands_of(block: Block) -> str:
+    """What a block runs in a shell; empty for one that is no shell's, or is not to be run."""
+    if block.why_not:
+        return ""
+    if block.language in ("sh", "bash"):
+        return block.text
+    new = added(block.text) if block.language == "diff" else ""
+    return new if new.startswith("ullage ") else ""
+
+
+def prepare(blocks: list[Block], folder: Path, made_by_python: Path) -> None:
+    """Makes in ``folder`` whatever the shell blocks among ``blocks`` name of :data:`FILES`."""
+    shell = "\n".join(filter(None, map(commands_of, blocks)))
+    for name in MADE_BY_PYTHON.get(str(blocks[0].page.relative_to(ROOT)), ()):
+        copy = shutil.copytree if (made_by_python / name).is_dir() else shutil.copy
+        copy(made_by_python / name, folder / name)
+    for name, make in FILES.items():
+        target = folder / name
+        if not target.exists() and re.search(rf"(?<![\w./]){re.escape(name)}(?![\w-])", shell):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            make(target)
+    # A config file is the page's own YAML block.
+    if "run.yaml" in shell:
+        (folder / "run.yaml").write_text(next(block.text for block in blocks if block.language == "yaml"))
+        _texts(folder / "texts.jsonl")
+
+
+def run_shell(text: str, folder: Path, home: Path, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    """Runs a block as bash would for a user of this environment: any command that fails fails the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        # torchrun without --standalone meets at a fixed port
+        "PET_MASTER_PORT": str(port),
+        "COLUMNS": "120",
+        "HOME": str(home),
+    }
+    return subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", text],
+        cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def copy_of_the_tree(target: Path) -> Path:
+    """What a wheel is built from, as a clone has it."""
+    shutil.copytree(ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "maintenance/metadata.py"):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def environment_without_ullage(target: Path) -> Path:
+    """A virtual environment that sees all packages of this one but ullage; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
+    here, seen = Path(sysconfig.get_path("purelib")), target / "packages"
+    seen.mkdir()
+    for entry in here.iterdir():
+        if "ullage" not in entry.name and entry.suffix != ".pth":
+            (seen / entry.name).symlink_to(entry)
+    python = target / "bin" / "python"
+    (next(target.glob("lib/python*/site-packages")) / "seen.pth").write_text(f"{seen}\n")
+    pip = target / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec "{python}" -m pip "$@"\n')
+    pip.chmod(0o755)
+    return python
+
+
+def _rows(target: Path, rows: list[dict[str, object]]) -> None:
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _texts(target: Path) -> None:
+    texts = [f"no. {i}: " + "some words of a text. " * (i % 7 + 1) for i in range(40)]
+    _rows(target, [{"text": text, "body": text} for text in texts])
+
+
+def _chats(target: Path) -> None:
+    roles = ("user", "assistant")
+    _rows(target, [
+        {"messages": [{"role": role, "content": f"{role} says {i} " * (i % 5 + 1)} for role in roles]} for i in range(80)
+    ])  # fmt: skip
+
+
+def _tokens(target: Path) -> None:
+    _rows(target, [{"input_ids": [1 + i % 90] * (3 + i * 37 % 200)} for i in range(80)])
+
+
+def _parquet(target: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    ids = [[1 + i % 90] * (3 + i * 37 % 200) for i in range(80)]
+    parquet.write_table(pyarrow.table({"input_ids": ids}), target)
+
+
+def _lengths(target: Path) -> None:
+    target.write_text("".join(f"sample {i}\t{3 + i * 37 % 200}\n" for i in range(80)))
+
+
+def _config(target: Path) -> None:
+    target.write_text(json.dumps({"model_type": "llama", "vocab_size": 384, **SIZES}))
+
+
+def _model(target: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_dict({"vocab_size": 384, **SIZES, "num_hidden_layers": 4})
+    LlamaForCausalLM(config).save_pretrained(target)
+
+
+def _zero(target: Path) -> None:
+    from tests.support import real_zero
+
+    aside = target.with_name(f".{target.name}")
+    # Three ranks share 5 * 7 + 3 * 64 elements, so the last partition ends in padding.
+    groups = [{"embed.weight": (5, 7), "block.weight": (3, 64)}]
+    truth = real_zero.write(aside, real_zero.Recipe(stage=2, dp=3, groups=groups))
+    shutil.move(truth.tag_folder, target)
+    shutil.rmtree(aside)
+    (target.parent / "latest").write_text(target.name)
+
+
+def _trainers(target: Path) -> None:
+    """A folder of the Trainer, of one process."""
+    run = target.with_name(f".{target.name}")
+    command = "ullage train --model llama-16x1 --data texts.jsonl --max_steps 2 --save_steps 2 --max_length 32"
+    _texts(target.parent / "texts.jsonl")
+    done = run_shell(f"{command} --output_dir {run}", target.parent, target.parent)
+    assert done.returncode == 0, done.stdout
+    shutil.move(run / "checkpoint-2", target)
+
+
+#: What a block may name, and what makes it.
+FILES: dict[str, Callable[[Path], None]] = {
+    "texts.jsonl": _texts,
+    "chat.jsonl": _chats,
+    "chats.jsonl": _chats,
+    "data.jsonl": _tokens,
+    "in.jsonl": _tokens,
+    "data.parquet": _parquet,
+    "lengths.tsv": _lengths,
+    "llama.json": _config,
+    "path/to/model": _model,
+    "checkpoint-300": _trainers,
+    "checkpoints/global_step95600": _zero,
+    "checkpoints/global_step1000": _zero,
+    "runs/zero/checkpoint-300/global_step300": _zero,
+}
