@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,17 +25,34 @@ def torchrun(processes, script, *arguments, timeout=240, **extra):
     ``extra``: environment variables.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run(
+    launcher = subprocess.Popen(
         [*command, str(script), *map(str, arguments)],
-        env=environment(**extra),
+        env=environment(PYTHONFAULTHANDLER="1", **extra),
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
+    try:
+        output = "".join(launcher.communicate(timeout=timeout))
+    except subprocess.TimeoutExpired:
+        output = _aborted(launcher)
+        pytest.fail(f"not done in {timeout} s; the end of what it printed, and where it was:\n{output[-20000:]}")
+    assert launcher.returncode == 0, output[-6000:]
     return output
+
+
+def _aborted(launcher):
+    """All that a launcher and its ranks printed, and then the stack of every thread: faulthandler's, at SIGABRT."""
+    started = psutil.Process(launcher.pid).children(recursive=True)  # the ranks, and the workers of their DataLoaders
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
+    psutil.wait_procs(started, timeout=10)
+    for process in (*started, launcher):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return "".join(launcher.communicate())
 
 
 @contextlib.contextmanager

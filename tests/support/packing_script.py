@@ -138,7 +138,8 @@ def make_trainer(
         "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
         "max_steps": 5, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
         "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential", "deepspeed": zero(stage) if stage else None, **options,
+        "train_sampling_strategy": "sequential", "ddp_timeout": 120,
+        "deepspeed": zero(stage) if stage else None, **options,
         **{option: values[rank] for option, values in (by_rank or {}).items()},
     }  # fmt: skip
     samples = DATA[data or "lengths"](rank) if samples is None else samples
