@@ -253,3 +253,19 @@ def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
     write(tmp_path / "c.tsv", "num_tokens\n7\n")
     with pytest.raises(InputError, match=r"hold different things \(.*c.tsv\).*expected column length"):
         read_lengths([tmp_path / "a.tsv", tmp_path / "c.tsv"])
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([1, 1, None], "row 2"),
+        ([1, 1, -1], "item 2"),
+        ([[1], [1], None], "row 2"),
+        ([[1], [1], [None]], "row 2"),
+        (["a", "a", None], "row 2"),
+    ],
+)
+def test_a_bad_row_is_counted_from_the_beginning_of_the_file(tmp_path, values, place):
+    # Read two rows at a time.
+    with pytest.raises(InputError, match=place):
+        read_lengths(arrow(tmp_path / "a.arrow", pa.table({"length": values})))

@@ -361,18 +361,23 @@ def _from_arrow(
 ) -> Measured:
     """Lengths of the column, of which ``arrays`` gives the parts."""
     chosen = choose_column(names, column, where)
-    parts = [_of_arrow(array, chosen, where, tokenizer) for array in arrays(chosen)]
+    place, row = f"{where}, column {chosen}", 0
+    parts: list[Measured] = []
+    for array in arrays(chosen):
+        parts.append(_of_arrow(array, chosen, place, row, tokenizer))
+        row += len(array)
     if not parts:
         raise InputError("a file holds no lengths", where=where)
-    return Measured(np.concatenate([part.lengths for part in parts]), chosen, parts[0].unit)
+    # Checked as a whole, so that an error counts from the beginning of the file.
+    return Measured(_lengths(np.concatenate([part.lengths for part in parts]), place), chosen, parts[0].unit)
 
 
-def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Measured:
+def _of_arrow(array: Any, column: str, place: str, first_row: int, tokenizer: str | None) -> Measured:
+    """Lengths of a part of a column, which begins at ``first_row`` of its file; numbers are not checked yet."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    place = f"{where}, column {column}"
-    require_values(array, place)
+    require_values(array, place, first_row)
     kind = array.type
     if is_text(kind):
         if tokenizer is None:
@@ -384,8 +389,8 @@ def _of_arrow(array: Any, column: str, where: str, tokenizer: str | None) -> Mea
             )
         return _of_texts(array.to_pylist(), column, tokenizer)
     if is_list(kind):
-        require_tokens(array, place)
+        require_tokens(array, place, first_row)
         return Measured(list_lengths(array), column)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return Measured(_lengths(array.to_numpy(zero_copy_only=False), place), column)
+        return Measured(array.to_numpy(zero_copy_only=False), column)
     raise InputError("a column holds neither lengths nor tokens nor text", where=place, found=str(kind))
