@@ -11,6 +11,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from ullage.cli import main
+from ullage.datasets.files import read_lengths
 from ullage.datasets.packing import pack_file
 from ullage.errors import InputError
 
@@ -92,6 +93,12 @@ def test_text_becomes_byt5_tokens(tmp_path, ending):
     pack_file(path, tmp_path / "out.parquet", 32)
     expected = ByT5Tokenizer()(texts)["input_ids"]
     assert sorted(ids for ids, _ in sequences(tmp_path / "out.parquet")) == sorted(expected)
+
+
+def test_text_that_looks_like_a_special_token_is_packed_as_it_is_measured(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "a </s> b<pad><extra_id_3>"}])
+    report = pack_file(source, tmp_path / "out.parquet", 64)
+    assert report.num_tokens == read_lengths(source).lengths.sum() == 26
 
 
 def test_rows_are_shuffled_by_the_seed(tmp_path):

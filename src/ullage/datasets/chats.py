@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ullage.datasets.text import IGNORED_LABEL, TokenDataset, token_dataset
+from ullage.datasets.text import TokenDataset, token_dataset
 from ullage.errors import InputError
+from ullage.schema import IGNORED_LABEL
 
 #: A column of whole chats; the second name is that of rows with ``from`` and ``value``.
 CHAT_COLUMNS = ("messages", "conversations")

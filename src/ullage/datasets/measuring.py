@@ -27,11 +27,13 @@ def measure(tokenizer: str | None) -> Measure:
 
 
 def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
-    """The function from texts to token ids, of ByT5's tokenizer for ``None``, else of what ``AutoTokenizer`` loads."""
+    """The function from texts to token ids: for ``None`` the byte tokenizer, else what ``AutoTokenizer`` loads."""
     with needed_by("a tokenizer"):
-        from transformers import AutoTokenizer, ByT5Tokenizer
+        from transformers import AutoTokenizer
     if name is None:
-        loaded = ByT5Tokenizer()
+        from ullage.datasets.text import byte_tokenizer  # loads torch, which measuring bytes does not need
+
+        loaded = byte_tokenizer()
     else:
         try:
             loaded = AutoTokenizer.from_pretrained(name)

@@ -34,6 +34,7 @@ from ullage.layout import Int64, Layout, starts_of
 
 #: Readers of ``datasets`` by ending.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+#: That of ``ullage.schema``, which loads torch: packing token ids does without.
 IGNORED_LABEL = -100
 
 _BATCH = 1000  # rows of the source read at once

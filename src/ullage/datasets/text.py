@@ -29,12 +29,11 @@ from ullage.datasets.tables import read_table
 from ullage.errors import InputError
 from ullage.extras import needed_by
 from ullage.layout import Layout
+from ullage.schema import IGNORED_LABEL
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
 S = TypeVar("S")
-#: The label of a token that the loss leaves out.
-IGNORED_LABEL = -100
 
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 
