@@ -123,7 +123,7 @@ def test_ullage_train_says_where_the_page_is_and_goes_on_without_one(ran, capsys
     from ullage.report import run_page as module
 
     said: list[str] = []
-    command = SimpleNamespace(training=SimpleNamespace(output_dir=str(ran.parent / "stopped")))
+    command = SimpleNamespace(folder=ran.parent / "stopped")
     leave_page(command, False, said.append)  # pyright: ignore[reportArgumentType]
     assert said == []
     leave_page(command, True, said.append)  # pyright: ignore[reportArgumentType]

@@ -74,7 +74,7 @@ def choose(command: TrainCommand, checkpoint: Path | None) -> Chosen:
 def _revisions_before(command: TrainCommand, checkpoint: Path | None) -> dict[str, str]:
     if checkpoint is None and command.output.overwrite_output_dir:
         return {}
-    folder = Path(command.training.output_dir or ".") if checkpoint is None else checkpoint.parent
+    folder = command.folder if checkpoint is None else checkpoint.parent
     return (read_record(folder) or {}).get("revisions") or {}
 
 

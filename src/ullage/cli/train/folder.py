@@ -66,7 +66,7 @@ def look_at(command: TrainCommand) -> Situation:
         # One process per machine, since machines may have disks of their own. An ``agreement`` ends when all ranks have
         # come to its end, so nobody looks before a save that was moved aside is back in its place.
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            put_back(Path(command.training.output_dir or "."))
+            put_back(command.folder)
     with agreement(several, "looking at the output folder"):
         situation = _look_at(command)
     if situation.checkpoint is None:
@@ -97,7 +97,7 @@ def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situat
 
 
 def _look_at(command: TrainCommand) -> Situation:
-    folder = Path(command.training.output_dir or ".")
+    folder = command.folder
     if folder.exists() and not folder.is_dir():
         raise InputError("the output folder cannot be used", where=str(folder), expected="a folder", found="a file")
     record = read_record(folder)
@@ -141,7 +141,7 @@ def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
 
 def begin(command: TrainCommand, situation: Situation) -> None:
     """Make the folder ready and write the settings down; one rank calls it, after all checks."""
-    folder = Path(command.training.output_dir or ".")
+    folder = command.folder
     folder.mkdir(parents=True, exist_ok=True)
     if command.output.overwrite_output_dir and situation.checkpoint is None:
         remove_unfinished(folder)
@@ -153,8 +153,7 @@ def begin(command: TrainCommand, situation: Situation) -> None:
 
 def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
     """Write down that the run is finished; one rank calls it."""
-    folder = Path(command.training.output_dir or ".")
-    write_record(folder, command, summary)
+    write_record(command.folder, command, summary)
 
 
 def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ullage.errors import UllageError
@@ -53,9 +52,8 @@ def leave_page(command: TrainCommand, first: bool, say: Callable[[str], None]) -
         from ullage.report.run import read_run
         from ullage.report.run_page import PAGE, write_run_page
 
-        folder = Path(command.training.output_dir or ".")
-        page = folder / PAGE
-        write_run_page([read_run(folder)], page)
+        page = command.folder / PAGE
+        write_run_page([read_run(command.folder)], page)
     except UllageError as error:
         say(f"no report was written: {error}")
     except Exception as error:  # a picture that cannot be drawn is no reason to fail a run that went well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ullage.training import TrainingArguments
 
@@ -194,3 +195,8 @@ class TrainCommand:
     training: TrainingArguments
     given: frozenset[str]
     revisions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return Path(self.training.output_dir or ".")
