@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ullage.cli.train.model import is_preset, unknown_model
+from ullage.cli.train.model import SIZES, is_preset, unknown_model
 from ullage.cli.train.names import (
     TOKENIZER_FILES,
     Located,
@@ -18,6 +18,7 @@ from ullage.cli.train.names import (
     is_repository,
     locate,
     model_files,
+    pinned_commit,
     tokenizer_files,
 )
 from ullage.cli.train.record import read_record
@@ -62,11 +63,8 @@ def choose(command: TrainCommand, checkpoint: Path | None) -> Chosen:
     if checkpoint is None or not whole or not _says_same_model(command, checkpoint):
         model = _model(command, before.get("model"))
     tokenizer, at, note = _tokenizer(command, model, checkpoint, before)
-    revisions = {
-        name: f"{found.name}@{found.revision}"
-        for name, found in (("model", model), ("tokenizer", at))
-        if found is not None and found.revision is not None
-    }
+    pinned = {name: found.pinned for name, found in (("model", model), ("tokenizer", at)) if found is not None}
+    revisions = {name: pin for name, pin in pinned.items() if pin is not None}
     notes = [f"tokenizer: {note}"] if model is None else [f"model: {model}", f"tokenizer: {note}"]
     return Chosen(model, tokenizer, tuple(notes), {**before, **revisions})
 
@@ -81,16 +79,10 @@ def _revisions_before(command: TrainCommand, checkpoint: Path | None) -> dict[st
 def _says_same_model(command: TrainCommand, checkpoint: Path) -> bool:
     """Whether the run of the checkpoint was started with the model arguments of this call, or the call has none."""
     settings = (read_record(checkpoint.parent) or {}).get("settings", {})
-    names = ("model", "hidden_size", "num_hidden_layers", "dropout")
+    names = ("model", *SIZES)
     return command.given.isdisjoint(names) or (
         "model" in settings and all(settings.get(name) == getattr(command.model, name) for name in names)
     )
-
-
-def _commit_of(name: str, before: str | None) -> str | None:
-    """The commit that the run took for this name, which itself says none."""
-    repository, _, commit = (before or "").partition("@")
-    return commit if repository == name else None
 
 
 def _model(command: TrainCommand, before: str | None) -> Located | None:
@@ -103,7 +95,7 @@ def _model(command: TrainCommand, before: str | None) -> Located | None:
         raise unknown_model(name)
     wanted = partial(model_files, pickle=command.model.allow_pickle_weights, code=command.model.trust_remote_code)
     try:
-        return locate(name, "model", wanted, revision=_commit_of(name, before))
+        return locate(name, "model", wanted, revision=pinned_commit(name, before))
     except NotFoundError as error:
         if "/" in name:
             raise
@@ -122,7 +114,7 @@ def _tokenizer(
     if asked == BYTES and not is_on_disk(asked):
         return byte_tokenizer(), None, "bytes"
     if asked is not None:
-        found = locate(asked, "tokenizer", wanted, revision=_commit_of(asked, before.get("tokenizer")))
+        found = locate(asked, "tokenizer", wanted, revision=pinned_commit(asked, before.get("tokenizer")))
         return _read(found.path, code), found, str(found)
     if model is None or not any((model.path / name).is_file() for name in WEIGHT_FILES):
         if model is not None and model.path.is_dir() and _has_tokenizer(model.path):

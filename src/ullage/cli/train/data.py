@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ullage.cli.train.names import Located, is_repository, locate, pinned_commit
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.datasets.chats import (
@@ -94,8 +95,8 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
             raise InputError("there is no split of the docstrings", where="--data", expected="a name", found="none")
         return TakenSamples(docstrings(), "texts", DOCSTRINGS)
     found = _located(sources, data.data_config, split, command.revisions.get(argument))
-    if found is not None and found.revision is not None:
-        command.revisions[argument] = f"{found.name}@{found.revision}"
+    if found is not None and found.pinned is not None:
+        command.revisions[argument] = found.pinned
     name = ", ".join(sources) if found is None else str(found)
     table = read_table(sources if found is None else [found.path], data.data_config, split)
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
@@ -112,7 +113,7 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     return TakenSamples(rows, "chats" if "messages" in rows[0] else "prompts", name)
 
 
-def _located(sources: Sequence[str], config: str | None, split: str | None, before: str | None) -> Any:
+def _located(sources: Sequence[str], config: str | None, split: str | None, before: str | None) -> Located | None:
     """Where the files of a data set of the hub are; ``None`` for files, folders and patterns. Collective for a name.
 
     ``before``: ``repository@commit`` that the run has taken already, and takes again.
@@ -121,14 +122,10 @@ def _located(sources: Sequence[str], config: str | None, split: str | None, befo
     is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
     if is_here or len(sources) > 1 or Path(name.partition("@")[0]).suffix.lower() in ENDINGS:
         return None
-    from ullage.cli.train.names import is_repository, locate
-
     if not is_repository(name):
-        return None
-    repository, _, revision = (before or "").rpartition("@")
-    revision = revision if repository == name.partition("@")[0] else None
+        return None  # which reading says, as of a file that is not there
     splits = [part.partition("[")[0].strip() for part in (split or TRAIN).split("+")]
-    card = locate(name, "dataset", lambda names: [CARD] if CARD in names else [], revision=revision)
+    card = locate(name, "dataset", lambda names: [CARD] if CARD in names else [], revision=pinned_commit(name, before))
     path = card.path / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     for one in splits:

@@ -67,6 +67,11 @@ class Located:
             return str(self.path)
         return f"{self.name} from the {self.source}, revision {self.revision[:12]}"
 
+    @property
+    def pinned(self) -> str | None:
+        """``repository@commit``, as a run writes it down; None for what lies on the disk."""
+        return None if self.revision is None else f"{self.name}@{self.revision}"
+
 
 def keep_off_hub() -> None:
     """Turn the hub off for everything but :func:`locate`, unless the user has set ``HF_HUB_OFFLINE`` either way.
@@ -124,6 +129,12 @@ def locate(name: str, kind: str, wanted: Wanted, *, revision: str | None = None)
                     )
     assert found is not None
     return found
+
+
+def pinned_commit(name: str, before: str | None) -> str | None:
+    """The commit of ``before``, a :attr:`Located.pinned` of an earlier call, if its repository is that of ``name``."""
+    repository, _, commit = (before or "").partition("@")
+    return commit if repository == name.partition("@")[0] else None
 
 
 def is_on_disk(name: str) -> bool:
