@@ -25,7 +25,7 @@ from transformers import (
 
 from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train import bounds, limits, names
+from ullage.cli.train import bounds, limits, names, services
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.choosing import choose
 from ullage.cli.train.settings import ModelArguments
@@ -468,10 +468,10 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["tensorboard"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    bounds.require_trackers(["tensorboard", "all"])
+    services.require_trackers(["tensorboard", "all"])
     for name, package in (("wandb", "wandb"), ("comet_ml", "comet-ml")):
         with pytest.raises(UsageError) as error:
-            bounds.require_trackers(["tensorboard", name])
+            services.require_trackers(["tensorboard", name])
         assert str(error.value) == (
             f"the tracker {name} is not installed (--report_to): expected none, or one that is: tensorboard. "
             f"Get it: pip install {package}"
@@ -485,7 +485,7 @@ def test_a_run_is_pushed_only_by_somebody_whom_the_hub_knows(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UsageError, match="nobody is logged in"):
-        bounds.require_hub(training)
+        services.require_hub(training)
     assert constants.HF_HUB_OFFLINE is False  # the push itself needs it
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
 
@@ -494,6 +494,6 @@ def test_a_run_is_pushed_only_by_somebody_whom_the_hub_knows(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.whoami", fail)
     with pytest.raises(UsageError, match=r"does not answer or .*found ConnectionError: no route\. See whether"):
-        bounds.require_hub(training)
+        services.require_hub(training)
     monkeypatch.setattr("huggingface_hub.whoami", lambda token: {"name": "org"})
-    bounds.require_hub(training)
+    services.require_hub(training)

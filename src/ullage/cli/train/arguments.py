@@ -19,8 +19,9 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.bounds import require_bounds, require_hub, require_trackers
+from ullage.cli.train.bounds import require_bounds
 from ullage.cli.train.record import taken_over
+from ullage.cli.train.services import require_hub, require_trackers
 from ullage.cli.train.settings import (
     DataArguments,
     ModelArguments,
