@@ -28,10 +28,10 @@ from tests.support.launch import torchrun
 from ullage.cli.train import bounds, limits, names, services
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.choosing import choose
+from ullage.cli.train.script import sample_of
 from ullage.cli.train.settings import ModelArguments
 from ullage.cli.train.verb import _run
 from ullage.cli.train.weights import load_weights
-from ullage.cli.train.writing import sample_of
 from ullage.datasets import byte_tokenizer, tokenize
 from ullage.errors import InputError, UsageError
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model

@@ -32,7 +32,7 @@ class Voice:
             print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
 
 
-def summarized(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
+def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
     """Save the model, evaluate it once more unless that was just done, and gather the figures of the run."""
     history = trainer.state.log_history
     # The Trainer has evaluated at the last step if its interval says so.

@@ -56,8 +56,8 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.picture import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
-    from ullage.cli.train.summary import Voice, summarized
-    from ullage.cli.train.writing import python_of, sample_of
+    from ullage.cli.train.script import sample_of, script_of
+    from ullage.cli.train.summary import Voice, save_and_summarize
     from ullage.training.costing import num_parameters
     from ullage.training.fsdp import require_possible
 
@@ -94,13 +94,13 @@ def _run(argv: list[str], first: bool) -> None:
         if first:
             begin(command, situation)
     # Of the model as it is now: an engine may put layers of its own into it.
-    code = python_of(command, model, sample_of(command, tokenizer, training, held_out))
+    code = script_of(command, model, sample_of(command, tokenizer, training, held_out))
     try:
         trainer, progress = _trainer(command, model, tokenizer, training, held_out, first)
         if not _train(trainer, progress, command, situation.checkpoint, argv, say):
             leave_page(command, first, say)
             return
-        summary = {**summarized(command, trainer, progress), "code": code}
+        summary = {**save_and_summarize(command, trainer, progress), "code": code}
     except OSError as error:  # what cannot be written has been said where it was
         where = str(error.filename or command.training.output_dir)
         raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error

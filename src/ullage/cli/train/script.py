@@ -1,4 +1,4 @@
-"""Lines of Python that load the model of a run and let it go on from a sample of the run's own data."""
+"""The script that loads the model of a run and lets it go on from a sample of the run's own data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sample_of(command: TrainCommand, tokenizer: Any, training: Any, held_out: An
     return beginning if again[: len(own) // 2] == own[: len(own) // 2] else ids[:_IDS]
 
 
-def python_of(command: TrainCommand, model: Any, sample: str | list[int]) -> str:
+def script_of(command: TrainCommand, model: Any, sample: str | list[int]) -> str:
     """A script that loads the model of a finished run and prints what it writes after ``sample``."""
     folder = str(command.training.output_dir)
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
