@@ -18,7 +18,6 @@ def run_log(command: TrainCommand, trainer: Any) -> RunLog:
     """The callback that writes the log of the run."""
     from ullage.training.run_log import RunLog
 
-    _show_log(command)
     return RunLog(trainer.meter, layout=_axes(command))
 
 
@@ -32,7 +31,7 @@ def _axes(command: TrainCommand) -> str | None:
     return f"{number} process{'es' if number != 1 else ''}, FSDP{f', {axes}' if axes else ''}"
 
 
-def _show_log(command: TrainCommand) -> None:
+def show_log(command: TrainCommand) -> None:
     """Show the library's own records where ``--log_level`` asks for them; transformers' are its own affair."""
     logger = logging.getLogger("ullage")
     if "log_level" not in command.given or logger.handlers:

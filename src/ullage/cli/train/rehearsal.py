@@ -37,7 +37,7 @@ def rehearse(
     tokenizer: Any,
     training: TokenDataset,
     held_out: TokenDataset | None,
-    make_trainer: Callable[..., tuple[Any, Any]],
+    make_trainer: Callable[[], tuple[Any, Any]],
 ) -> dict[str, Any]:
     """What a run would be, as JSON holds it. Collective.
 
@@ -45,7 +45,7 @@ def rehearse(
         command: the arguments of the call.
         model, tokenizer: as the run would have them.
         training, held_out: the data.
-        make_trainer: makes the trainer of the run of command, model, tokenizer, training, held_out, first.
+        make_trainer: makes the trainer of the run, and its progress bar.
     """
     told: dict[str, Any] = {
         "dry_run": True,
@@ -70,7 +70,7 @@ def rehearse(
         # The trainer makes its folder, and a repository on the hub.
         arguments.output_dir, arguments.push_to_hub = folder, False
         try:
-            trainer, progress = make_trainer(command, model, tokenizer, training, held_out, False)
+            trainer, progress = make_trainer()
             progress.close()
             _of_steps(told, trainer, model, len(training))
         finally:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,8 +86,10 @@ def _run(argv: list[str], first: bool) -> None:
     for note in (*notes_on_lengths(command, model, training, held_out), *compiling_notes(command.training)):
         say(note)
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
+    make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
     if command.run.dry_run:
-        tell(rehearse(command, model, tokenizer, training, held_out, _trainer), say, command.output.json and first)
+        told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
+        tell(told, say, command.output.json and first)
         return
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
@@ -96,7 +99,7 @@ def _run(argv: list[str], first: bool) -> None:
     # Of the model as it is now: an engine may put layers of its own into it.
     code = script_of(command, model, sample_of(command, tokenizer, training, held_out))
     try:
-        trainer, progress = _trainer(command, model, tokenizer, training, held_out, first)
+        trainer, progress = make_trainer(first=first)
         if not _train(trainer, progress, command, situation.checkpoint, argv, say):
             leave_page(command, first, say)
             return
@@ -140,13 +143,13 @@ def _written(command: TrainCommand) -> Iterator[None]:
 
 
 def _trainer(
-    command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, first: bool
+    command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, *, first: bool
 ) -> tuple[Any, Progress]:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
     from ullage.cli.train.layout import parallel_trainer
-    from ullage.cli.train.picture import run_log
+    from ullage.cli.train.picture import run_log, show_log
     from ullage.cli.train.progress import Progress
     from ullage.training import RaggedCollator, Trainer
 
@@ -165,6 +168,7 @@ def _trainer(
         trainer.remove_callback(callback)
     progress = Progress(trainer.meter, show=first and not arguments.disable_tqdm)
     trainer.add_callback(progress)
+    show_log(command)
     trainer.add_callback(run_log(command, trainer))
     return trainer, progress
 
