@@ -74,6 +74,18 @@ class DistributedError(UllageError, RuntimeError):
     failures: tuple[tuple[int, str], ...] = ()
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The error of a library that the layers above it raised theirs from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, as a part of ours; of an error without one, its class."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def require_int(value: object, name: str, *, least: int) -> int:
     """``value`` as an ``int``, where it is an integer of at least ``least``; numpy's integers count, ``bool`` does not.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 from ullage.layout import Int64
 
 
@@ -53,7 +53,7 @@ def read_arrow(path: Path) -> Any:
         reader = pa.ipc.open_file(source) if footed else pa.ipc.open_stream(source)
         return reader.read_all()
     except (OSError, pa.ArrowException) as error:
-        raise InputError("an .arrow file cannot be read", where=str(path), found=str(error).split("\n")[0]) from error
+        raise InputError("an .arrow file cannot be read", where=str(path), found=first_line(error)) from error
 
 
 def require_tokens(array: Any, where: str, first_row: int = 0) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ullage.datasets.text import TokenDataset, token_dataset
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 from ullage.schema import IGNORED_LABEL
 
 #: A column of whole chats; the second name is that of rows with ``from`` and ``value``.
@@ -227,7 +227,7 @@ class _Encoder:
                 raise InputError(
                     "the chat template cannot be applied",
                     where=f"sample {number}",
-                    found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                    found=f"{type(error).__name__}: {first_line(error)}",
                 ) from error
             if not masks:
                 yield ids, None

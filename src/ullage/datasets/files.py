@@ -23,7 +23,7 @@ from ullage.datasets.arrow import is_list, is_text, list_lengths, no_tokens, rea
 from ullage.datasets.folders import files_of
 from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
 from ullage.datasets.measuring import BYTES, measure
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
 from ullage.layout import Int64, as_lengths
 
@@ -349,7 +349,7 @@ def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str
 
         return _from_arrow(table.schema_arrow.names, arrays, where, column, tokenizer)
     except pa.ArrowException as error:
-        raise InputError("a .parquet file cannot be read", where=where, found=str(error).split("\n")[0]) from error
+        raise InputError("a .parquet file cannot be read", where=where, found=first_line(error)) from error
 
 
 def _from_arrow(

@@ -235,10 +235,3 @@ def _of_one_kind(names: list[str]) -> list[str]:
                 "a numbered file is missing", expected=f"{name}-00000 to {count - 1:05}", found=f"no {missing[0]:05}"
             )
     return chosen
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The error that the libraries below a reader raised first."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
 
 #: The unit of text measured without a vocabulary.
@@ -38,5 +38,5 @@ def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]
         try:
             loaded = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
-            raise InputError("a tokenizer cannot be loaded", where=name, found=str(error).split("\n")[0]) from error
+            raise InputError("a tokenizer cannot be loaded", where=name, found=first_line(error)) from error
     return lambda texts: loaded(list(texts))["input_ids"]

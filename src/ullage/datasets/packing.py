@@ -25,10 +25,9 @@ import numpy.typing as npt
 
 from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
 from ullage.datasets.files import TEXT_NAMES
-from ullage.datasets.folders import root_cause
 from ullage.datasets.measuring import load_tokenizer
 from ullage.datasets.pack_report import PackReport
-from ullage.errors import InputError, require_int, require_one_of
+from ullage.errors import InputError, first_line, require_int, require_one_of, root_cause
 from ullage.extras import needed_by
 from ullage.layout import Int64, Layout, starts_of
 
@@ -186,9 +185,8 @@ def _guarded(first: Any, tables: Iterator[Any], source: Path) -> Iterator[Any]:
 
 
 def _unreadable(source: Path, error: Exception) -> InputError:
-    cause = root_cause(error)
-    said = str(cause).strip().split("\n")[0] or type(cause).__name__
-    return InputError("a file is not what its ending says, or is broken", where=str(source), found=said)
+    found = first_line(root_cause(error))
+    return InputError("a file is not what its ending says, or is broken", where=str(source), found=found)
 
 
 def _column(schema: Any, column: str | None, where: str) -> str:

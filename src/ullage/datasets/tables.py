@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ullage.datasets.folders import ENDINGS, TRAIN, files_of, root_cause
-from ullage.errors import InputError
+from ullage.datasets.folders import ENDINGS, TRAIN, files_of
+from ullage.errors import InputError, first_line, root_cause
 from ullage.extras import needed_by
 
 # Bytes by which a format is recognised.
@@ -87,7 +87,7 @@ def _joined(tables: list[tuple[Path, Any]]) -> Any:
     try:
         return datasets.concatenate_datasets([table.select_columns(columns) for _, table in tables])
     except Exception as error:  # a column of one name and of several kinds
-        found = str(root_cause(error)).partition("\n")[0]
+        found = first_line(root_cause(error))
         raise InputError("the files have columns of other kinds", where=f"{first} and others", found=found) from error
 
 
@@ -101,7 +101,7 @@ def _sliced(table: Any, name: str, spec: str) -> Any:
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute({name: len(table)})
     except (ValueError, AssertionError) as error:
         raise InputError(
-            "not a part of a split", where=f"{spec} of {len(table)} rows", found=str(error).partition("\n")[0]
+            "not a part of a split", where=f"{spec} of {len(table)} rows", found=first_line(error)
         ) from error
     rows = [row for part in parts for row in range(part.from_ or 0, len(table) if part.to is None else part.to)]
     return table.select(rows)
@@ -134,7 +134,7 @@ def _require_content(path: Path, ending: str) -> None:
             file.seek(0)
             # A line may be longer than the head, and these formats are told apart by a whole one.
             lines = ending in (".jsonl", ".csv", ".tsv")
-            first_line = next((line for line in file if line.strip()), b"") if lines else b""
+            first = next((line for line in file if line.strip()), b"") if lines else b""
     except OSError as error:
         raise InputError("the data file cannot be read", where=str(path), found=error.strerror) from error
     if not head.strip():
@@ -145,11 +145,11 @@ def _require_content(path: Path, ending: str) -> None:
     elif found not in ("text", "JSON"):
         right = False
     elif ending == ".jsonl":
-        right = isinstance(_parsed(first_line), dict)
+        right = isinstance(_parsed(first), dict)
     elif ending == ".json":
         right = found == "JSON"
     elif ending in (".csv", ".tsv"):
-        right = not isinstance(_parsed(first_line), dict | list)
+        right = not isinstance(_parsed(first), dict | list)
         found = "text" if right else "JSON"
     else:
         right = True

@@ -23,9 +23,8 @@ from ullage.cli.train.names import (
 )
 from ullage.cli.train.record import read_record
 from ullage.cli.train.settings import TrainCommand
-from ullage.cli.train.weights import first_line
 from ullage.datasets.text import byte_tokenizer
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 from ullage.training.saving import WEIGHT_FILES
 
 #: The word of ``--tokenizer`` for transformers' byte tokenizer.

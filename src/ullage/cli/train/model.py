@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.cli.train.weights import first_line, load_weights, trust_hint
-from ullage.errors import CheckpointError, InputError
+from ullage.cli.train.weights import load_weights, trust_hint
+from ullage.errors import CheckpointError, InputError, first_line
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
 from ullage.training.saving import WEIGHT_FILES

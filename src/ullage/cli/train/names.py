@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 
 #: Given the names of all files of a repository, those that are needed; raises ``InputError`` where it lacks them.
 Wanted = Callable[[Sequence[str]], list[str]]
@@ -325,7 +325,7 @@ def _hub_errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         raise NotFoundError(
             f"the {kind} cannot be fetched from the hub",
             where=page,
-            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            found=f"{type(error).__name__}: {first_line(error)}",
             hint=f"where there is a network: {_download(repository, kind, revision)}",
         ) from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.cli.train.names import keep_off_hub
-from ullage.errors import TrainingError, UsageError
+from ullage.errors import TrainingError, UsageError, first_line
 
 
 def make_ready(argv: list[str]) -> None:
@@ -63,7 +63,7 @@ def one_line_errors() -> Iterator[None]:
         raise UsageError(
             "the processes cannot meet: the port is in use" if busy else "the processes cannot meet",
             where=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-            found=None if busy else str(error).partition("\n")[0],
+            found=None if busy else first_line(error),
             hint="start them with torchrun --standalone, which finds a free one, or set MASTER_PORT" if busy else None,
         ) from error
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def _failed_to_build(error: BaseException | None) -> str | None:
     while error is not None:
         # The error is torch's, of any extension; what tells is that DeepSpeed's builder is on the stack.
         if any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            return str(error).partition("\n")[0].partition(": ")[0]
+            return first_line(error).partition(": ")[0]
         error = error.__cause__
     return None
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from ullage.errors import InputError, UsageError
+from ullage.errors import InputError, UsageError, first_line
 
 #: Trackers of transformers by the package that each needs, where that has another name.
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
@@ -87,6 +87,6 @@ def _require_account(token: str | None) -> None:
         raise UsageError(
             "the run cannot be pushed, for the hub does not answer or does not know the token",
             where="--push_to_hub",
-            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            found=f"{type(error).__name__}: {first_line(error)}",
             hint="see whether there is a network, then hf auth login; or train without it and hf upload the folder",
         ) from error

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ullage.cli.train.names import model_files
 from ullage.cli.train.settings import ModelArguments
-from ullage.errors import InputError
+from ullage.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from ullage.cli.train.summary import Voice
@@ -47,11 +47,6 @@ def load_weights(folder: Path, arguments: ModelArguments, say: Voice) -> Any:
     if not adapter:
         _judge(folder, model, info, allowed=arguments.allow_missing_weights, say=say)
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error of a library, for an error of ours."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def trust_hint(error: Exception) -> str | None:

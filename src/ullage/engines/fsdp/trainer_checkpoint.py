@@ -21,7 +21,7 @@ from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
 from ullage.engines.fsdp.optimizer_state import IMPLEMENTATION
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
-from ullage.errors import CheckpointError
+from ullage.errors import CheckpointError, first_line
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
@@ -189,6 +189,4 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            "this file cannot be read", where=str(path), found=str(error).partition("\n")[0]
-        ) from error
+        raise CheckpointError("this file cannot be read", where=str(path), found=first_line(error)) from error
