@@ -72,8 +72,8 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path
 	@$(BIN)/python maintenance/watch.py $(filter-out PYTHON=% ROOM=% NAME=% ARGS=%,$(MAKEOVERRIDES))
 
-release-check:  ## could a release be cut? wheel and sdist built, installed into clean environments, tried; minutes
-	@$(PYTHON) maintenance/release.py $(ARGS)
+release-check:  ## could a release be cut? built, installed, tried; minutes; REPOSITORY=https://HOST/OWNER/ullage
+	@$(if $(REPOSITORY),ULLAGE_REPOSITORY='$(REPOSITORY)') $(PYTHON) maintenance/release.py $(ARGS)
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

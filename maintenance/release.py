@@ -60,6 +60,7 @@ done = Trainer(model, arguments, RaggedCollator(labels_from="input_ids"), sample
 assert done.global_step == 2 and done.training_loss > 0
 """
 RENDER = "import readme_renderer.markdown as m; print(m.render(open('description.md', encoding='utf-8').read()))"
+GIVE_ADDRESS = "give one: make release-check REPOSITORY=https://HOST/OWNER/ullage, or repository in pyproject.toml"
 NEEDS_HF = "ullage.training.Trainer needs transformers: pip install 'ullage[hf]'"
 
 
@@ -103,10 +104,13 @@ class Release:
         return top
 
     def address(self) -> str:
-        """pyproject.toml says where the project is published."""
-        urls = [value for key, value in self.metadata("whl").items() if key == "Project-URL"]
-        require(urls, "set [tool.ullage] repository in pyproject.toml, or ULLAGE_REPOSITORY")
-        return "; ".join(urls)
+        """The package says where the project is published."""
+        urls = dict(url.split(", ") for url in self.metadata("whl").get_all("Project-URL", []))
+        require(urls, f"no address; {GIVE_ADDRESS}")
+        home = urls["Homepage"]
+        require(re.fullmatch(r"https://[^/\s]+(/[^/\s]+)+", home), f"the address is {home!r}; {GIVE_ADDRESS}")
+        require(all(url.startswith(home) for url in urls.values()), f"addresses lead elsewhere than {home}: {urls}")
+        return home
 
     def build(self) -> str:
         """The wheel and the sdist are built, and a wheel from the sdist is the same."""
@@ -215,9 +219,9 @@ def main() -> None:
     BUILD.mkdir(parents=True)
     release = Release()
     print(f"{pyproject['project']['name']} {release.version}", flush=True)
-    checks = [release.changelog, release.build, release.contents, release.description]
+    checks = [release.changelog, release.build, release.address, release.contents, release.description]
     checks += [] if quick else [release.core, release.hf]
-    sys.exit(1 if report([*checks, release.address]) else 0)
+    sys.exit(1 if report(checks) else 0)
 
 
 def report(checks: list[Callable[[], str]]) -> int:

@@ -1,10 +1,13 @@
 """What a package index shows of the package, and the workflow of the forge."""
 
 import re
+import subprocess
+import zipfile
 
+import pytest
 import yaml
 
-from maintenance import metadata
+from maintenance import metadata, release
 from tests.support.launch import ROOT
 
 REPOSITORY = "https://forge.example/them/ullage"
@@ -47,6 +50,44 @@ def test_urls_follow_from_the_repository():
     assert urls["Changelog"] == f"{REPOSITORY}/blob/v1.2/CHANGELOG.md"
     assert urls.keys() == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
     assert metadata.project_urls("", "1.2") == {}
+
+
+def wheel(folder, monkeypatch, repository):
+    """A wheel with the metadata that hatchling is told, as far as the release check reads it."""
+    monkeypatch.setenv("ULLAGE_REPOSITORY", repository)
+    found = {}
+    metadata.MetadataHook(str(ROOT), {}).update(found)
+    checks = release.Release()
+    folder.mkdir()
+    with zipfile.ZipFile(folder / f"ullage-{checks.version}-py3-none-any.whl", "w") as archive:
+        lines = "".join(f"Project-URL: {name}, {url}\n" for name, url in found["urls"].items())
+        archive.writestr(
+            f"ullage-{checks.version}.dist-info/METADATA", f"Name: ullage\n{lines}\n{found['readme']['text']}"
+        )
+    monkeypatch.setattr(release, "BUILD", folder.parent)
+    return checks
+
+
+def test_the_release_check_takes_the_address_that_the_package_was_built_with(tmp_path, monkeypatch):
+    assert wheel(tmp_path / "dist", monkeypatch, f"{REPOSITORY}/").address() == REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("", "no address; give one: "), ("forge.example/ullage", "the address is 'forge.example/ullage'; ")],
+)
+def test_the_release_check_says_what_address_is_missing(given, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(metadata, "repository_of", lambda root: given)
+    with pytest.raises(release.Failed) as failed:
+        wheel(tmp_path / "dist", monkeypatch, given).address()
+    assert str(failed.value).startswith(said)
+    assert "make release-check REPOSITORY=https://HOST/OWNER/ullage" in str(failed.value)
+
+
+def test_make_hands_the_address_on():
+    command = ["make", "--dry-run", "release-check", f"REPOSITORY={REPOSITORY}"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.split()[0] == f"ULLAGE_REPOSITORY='{REPOSITORY}'"
 
 
 def test_the_workflow_runs_what_every_change_must_pass():
