@@ -66,6 +66,29 @@ for call in sys.argv[3:]:
 from ullage import Layout, plan  # which the core has
 print(Layout([3, 1]).num_tokens, plan([5, 3, 9], ranks=2, capacity=16).num_microbatches)
 print(sorted({"transformers", "accelerate", "datasets", "safetensors"} & sys.modules.keys()))
+import importlib, importlib.util, pkgutil, ullage
+whole, bare = 0, []
+def touch(what, load):
+    global whole
+    try:
+        load()
+        whole += 1
+    except ImportError as error:
+        if type(error).__name__ != "MissingExtraError":
+            bare.append(f"{what}: {error}")
+for name in ["ullage", *(found.name for found in pkgutil.walk_packages(ullage.__path__, "ullage."))]:
+    touch(name, lambda: importlib.import_module(name))
+    for public in getattr(sys.modules.get(name), "__all__", ()):
+        touch(f"{name}.{public}", lambda: getattr(sys.modules[name], public))
+print(whole > 300, bare)
+try:  # what is none of ours fails as ever
+    import transformers
+except ImportError as error:
+    print(type(error).__name__, error, importlib.util.find_spec("transformers"))
+try:
+    import ullage.training.mixin
+except ImportError as error:
+    print(error)
 sys.path.insert(0, sys.argv[2])  # the old transformers
 for call in ("from ullage.training import Trainer", "from ullage.training import TrainingArguments"):
     try:
@@ -76,7 +99,7 @@ for call in ("from ullage.training import Trainer", "from ullage.training import
 
 
 def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
-    """And what is too old with its version: one process, since torch takes seconds to load."""
+    """For every module and public name, and what is too old with its version: one process, since torch loads slowly."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     site = tmp_path / "old"
     (site / "transformers").mkdir(parents=True)
@@ -86,13 +109,20 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
     done = run(core, SCRIPT, str(tmp_path / "a.jsonl"), str(site), *CALLS)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == len(CALLS) + 4
+    assert len(lines) == len(CALLS) + 7
     for line, (call, said) in zip(lines, CALLS.items(), strict=False):
         kind = "InputError" if "URL" in said else "MissingExtraError"
         assert line.startswith(f"{kind} True {said}"), (call, line)
     old = "needs transformers 5.20 or newer, found 4.57.1: pip install --upgrade 'ullage[hf]'"
     names = ("ullage.training.Trainer", "ullage.training.TrainingArguments")
-    assert lines[-4:] == ["4 1", "[]", *(f"{name} {old}" for name in names)]
+    assert lines[-7:] == [
+        "4 1",
+        "[]",
+        "True []",
+        "ModuleNotFoundError No module named 'transformers' None",
+        "ullage.training.mixin needs transformers: pip install 'ullage[hf]'",
+        *(f"{name} {old}" for name in names),
+    ]
 
 
 @pytest.mark.parametrize("verb", ["train", pytest.param("audit", marks=pytest.mark.slow)])
