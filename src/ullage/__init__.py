@@ -6,11 +6,9 @@ torch or transformers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ullage.display import drawn_by
 from ullage.lazy import lazy_names
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ullage import (
         attention as attention,
@@ -76,7 +74,8 @@ else:
         ],
     )  # fmt: skip
 
-# What is shown in a notebook is drawn far below what it is drawn of, and only here are both known.
-drawn_by("ullage.report.inline")
+#: The module that draws what is shown in a notebook, for ``ullage.display``: it lies far below what it draws, and only
+#: here are both known.
+_DRAWN_BY = "ullage.report.inline"
 
 __version__ = "0.1.0"

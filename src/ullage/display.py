@@ -1,9 +1,9 @@
 """Display of objects: one line for ``repr``, a drawing in a notebook, a page in a browser or a file.
 
 What draws lies far below what is drawn: pages need a template engine, and a plan does not. So the objects know only
-that somebody draws them. The root package names that module once (:func:`drawn_by`), and it is loaded when something
-is shown. It has three functions of an object: ``fragment`` (HTML for a notebook, None for a type that it does not
-know), ``page`` (a whole page) and ``text`` (for a terminal).
+that somebody draws them. The root package names that module (``_DRAWN_BY``), and it is loaded when something is shown.
+It has three functions of an object: ``fragment`` (HTML for a notebook, None for a type that it does not know), ``page``
+(a whole page) and ``text`` (for a terminal).
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from typing import Any
 
 from ullage.errors import InputError
 
-_drawing = {"module": ""}
 #: Height in pixels of a page that is shown in a notebook.
 _HEIGHT = 720
-
-
-def drawn_by(module: str) -> None:
-    """Name the module that draws, which is loaded when it is first needed."""
-    _drawing["module"] = module
 
 
 def counted(count: int, thing: str, things: str | None = None) -> str:
@@ -129,7 +123,7 @@ class _Html:
 
 
 def _module() -> Any:
-    return importlib.import_module(_drawing["module"])
+    return importlib.import_module(sys.modules["ullage"]._DRAWN_BY)
 
 
 def _in_notebook() -> bool:

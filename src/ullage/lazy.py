@@ -13,12 +13,12 @@ of the modules that define them::
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from ullage.extras import needed_by
+TYPE_CHECKING = False  # as for type checkers in ``typing``, which takes ten times as long to load as all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 
 def lazy_names(
@@ -36,6 +36,10 @@ def lazy_names(
 
     def load(name: str) -> Any:
         # Called for names that the package does not have yet, see PEP 562.
+        import importlib
+
+        from ullage.extras import needed_by
+
         if name in home:
             with needed_by(f"{package}.{name}"):
                 value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)

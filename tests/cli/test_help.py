@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.launch import ROOT
-from ullage.cli import VERBS, app
+from ullage.cli import VERBS
+from ullage.cli.group import app
 from ullage.cli.train import options as train_options
 
 SHELLS = ("bash", "zsh", "fish")

@@ -1,0 +1,18 @@
+"""The names of the verbs."""
+
+from __future__ import annotations
+
+#: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
+VERBS = {
+    "quickstart": "See the whole in a few minutes: train packed, stop, convert, go on with other processes.",
+    "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
+    "plan": "Plan one step: where sequences of these lengths go, and how near the ideal that is.",
+    "report": "Show a run: its curves, the plan of a step, its checkpoints; beside another run, or live.",
+    "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",
+    "audit": "Show that a model keeps packed sequences apart: outputs, gradients, and that nothing leaks.",
+    "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
+    "convert": "Convert a checkpoint to universal, safetensors, dcp or torch_dist, for any number of ranks.",
+    "verify": "Compare a converted checkpoint with its source, byte by byte.",
+    "diff": "Say which tensors of two checkpoints differ, and by how much.",
+    "average": "Average the weights of checkpoints, or take their moving average, as safetensors.",
+}
