@@ -7,7 +7,7 @@ This module imports next to nothing, so that Ctrl-C is in hand before the librar
 
 from __future__ import annotations
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import atexit
 import sys
 

@@ -6,7 +6,8 @@ whatever it hits: the process leaves at once. From the verb's first line on, Ctr
 
 from __future__ import annotations
 
-import _signal  # the module without its enumerations, which load longer than all that runs before this
+# The module without its enumerations, which load longer than all that runs before this.
+import _signal  # pyright: ignore[reportMissingImports]
 import os
 
 TYPE_CHECKING = False
