@@ -658,7 +658,8 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_continue(data, tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     last = checkpoints_in(tmp_path / "out")[-1]
-    said = out.splitlines()[-1]
+    said, page = out.splitlines()[-2:]
+    assert page == f"report: {tmp_path / 'out' / 'report.html'}"
     assert said.startswith("interrupted at step ")
     assert f"{last} is whole; continue with: ullage train --data" in said
     assert said.endswith(" --resume_from_checkpoint")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,7 @@ from transformers import (
 
 from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train import bounds, limits, names, services
+from ullage.cli.train import bounds, limits, names, progress, services, verb
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.choosing import choose
 from ullage.cli.train.script import sample_of
@@ -35,6 +37,8 @@ from ullage.cli.train.weights import load_weights
 from ullage.datasets import byte_tokenizer, tokenize
 from ullage.errors import InputError, UsageError
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model
+from ullage.report import run_page
+from ullage.training.saving import checkpoints_in
 
 TINY = ["--use_cpu", "--disable_tqdm", "true", "--max_steps", "2", "--eval_strategy", "no", "--held_out", "0.2"]
 SMALL: dict[str, Any] = {
@@ -388,6 +392,34 @@ def test_two_processes_take_a_model_by_name(folders, tmp_path, texts):
         )
     assert str(error.value).count("ullage: this model is neither a folder nor in the Hugging Face cache") == 1
     assert "Traceback" not in str(error.value).partition("ChildFailedError")[0].partition("elastic")[0]
+
+
+# The end of a run
+
+
+def test_a_run_that_a_signal_stops_leaves_its_page_once_its_checkpoint_is_written(tmp_path, texts, monkeypatch, capsys):
+    left, write = [], run_page.write_run_page
+
+    def before_step(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def draw(runs, path):
+        assert checkpoints_in(path.parent)[-1].name == "checkpoint-1"
+        write(runs, path)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one, in the middle of it
+
+    monkeypatch.setattr(progress.Progress, "on_step_begin", before_step)
+    monkeypatch.setattr(run_page, "write_run_page", draw)
+    monkeypatch.setattr(verb, "leave_at_once", left.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        here("--data", texts, "--model", "lstm-8", *TINY, "--output_dir", tmp_path / "out")
+    assert left == [143]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (tmp_path / "out" / "report.html").is_file()
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith("terminated at step 1 of 2; ")
+    assert said[-1] == f"report: {tmp_path / 'out' / 'report.html'}"
 
 
 # The output folder

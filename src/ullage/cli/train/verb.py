@@ -186,6 +186,7 @@ def _train(
         argv: the call as it was typed, to print how to continue.
         say: the voice of the first rank.
     """
+    from ullage.cli.train.picture import leave_page
     from ullage.cli.train.progress import Stop
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
@@ -220,10 +221,24 @@ def _train(
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
         where = f"{how} at step {trainer.state.global_step} of {trainer.state.max_steps}"
         say(f"{where}; {_how_to_continue(folder, argv)}")
+        with _ending_at_once():
+            leave_page(command, trainer.state.is_world_process_zero, say)
         sys.exit(signalled.exit_status)
     if stop.reached:
         say.stopped(_how_to_continue(folder, argv), checkpoints_in(folder)[-1])
     return not stop.reached
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Leave at the next signal: the checkpoint is written, and what the block does is not worth waiting for."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, frame: leave_at_once(128 + number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _how_to_continue(folder: Any, argv: list[str]) -> str:
