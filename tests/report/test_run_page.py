@@ -313,6 +313,12 @@ def test_what_is_shown_live_is_the_last_row_and_its_curve(ran):
         ("Tesla V100-SXM2-16GB", False, True, 125e12),
         ("NVIDIA GeForce RTX 4090", True, False, 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", True, False, None),
+        ("NVIDIA GeForce RTX 4090 D", True, False, None),
+        ("NVIDIA GeForce RTX 3090 Ti", True, False, None),
+        ("NVIDIA H200 NVL", True, False, 835e12),
+        ("NVIDIA GH200 480GB", True, False, 989e12),
+        ("NVIDIA B200", True, False, 2250e12),
+        ("AMD Instinct MI250X", True, False, 191.5e12),
         ("some other device", True, False, None),
     ],
 )
