@@ -39,6 +39,7 @@ def test_every_format_gives_the_same_lengths(tmp_path):
         "b.jsonl": "17\n5\n\n900\n5",
         "c.jsonl": "".join(json.dumps({"input_ids": [1] * n, "text": "x"}) + "\n" for n in LENGTHS),
         "a.json": json.dumps(LENGTHS),
+        "b.json": json.dumps({"id": "x", "lengths": LENGTHS}),
         "d.jsonl": "".join(json.dumps([0] * n) + "\n" for n in LENGTHS),
     }
     paths = [tmp_path / "a.npy", *(write(tmp_path / name, text) for name, text in texts.items())]
@@ -129,6 +130,7 @@ def test_a_column_that_is_asked_for(tmp_path):
         ("a.csv", b"length\n5\nx\n", "found 'x'"),
         ("a.csv", b"length\nx\n", "found 'x'"),
         ("a.csv", b"a,b\n1,2\n", "found a, b"),
+        ("a.csv", b"id;length\n1;2\n", "parted by commas (a.csv): found id;length"),
     ],
 )
 def test_bad_files(tmp_path, monkeypatch, name, content, message):

@@ -206,6 +206,10 @@ def _from_json(text: str, where: str, column: str | None, tokenizer: str | None)
         raise InputError("a file is not JSON", where=where, found=str(error)) from error
     if isinstance(value, dict):
         if "mode" not in value:
+            # One object is one row, or a column of lengths by its name: {"lengths": [5, 3, 9]}.
+            chosen = choose_column(list(value), column, where)
+            if chosen.lower() in LENGTH_NAMES and isinstance(value[chosen], list):
+                return _of_column(value[chosen], chosen, where, tokenizer)
             return _from_records([value], where, column, tokenizer)
         # By its path, so that a relative path in it starts at the file's folder.
         return Measured(mock_lengths(text if where == "standard input" else where))
@@ -323,6 +327,13 @@ def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) 
         header = next((row for row in rows if any(cell.strip() for cell in row)), [])
         if all(map(is_number, header)):
             return Measured(parse_csv(text, where, column))
+        if len(header) == 1 and ";" in header[0]:
+            raise InputError(
+                "the columns of a .csv file are parted by commas",
+                where=where,
+                found=header[0][:60],
+                hint="write it with commas, or with tabs as a .tsv file",
+            )
         first = next((row for row in rows if row), [])
         chosen = choose_column([name.strip() for name in header], column, where)
         place = [name.strip() for name in header].index(chosen)
