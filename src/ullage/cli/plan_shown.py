@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ullage.datasets.files import Measured
+from ullage.display import counted
 from ullage.errors import UllageError
 from ullage.planning import Plan
 from ullage.report.figures import (
@@ -98,11 +99,12 @@ class PlanShown:
         console = Console(highlight=False)
         facts, measured = described(self.measured.lengths), self.measured
         origin = self.name if measured.column is None else f"{self.name}, column {measured.column}"
-        counted = f"{facts['sequences']:,} sequences, {facts['tokens']:,} {measured.unit}"
+        held = f"{counted(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
         between = f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}"
         meets = "every microbatch" if sync == "microbatch" else "once a step"
-        console.print(f"{origin}: {counted}, {between}", markup=False, soft_wrap=True)
-        console.print(f"{ranks:,} ranks of {slots} slots a microbatch; they meet {meets}", soft_wrap=True)
+        console.print(f"{origin}: {held}, {between}", markup=False, soft_wrap=True)
+        together = f"; they meet {meets}" if ranks > 1 else ""
+        console.print(f"{counted(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
         return console
 
 
