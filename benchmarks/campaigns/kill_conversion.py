@@ -63,11 +63,15 @@ def main() -> int:
             print(json.dumps(rows[-1]), flush=True)
     finally:
         shutil.rmtree(work)
+    return conclude("kill_conversion", rows, seed=options.seed)
+
+
+def conclude(name: str, rows: list[dict[str, Any]], **settings: object) -> int:
+    """Print what the rows come to and write them to ``benchmarks/results``; returns the exit status."""
     wrong = [row for row in rows if row["wrong"]]
-    print(f"{sum(r['kills'] for r in rows)} kills in {len(rows)} conversions, {len(wrong)} not exact")
-    stamp = datetime.now(UTC).strftime("%Y-%m-%d")
-    result = Path(__file__).resolve().parents[1] / "results" / f"kill_conversion_{stamp}.json"
-    result.write_text(json.dumps({"seed": options.seed, "rows": rows}, indent=1) + "\n")
+    print(f"{sum(row['kills'] for row in rows)} kills in {len(rows)} conversions, {len(wrong)} not exact")
+    result = ROOT / "benchmarks" / "results" / f"{name}_{datetime.now(UTC):%Y-%m-%d}.json"
+    result.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n")
     return 1 if wrong or not rows else 0
 
 

@@ -20,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.campaigns.kill_conversion import conclude  # noqa: E402
 from tests.support import object_store, real_zero  # noqa: E402
 from ullage import checkpoint  # noqa: E402
 from ullage.errors import CheckpointError  # noqa: E402
@@ -69,12 +69,7 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
     finally:
         shutil.rmtree(work)
-    wrong = [row for row in rows if row["wrong"]]
-    print(f"{sum(r['kills'] for r in rows)} kills in {len(rows)} conversions, {len(wrong)} not exact")
-    stamp = datetime.now(UTC).strftime("%Y-%m-%d")
-    result = Path(__file__).resolve().parents[1] / "results" / f"kill_remote_{stamp}.json"
-    result.write_text(json.dumps({"fail": options.fail, "seed": options.seed, "rows": rows}, indent=1) + "\n")
-    return 1 if wrong or not rows else 0
+    return conclude("kill_remote", rows, fail=options.fail, seed=options.seed)
 
 
 def one(store: Any, key: str, expected: Path, format: str, chance: random.Random) -> dict[str, Any]:
