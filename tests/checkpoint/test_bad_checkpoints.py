@@ -205,6 +205,16 @@ def test_a_target_that_cannot_be_written(run, tmp_path):
         checkpoint.convert(run, tmp_path / "file" / "out")
 
 
+def test_a_whole_target_whose_name_cannot_be_written_down_is_kept(run, tmp_path):
+    (tmp_path / "latest_universal").mkdir()
+    with pytest.raises(
+        InputError, match=r"cannot write: .*The target is whole: write its name into .*/latest_universal"
+    ):
+        checkpoint.convert(run, tmp_path / "out")
+    assert not list(tmp_path.glob(".latest*"))
+    assert checkpoint.verify(run, tmp_path / "out") == []
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(100, 99, 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

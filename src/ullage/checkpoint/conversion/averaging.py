@@ -96,7 +96,7 @@ def average(
         with suppress(OSError):
             shutil.rmtree(partial)
         if isinstance(error, OSError):
-            raise disk_error(error, partial) from error
+            raise disk_error(error, partial, "nothing is left of it: run the same command again once {}") from error
         raise
     return report
 

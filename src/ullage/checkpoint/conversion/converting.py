@@ -103,11 +103,8 @@ def convert(
     formats.require_none(inventory, inventory.problems())
     targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer, ranks=ranks)
     require_paths(targets, target)
-    report = Report(str(inventory.folder), str(target), format, notes=list(inventory.notes), dry_run=dry_run)
-    report.notes += formats.notes(inventory, format)
-    report.num_tensors = sum(len(t.payloads) for t in targets)
-    report.num_files, report.num_bytes = len(targets), sum(t.num_bytes for t in targets)
-    report.world_size, report.workers = share[1], workers or default_workers()
+    report = _report(inventory, targets, target, format)
+    report.world_size, report.workers, report.dry_run = share[1], workers or default_workers(), dry_run
     if inventory.on_paper and not dry_run:
         raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
     if dry_run:
@@ -117,24 +114,42 @@ def convert(
     options |= {} if ranks is None else {"ranks": ranks}
     with as_checkpoint_error(str(inventory.folder)):
         mark = mark_of(inventory, targets, options)
-    partial = partial_of(target)
+    job = _Job(inventory, targets, target, mark, share, report, progress, options)
     if is_remote(target):
-        partial = target
         uploading.require_writable(inventory, target, share[1])
-    else:
-        require_writable(inventory, target, partial, report.num_bytes)
-    job = _Job(inventory, targets, target, partial, mark, share, report, progress, options)
-    if is_remote(target):
         job.run_to_store()
     else:
+        require_writable(inventory, target, job.partial, report.num_bytes)
         job.run()
-        if share[0] == 0 and (pointer := formats.POINTERS.get(format)):
-            try:
-                point_to(target, pointer)
-            except OSError as error:
-                raise disk_error(error, target.parent / pointer) from error
+        if share[0] == 0:
+            _point(target, format)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _report(inventory: Inventory, targets: list[Target], target: Path, format: str) -> Report:
+    """The report of a conversion that has not begun: what it will write."""
+    return Report(
+        str(inventory.folder),
+        str(target),
+        format,
+        num_tensors=sum(len(t.payloads) for t in targets),
+        num_files=len(targets),
+        num_bytes=sum(t.num_bytes for t in targets),
+        notes=[*inventory.notes, *formats.notes(inventory, format)],
+    )
+
+
+def _point(target: Path, format: str) -> None:
+    """Write the target's name into the file beside it by which loaders of the format find it, if they do."""
+    pointer = formats.POINTERS.get(format)
+    if pointer is None:
+        return
+    try:
+        point_to(target, pointer)
+    except OSError as error:
+        advice = f"the target is whole: write its name into {target.parent / pointer} once {{}}"
+        raise disk_error(error, target.parent, advice) from error
 
 
 def default_workers() -> int:
@@ -161,7 +176,6 @@ class _Job:
         inventory: the source.
         targets: all files of the target, the same in every process.
         target: the folder under its final name.
-        partial: the folder in which the conversion works.
         mark: fingerprint of source, plan and options, which the journals must bear.
         share: (rank, number of processes).
         report: filled in as the work goes on.
@@ -173,13 +187,17 @@ class _Job:
     inventory: Inventory
     targets: list[Target]
     target: Path
-    partial: Path
     mark: str
     share: tuple[int, int]
     report: Report
     progress: Callable[[int, int], None] | None
     options: dict[str, Any]
     made: list[Path] = field(default_factory=list)
+
+    @property
+    def partial(self) -> Path:
+        """The folder in which a conversion to a folder works."""
+        return partial_of(self.target)
 
     def run(self) -> None:
         """Do this process's share of the units; process 0 then finishes, and the others wait for it."""
@@ -207,7 +225,8 @@ class _Job:
             raise
         except OSError as error:
             self._fail(error, remove=False)
-            raise disk_error(error, self.partial) from error
+            advice = "what is done is kept: run the same command again once {}, or remove the .partial"
+            raise disk_error(error, self.partial, advice) from error
         finally:
             if journal is not None:
                 journal.close()

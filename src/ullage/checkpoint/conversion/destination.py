@@ -60,14 +60,15 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
         raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
     # What an interrupted run has written already counts as free. In blocks: files are holes until units fill them.
     held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
-    free = shutil.disk_usage(above).free + held
+    require_room(above, num_bytes, held=held)
+
+
+def require_room(folder: Path, num_bytes: int, *, held: int = 0, hint: str = "free some space") -> None:
+    """Raise ``InputError`` where ``num_bytes`` do not fit beside ``folder``; ``held`` bytes count as free."""
+    free = shutil.disk_usage(folder).free + held
     if free < num_bytes:
         raise InputError(
-            "the disk is full",
-            where=str(above),
-            expected=f"{num_bytes} bytes free",
-            found=f"{free}",
-            hint="free some space",
+            "the disk is full", where=str(folder), expected=f"{num_bytes} bytes free", found=f"{free}", hint=hint
         )
 
 
@@ -78,14 +79,15 @@ def point_to(target: Path, name: str) -> None:
         return
     # Written aside and renamed, so that a loader never reads half a name.
     new = pointer.with_name(f".{name}.{os.getpid()}")
-    new.write_text(target.name)
-    os.replace(new, pointer)
+    try:
+        new.write_text(target.name)
+        os.replace(new, pointer)
+    finally:
+        new.unlink(missing_ok=True)
 
 
-def disk_error(error: OSError, where: Path) -> InputError:
-    """The error to raise where the system refuses to write."""
-    if error.errno in _NO_ROOM:
-        hint = "what is done is kept: run the same command again once there is room, or remove the .partial"
-    else:
-        hint = "what is done is kept: run the same command again once it can be written, or remove the .partial"
-    return InputError(f"cannot write: {error.strerror or error}", where=str(error.filename or where), hint=hint)
+def disk_error(error: OSError, where: Path, advice: str) -> InputError:
+    """The error to raise where the system refuses to write; ``advice`` has braces for what must be so first."""
+    once = "there is room" if error.errno in _NO_ROOM else "it can be written"
+    what, place = f"cannot write: {error.strerror or error}", str(error.filename or where)
+    return InputError(what, where=place, hint=advice.replace("{}", once))

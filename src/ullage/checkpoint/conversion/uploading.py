@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ullage.checkpoint.conversion import checksums, copying
-from ullage.checkpoint.conversion.destination import disk_error
+from ullage.checkpoint.conversion.destination import disk_error, require_room
 from ullage.checkpoint.conversion.locking import lock
 from ullage.checkpoint.conversion.units import split
 from ullage.checkpoint.files.archive import Target
@@ -143,7 +143,8 @@ class Upload:
         except OSError as error:
             url = str(error.filename)
             if "://" not in url:
-                raise disk_error(error, spool) from error
+                advice = "what is done is kept: run the same command again once {}"
+                raise disk_error(error, spool, advice) from error
             hint = "what is done is kept: run the same command again"
             what = {FileNotFoundError: "the bucket is not there", PermissionError: "writing is not permitted"}
             hint = {FileNotFoundError: "make it", PermissionError: "look at the credentials"}.get(type(error), hint)
@@ -316,15 +317,7 @@ def _require_room(spool: Path, batches: list[Batch]) -> None:
     """Raise ``InputError`` where two neighbouring batches do not fit into the spool."""
     sizes = [b.num_bytes for b in batches]
     needed = max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
-    free = shutil.disk_usage(spool).free
-    if free < needed:
-        raise InputError(
-            "no room for the files on their way to the store",
-            where=str(spool),
-            expected=f"{needed} bytes free",
-            found=f"{free}",
-            hint="free some space, or set TMPDIR to a folder with more of it",
-        )
+    require_room(spool, needed, hint="free some space, or set TMPDIR to a folder with more of it")
 
 
 @contextmanager
