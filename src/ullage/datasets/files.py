@@ -12,41 +12,23 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ullage.datasets.arrow import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
+from ullage.datasets.arrow import read_arrow
+from ullage.datasets.column_lengths import Measured, checked_lengths, choose_column, of_arrow, of_texts, of_values
 from ullage.datasets.folders import files_of
 from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
-from ullage.datasets.measuring import BYTES, measure
 from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
-from ullage.layout import Int64, as_lengths
+from ullage.layout import Int64
 
-#: Names of a column of text among several.
-TEXT_NAMES = ("text", "content", "document")
 ENDINGS = (".npy", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 _PARQUET, _NPY = b"PAR1", b"\x93NUMPY"
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """Lengths with their source.
-
-    Attributes:
-        lengths: int64 [n]
-        column: the column that they were read from; ``None`` where there are no columns
-        unit: what a length counts
-    """
-
-    lengths: Int64
-    column: str | None = None
-    unit: str = "tokens"
 
 
 def read_lengths(
@@ -90,7 +72,7 @@ def _read_file(path: Path, column: str | None, tokenizer: str | None) -> Measure
     try:
         if ending == ".arrow":
             table = read_arrow(path)
-            return _from_arrow(table.column_names, lambda name: table[name].chunks, str(path), column, tokenizer)
+            return of_arrow(table.column_names, lambda name: table[name].chunks, str(path), column, tokenizer)
         with path.open("rb") as file:
             return _read(file, ending, str(path), column, tokenizer)
     except OSError as error:
@@ -167,23 +149,14 @@ def _from_npy(file: BinaryIO, where: str) -> Int64:
         array = np.load(file, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError("an .npy file cannot be read", where=where, found=str(error)) from error
-    return _lengths(array, where)
-
-
-def _lengths(values: Any, where: str) -> Int64:
-    """``values`` as lengths; errors name the file."""
-    try:
-        return as_lengths(values)
-    except InputError as error:
-        place = where if error.where is None else f"{where}, {error.where}"
-        raise error.at(place) from error
+    return checked_lengths(array, where)
 
 
 def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
     if column is not None:
         if column != "text":
             raise InputError("a .txt file has no columns", where=where, expected="text", found=column)
-        return _of_texts(text.splitlines(), "text", tokenizer)
+        return of_texts(text.splitlines(), "text", tokenizer)
     # Integers between white space or commas; an empty array needs its dtype given, or it would be float64.
     words = text.replace(",", " ").split()
     for word in words:
@@ -195,7 +168,7 @@ def _from_txt(text: str, where: str, column: str | None, tokenizer: str | None) 
                 hint="--column text measures one text per line",
             )
     return Measured(
-        _lengths(np.array([as_number(word) for word in words] or [], dtype=None if words else np.int64), where)
+        checked_lengths(np.array([as_number(word) for word in words] or [], dtype=None if words else np.int64), where)
     )
 
 
@@ -209,7 +182,7 @@ def _from_json(text: str, where: str, column: str | None, tokenizer: str | None)
             # One object is one row, or a column of lengths by its name: {"lengths": [5, 3, 9]}.
             chosen = choose_column(list(value), column, where)
             if chosen.lower() in LENGTH_NAMES and isinstance(value[chosen], list):
-                return _of_column(value[chosen], chosen, where, tokenizer)
+                return of_values(value[chosen], chosen, where, tokenizer)
             return _from_records([value], where, column, tokenizer)
         # By its path, so that a relative path in it starts at the file's folder.
         return Measured(mock_lengths(text if where == "standard input" else where))
@@ -236,7 +209,7 @@ def _from_records(records: list[Any], where: str, column: str | None, tokenizer:
     if not isinstance(records[0], dict):
         if column is not None:
             raise InputError("a column is missing", where=where, expected=column, found="rows without names")
-        return _of_column(records, None, where, tokenizer)
+        return of_values(records, None, where, tokenizer)
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise InputError(
@@ -254,63 +227,7 @@ def _from_records(records: list[Any], where: str, column: str | None, tokenizer:
             expected=chosen,
             found=", ".join(records[missing]),
         )
-    return _of_column([record[chosen] for record in records], chosen, where, tokenizer)
-
-
-def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column among ``names`` to measure, as the module says. Raises ``InputError`` that lists them all."""
-    if column is not None:
-        if column not in names:
-            raise InputError("a column is missing", where=where, expected=column, found=", ".join(names) or "none")
-        return column
-    # The first rule that leaves a single name decides.
-    for wanted in (
-        [name for name in names if name.lower() in LENGTH_NAMES],
-        [name for name in names if name == "input_ids"],
-        names,
-        [name for name in names if name.lower() in TEXT_NAMES],
-    ):
-        if len(wanted) == 1:
-            return wanted[0]
-    raise InputError(
-        "no single column holds lengths or text",
-        where=where,
-        expected="length, input_ids or text",
-        found=", ".join(names),
-        hint="name one of them with --column",
-    )
-
-
-def _of_column(values: Sequence[Any], column: str | None, where: str, tokenizer: str | None) -> Measured:
-    """Lengths of a column's values: integers as they are, lists counted, texts measured."""
-    if values and isinstance(values[0], str):
-        _all_of(values, str, column, where)
-        return _of_texts(values, column, tokenizer)
-    if values and isinstance(values[0], list):
-        _all_of(values, list, column, where)
-        for row, value in enumerate(values):
-            # A bool is an int to isinstance, but no token.
-            others = [item for item in value if type(item) is not int]
-            if others:
-                place = f"{where}, column {column}, row {row}" if column else f"{where}, row {row}"
-                raise no_tokens(place, f"a list with {repr(others[0])[:60]}")
-        return Measured(np.array([len(value) for value in values], np.int64), column)
-    _all_of(values, (int, float), column, where)
-    return Measured(_lengths(np.array(values), where), column)
-
-
-def _all_of(values: Sequence[Any], kind: Any, column: str | None, where: str) -> None:
-    for row, value in enumerate(values):
-        # A bool is an int to isinstance, but no length.
-        if not isinstance(value, kind) or isinstance(value, bool):
-            place = f"{where}, row {row}" + (f", column {column}" if column else "")
-            raise InputError(
-                "a value is neither a length nor tokens nor text, as the first is", where=place, found=repr(value)[:60]
-            )
-
-
-def _of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -> Measured:
-    return Measured(np.array(measure(tokenizer)(texts), np.int64), column, BYTES if tokenizer is None else "tokens")
+    return of_values([record[chosen] for record in records], chosen, where, tokenizer)
 
 
 def _with_commas(text: str) -> str:
@@ -345,7 +262,7 @@ def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) 
         texts = [first[place], *(row[place] if place < len(row) else "" for row in rows if row)]
     except csv.Error as error:
         raise InputError("a file is not a CSV", where=where, found=str(error)) from error
-    return _of_texts(texts, chosen, tokenizer)
+    return of_texts(texts, chosen, tokenizer)
 
 
 def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -358,50 +275,6 @@ def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str
         def arrays(name: str) -> Iterable[Any]:
             return (batch.column(0) for batch in table.iter_batches(columns=[name]))
 
-        return _from_arrow(table.schema_arrow.names, arrays, where, column, tokenizer)
+        return of_arrow(table.schema_arrow.names, arrays, where, column, tokenizer)
     except pa.ArrowException as error:
         raise InputError("a .parquet file cannot be read", where=where, found=first_line(error)) from error
-
-
-def _from_arrow(
-    names: Sequence[str],
-    arrays: Callable[[str], Iterable[Any]],
-    where: str,
-    column: str | None,
-    tokenizer: str | None,
-) -> Measured:
-    """Lengths of the column, of which ``arrays`` gives the parts."""
-    chosen = choose_column(names, column, where)
-    place, row = f"{where}, column {chosen}", 0
-    parts: list[Measured] = []
-    for array in arrays(chosen):
-        parts.append(_of_arrow(array, chosen, place, row, tokenizer))
-        row += len(array)
-    if not parts:
-        raise InputError("a file holds no lengths", where=where)
-    # Checked as a whole, so that an error counts from the beginning of the file.
-    return Measured(_lengths(np.concatenate([part.lengths for part in parts]), place), chosen, parts[0].unit)
-
-
-def _of_arrow(array: Any, column: str, place: str, first_row: int, tokenizer: str | None) -> Measured:
-    """Lengths of a part of a column, which begins at ``first_row`` of its file; numbers are not checked yet."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    require_values(array, place, first_row)
-    kind = array.type
-    if is_text(kind):
-        if tokenizer is None:
-            return Measured(
-                # Arrow counts the bytes of UTF-8 itself; one more for the end.
-                pc.call_function("binary_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64) + 1,
-                column,
-                BYTES,
-            )
-        return _of_texts(array.to_pylist(), column, tokenizer)
-    if is_list(kind):
-        require_tokens(array, place, first_row)
-        return Measured(list_lengths(array), column)
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return Measured(array.to_numpy(zero_copy_only=False), column)
-    raise InputError("a column holds neither lengths nor tokens nor text", where=place, found=str(kind))

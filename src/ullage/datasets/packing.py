@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
-from ullage.datasets.files import TEXT_NAMES
+from ullage.datasets.column_lengths import TEXT_NAMES
 from ullage.datasets.measuring import load_tokenizer
 from ullage.datasets.pack_report import PackReport
 from ullage.errors import InputError, first_line, require_int, require_one_of, root_cause
