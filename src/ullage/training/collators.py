@@ -7,7 +7,7 @@ length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,38 @@ class PackedSequenceCollator:
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
+
+
+@dataclass(frozen=True)
+class EitherCollator:
+    """The collator of a Trainer that was given none: transformers' own for rows of one length, ours for the rest.
+
+    Attributes:
+        stacking: transformers' collator, which stacks the values of a field.
+        ragged: ours, for samples that it cannot stack.
+        pads: fields that ``stacking`` pads first.
+    """
+
+    stacking: Callable[[Any], Any]
+    ragged: RaggedCollator | Seq2SeqCollator
+    pads: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        collate = self.ragged if _are_unequal(samples, self.pads) else self.stacking
+        return collate(samples)
+
+
+def _are_unequal(samples: Sequence[Any], pads: Sequence[str]) -> bool:
+    """Whether a field has values of unequal length, not counting those that are padded, or rows were packed ahead."""
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        return False
+    lengths: dict[str, int] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            counts = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
+            if counts and name not in pads and lengths.setdefault(name, len(value)) != len(value):
+                return True
+    return any(SEQ_LENGTHS in sample for sample in samples)
 
 
 def _sequences(sample: Mapping[str, Any], i: int) -> list[Mapping[str, Any]]:

@@ -53,7 +53,7 @@ from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.saving import require_same_model
 from ullage.training.shares import evaluation_loader
-from ullage.training.signature import ConstructorSignature
+from ullage.training.signature import ConstructorSignature, given_argument
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 
@@ -100,10 +100,8 @@ class RaggedTrainerMixin(_Base):
         self._continuation = Continuation(self)
         self._capacity = CapacityFinder(self, self._reader, self._packer)
         self._loss_rule = LossRule(self, self._reader, self._packer)
-        # By its type, because trainers differ in where they take it: TRL's DPO has a reference model before it.
-        given = (kwargs.get("args"), *args)
-        arguments = next((each for each in given if isinstance(each, transformers.TrainingArguments)), None)
-        if arguments is not None:
+        arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
+        if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
             fsdp.require_possible(arguments)
             PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
@@ -120,9 +118,11 @@ class RaggedTrainerMixin(_Base):
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
         refuse_dispatching(self.accelerator)
         self._packer.require_packable()
-        given = kwargs.get("data_collator") is not None or len(args) > 2 or self._packer.padded_loss is not None
-        if self._packer.options is not None and not given:
-            self.data_collator, self._signature_columns = self._reader.default_collator, None
+        given = given_argument("data_collator", type(self), RaggedTrainerMixin, args, kwargs)
+        if given is None and self._packer.padded_loss is None:
+            collator = self._reader.default_collator(packs=self._packer.options is not None)
+            if collator is not self.data_collator:
+                self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""

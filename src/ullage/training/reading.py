@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_utils import unwrap_peft_model
@@ -23,7 +24,7 @@ from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
 from ullage.training.arguments import weight_field
-from ullage.training.collators import SEQ_LENGTHS, RaggedCollator, Seq2SeqCollator
+from ullage.training.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.drawn import as_ragged
 from ullage.training.loss.divisions import defining_class
 
@@ -109,12 +110,22 @@ class BatchReader:
         """Whether the model is an encoder-decoder, whose samples are a source and a target."""
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
-    @property
-    def default_collator(self) -> Any:
-        """The collator of packed training that was given none: labels are the ids only where the loss shifts them."""
-        if self.takes_pairs:
-            return Seq2SeqCollator()
-        return RaggedCollator(labels_from=None if self.shifts is False else "input_ids")
+    def default_collator(self, *, packs: bool) -> Any:
+        """The collator of a trainer that was given none.
+
+        Under packing it is ours, and labels are the ids only where the loss shifts them. Without packing it is the one
+        that the trainer has made; where that is transformers' own, sequences of unequal length go to ours.
+        """
+        ours = Seq2SeqCollator() if self.takes_pairs else RaggedCollator()
+        if packs:
+            labels_from = None if self.takes_pairs or self.shifts is False else "input_ids"
+            return ours if labels_from is None else RaggedCollator(labels_from=labels_from)
+        theirs = self._trainer.data_collator
+        if theirs is transformers.default_data_collator:
+            return EitherCollator(theirs, ours)
+        if type(theirs) is transformers.DataCollatorWithPadding:
+            return EitherCollator(theirs, ours, pads=tuple(theirs.tokenizer.model_input_names))
+        return theirs
 
     def as_ragged(self, batch: Any) -> RaggedBatch:
         """A batch of any collator that knows its sequences (:func:`ullage.training.drawn.as_ragged`)."""
@@ -133,8 +144,8 @@ class BatchReader:
         A field of weights is kept too.
         """
         columns = self._columns_of_model(chosen)
-        ours = isinstance(self._trainer.data_collator, RaggedCollator)
-        more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours else None]
+        ours = isinstance(self._trainer.data_collator, (RaggedCollator, EitherCollator))
+        more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours and self.main_input in columns else None]
         return [*columns, *(name for name in more if name is not None and name not in columns)]
 
     def _columns_of_model(self, chosen: list[str]) -> list[str]:

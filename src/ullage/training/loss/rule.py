@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
+from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
 from ullage.training import counting
 from ullage.training.loss.chunked_head import head_in_chunks, head_problem
@@ -54,9 +55,23 @@ class LossRule:
             return_outputs: whether the caller wants the outputs too.
             num_items_in_batch: labels that count in the step, over all ranks; None where none were counted.
         """
+        self._require_labels(inputs)
         inputs = self._with_decoder_inputs(inputs)
         with self._head(model, return_outputs):
             return self._weighed(compute, model, inputs, return_outputs, num_items_in_batch)
+
+    def _require_labels(self, inputs: dict[str, Any]) -> None:
+        """Raise ``InputError`` for a batch without labels, of which a causal language model has no loss."""
+        trainer, reader = self._trainer, self._reader
+        if reader.label_name is None or reader.label_name in inputs or not reader.shifts:
+            return
+        if trainer.compute_loss_func is None and not reader.overridden("compute_loss"):
+            raise InputError(
+                f"a batch for {type(reader.model).__name__} has no labels",
+                expected=reader.label_name,
+                found=list(inputs),
+                hint="give the samples labels, or pass data_collator=RaggedCollator(labels_from='input_ids')",
+            )
 
     def _weighed(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
