@@ -44,7 +44,7 @@ CALLS = {
         "ullage.engines.megatron.packed_block_spec needs megatron-core: pip install 'ullage[megatron]'"
     ),
     "from ullage.datasets import load_text; load_text(path)": (
-        "ullage.datasets.load_text needs datasets: pip install 'ullage[hf]'"
+        "reading data files needs datasets: pip install 'ullage[hf]'"
     ),
     "from ullage.datasets import byte_tokenizer; byte_tokenizer()": (
         "ullage.datasets.byte_tokenizer needs transformers: pip install 'ullage[hf]'"

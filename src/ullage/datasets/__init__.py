@@ -1,4 +1,4 @@
-"""Sources of lengths, samples and text: mock distributions, the benchmarks' workloads, files, and docstrings.
+"""Sources of lengths, samples, text and chats: mock distributions, the benchmarks' workloads, files, and docstrings.
 
 Names load when they are used: lengths need only numpy, samples torch, text and packing torch and the ``hf`` extra.
 """
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ullage.datasets.chats import tokenize_chats as tokenize_chats, use_template as use_template
     from ullage.datasets.lengths import CAPACITIES as CAPACITIES, WORKLOADS as WORKLOADS, mock_lengths as mock_lengths
     from ullage.datasets.packed_dataset import pack_dataset as pack_dataset
     from ullage.datasets.pack_report import PackReport as PackReport
     from ullage.datasets.packing import pack_file as pack_file
     from ullage.datasets.samples import MockSamples as MockSamples
+    from ullage.datasets.tables import read_table as read_table
     from ullage.datasets.text import (
         TokenDataset as TokenDataset,
         byte_tokenizer as byte_tokenizer,
@@ -27,11 +29,13 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "chats": ["tokenize_chats", "use_template"],
             "lengths": ["CAPACITIES", "WORKLOADS", "mock_lengths"],
             "packed_dataset": ["pack_dataset"],
             "pack_report": ["PackReport"],
             "packing": ["pack_file"],
             "samples": ["MockSamples"],
+            "tables": ["read_table"],
             "text": ["TokenDataset", "byte_tokenizer", "docstrings", "load_text", "split_held_out", "tokenize"],
         },
     )

@@ -49,7 +49,7 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
     ``datasets`` writes it: ``train[:10%]+test[100:]``. Raises ``InputError`` for what cannot be read, for rows of
     unequal columns, and where there are no rows.
     """
-    with needed_by("ullage.datasets.load_text"):
+    with needed_by("reading data files"):
         import datasets
 
     parts: list[Any] = []
