@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from machine import processor
 
 CHUNK = 8 << 20
 STORY_SECONDS = 540.0  # what the conversion of a 7B model on 768 ranks took in the write-up that started this
@@ -515,7 +516,7 @@ def main() -> None:
             show([case])
     now = datetime.now(UTC)
     machine = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }

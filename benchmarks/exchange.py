@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import statistics
 import tempfile
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from machine import processor
 from rich.console import Console
 from rich.table import Table
 
@@ -256,7 +256,7 @@ def main(
     }
     record = {
         "date": date.today().isoformat(),
-        "hardware": {"processor": _processor(), "cores": os.cpu_count()},
+        "hardware": {"processor": processor(), "cores": os.cpu_count()},
         "versions": {"ullage": ullage.__version__, "torch": torch.__version__},
         "settings": {"world": world, "megabytes": megabytes, "runs": runs, "steps": steps, "sleep": sleep},
         "summary": summary,
@@ -299,14 +299,6 @@ def _ranks_table(many: list[dict[str, float]]) -> Table:
             f"{row['peak_megabytes']:.0f}",
         )
     return table
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

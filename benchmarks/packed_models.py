@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import platform
 import statistics
 import time
 import warnings
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 import transformers
 import typer
+from machine import processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -300,7 +300,7 @@ def main(
 def _record(results: dict[str, Any]) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
-        "hardware": {"processor": _processor(), "threads": 1},
+        "hardware": {"processor": processor(), "threads": 1},
         "versions": {
             "ullage": ullage.__version__,
             "torch": torch.__version__,
@@ -309,14 +309,6 @@ def _record(results: dict[str, Any]) -> dict[str, Any]:
         "settings": {"hidden": HIDDEN, "layers": LAYERS, "vocabulary": VOCABULARY, "clock": "process_time"},
         "models": results,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

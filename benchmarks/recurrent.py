@@ -16,8 +16,8 @@ Time is the process's CPU time for one thread (so a busy machine matters less), 
 from __future__ import annotations
 
 import json
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +38,10 @@ import ullage
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.models.cells import cell_class
 from ullage.models.schedule import Schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, or by benchmarks.gpu
+
+from benchmarks.machine import processor
 
 VOCABULARY = 256
 BUCKETS = 8
@@ -303,7 +307,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     record = {
         "date": date.today().isoformat(),
-        "hardware": {"processor": _processor(), "threads": threads},
+        "hardware": {"processor": processor(), "threads": threads},
         "versions": {
             "ullage": ullage.__version__,
             "torch": torch.__version__,
@@ -323,14 +327,6 @@ def main(
     path = output / f"recurrent_{record['date']}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     console.print(f"written to {path}")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import processor
 
 HIDDEN = 768
 WAYS = ("none", "waited", "async")
@@ -151,7 +151,7 @@ def main() -> None:
     now = datetime.now(UTC)
     result = {
         "date": now.isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
         "torch": torch.__version__,

@@ -14,7 +14,6 @@ Lengths: the workload *chat* (lognormal, σ 1.2) scaled so that its median is 60
 from __future__ import annotations
 
 import json
-import platform
 import tempfile
 import time
 import warnings
@@ -30,6 +29,7 @@ import torch
 import transformers
 import trl
 import typer
+from machine import processor
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -251,7 +251,7 @@ def main(
 def _record(sizes: Sizes, results: dict[str, Any]) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
-        "hardware": {"processor": platform.processor() or platform.machine(), "threads": 1},
+        "hardware": {"processor": processor(), "threads": 1},
         "versions": {
             "ullage": ullage.__version__,
             "torch": torch.__version__,

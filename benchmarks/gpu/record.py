@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import processor
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 #: The section of the page that is made from the newest results lies between these lines.
@@ -40,7 +42,7 @@ _ASKED = (
 
 def machine() -> dict[str, Any]:
     """Processor, Python, and what nvidia-smi says of the first GPU and its clocks at this moment."""
-    found: dict[str, Any] = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     found["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "--id=0"]
@@ -48,14 +50,6 @@ def machine() -> dict[str, Any]:
         values = [value.strip() for value in done.stdout.strip().split(",")]
         found["gpu"] = dict(zip(_ASKED, values)) if len(values) == len(_ASKED) else {"said": done.stdout.strip()}
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write(found: dict[str, Any], out: Path | None) -> list[Path]:
