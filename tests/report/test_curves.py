@@ -60,6 +60,10 @@ def test_one_point_is_a_dot_and_what_is_not_finite_a_gap():
     assert one is not None
     assert len(set(one.curves[0].points.split())) == 1  # a line of no length, which round ends make a dot
     assert len(one.curves[0].points.split()) == 2
+    assert one.curves[0].style.split() == ["k0", "dot"]
+    late = chart([Series("a", "k0", [(1, 1.0), (2, 2.0), (3, math.nan)])])
+    assert late is not None
+    assert (late.first, late.last) == (1, 3)
     gap = chart([Series("a", "k0", [(1, 1.0), (2, math.nan), (3, math.inf), (4, 2.0)]), Series("b", "k1", [])])
     assert gap is not None
     assert [len(curve.points.split()) for curve in gap.curves] == [2]

@@ -21,6 +21,7 @@ from rich.console import Console
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.launch import environment
 from ullage.cli.follow import follow_run, updates
+from ullage.cli.report import report
 from ullage.cli.train.verb import _run
 from ullage.errors import InputError
 from ullage.report.run import LayoutSpan, read_run
@@ -221,10 +222,61 @@ def test_losses_that_are_not_numbers_are_gaps(tmp_path):
     run = read_run(tmp_path)
     page = run_page([run])
     assert "nan" not in page.partition("</style>")[2]
+    assert "Not finite in 1 of 3 logs, first at step 2." in page
     assert page.count("<polyline") == 1
     assert json.loads(json.dumps(run_record(run), allow_nan=False))["last_loss"] == 1.0
     write(tmp_path, row(4, float("inf")))
     assert run_record(read_run(tmp_path))["last_loss"] is None
+
+
+def test_a_loss_that_was_never_finite_is_said_and_keeps_its_place(tmp_path):
+    write(tmp_path, begin(0), row(1, float("nan")), row(2, float("nan")))
+    page = run_page([read_run(tmp_path)])
+    assert "Not finite in 2 of 2 logs, first at step 1." in page
+    assert page.count("<polyline") == 0
+
+
+def test_a_single_step_has_figures_and_no_empty_pictures(tmp_path):
+    write(tmp_path, begin(0), row(1, 2.0))
+    page = run_page([read_run(tmp_path)])
+    assert page.count("<polyline") == 0
+    assert "One step has been logged" in page
+    assert "2.0000" in page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "begin", "step": 0}',
+        '{"event": "log", "step": true, "time": 1.0, "values": {"loss": 1.0}}',
+        '{"event": "log", "step": 2, "time": 1.0, "values": {"loss": "one", "imbalance": [1]}}',
+        "[1]",
+    ],
+)
+def test_what_another_wrote_into_the_log_is_left_out(tmp_path, line):
+    write(tmp_path, begin(0), row(1, 2.0))
+    with (tmp_path / LOG).open("a") as file:
+        file.write(line + "\n")
+    run = read_run(tmp_path)
+    assert run.values("loss") == [(1, 2.0)]
+    run_page([run])
+
+
+def test_a_log_without_a_whole_line_is_not_taken_for_none(tmp_path):
+    (tmp_path / LOG).write_bytes(b"\x00\xff\n" * 9)
+    with pytest.raises(InputError, match="holds no whole line"):
+        read_run(tmp_path)
+
+
+def test_a_page_replaces_no_file_but_a_page(tmp_path, capsys):
+    write(tmp_path, begin(0), row(1, 2.0))
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": "mine"}')
+    with pytest.raises(InputError, match="another file is there"):
+        report(tmp_path, None, data)
+    report(tmp_path, None, tmp_path / "new" / "page.html")
+    report(tmp_path, None, tmp_path / "new" / "page.html")
+    assert data.read_text() == '{"text": "mine"}'
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path):

@@ -45,9 +45,12 @@ def report(
 
         follow_run(run)
         return
+    from ullage.cli.writing import require_ours, write_output
     from ullage.report.run import read_run
     from ullage.report.run_figures import run_record
 
+    if html is not None:
+        require_ours("page", html)
     runs = [read_run(folder) for folder in (run, *(others or ()))]
     if as_json:
         typer.echo(json.dumps({"runs": [run_record(each) for each in runs]}, indent=2))
@@ -55,10 +58,12 @@ def report(
         show(runs)
     if html is None and as_json:
         return
-    from ullage.report.run_page import COMPARISON, PAGE, write_run_page
+    from ullage.report.run_page import COMPARISON, PAGE, run_page
 
+    text = run_page(runs)
     page = html or run / (COMPARISON if others else PAGE)
-    write_run_page(runs, page)
+    hint = None if html is not None else "--html FILE writes the page elsewhere"
+    write_output("page", page, lambda file: file.write(text), hint=hint)
     typer.echo(f"report: {page}", err=as_json)
 
 

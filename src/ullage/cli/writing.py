@@ -23,7 +23,9 @@ _KNOWN_BY = {
 _FIRST_BYTES = 4096
 
 
-def write_output(kind: str, path: Path, fill: Callable[[IO[str]], object], inputs: Iterable[str] = ()) -> str:
+def write_output(
+    kind: str, path: Path, fill: Callable[[IO[str]], object], inputs: Iterable[str] = (), *, hint: str | None = None
+) -> str:
     """Write a file; returns the line that says so.
 
     Args:
@@ -31,6 +33,7 @@ def write_output(kind: str, path: Path, fill: Callable[[IO[str]], object], input
         path: where to; its folder is made.
         fill: writes into the file that it is given.
         inputs: what the verb reads, as it was typed.
+        hint: what to do where the place cannot be written.
 
     Raises ``InputError`` as :func:`require_ours` does, and for a place that cannot be written.
     """
@@ -46,7 +49,8 @@ def write_output(kind: str, path: Path, fill: Callable[[IO[str]], object], input
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError("a file cannot be written", where=str(path), found=error.strerror or str(error)) from error
+        found = error.strerror or str(error)
+        raise InputError("a file cannot be written", where=str(path), found=found, hint=hint) from error
     return f"{kind}: {path}"
 
 

@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line in the picture's units, with a class of colour."""
+    """A line in the picture's units, with a class of colour; one of a single point has the class ``dot`` too."""
 
     label: str
     style: str
@@ -84,7 +84,7 @@ def chart(
     """The picture of ``series``, on common axes; None if no value is finite.
 
     Args:
-        series: the curves. Values that are not finite are left out.
+        series: the curves. Values that are not finite are left out; their steps have their place on the axis.
         form: of the numbers, in tooltips; by default five digits.
         cuts: steps at which a vertical line stands.
     """
@@ -95,7 +95,7 @@ def chart(
         return None
     thick = max(-(-len(s.points) // MAX_POINTS) for s in finite)
     drawn = [Series(s.label, s.style, thinned(s.points), s.short) for s in finite]
-    steps = [x for s in finite for x, _ in s.points]
+    steps = [x for s in series for x, _ in s.points]
     first, last = min(steps), max(steps)
     ticks = round_numbers(min(y for s in drawn for _, y in s.points), max(y for s in drawn for _, y in s.points))
     low, high = ticks[0], ticks[-1]
@@ -108,7 +108,7 @@ def chart(
         places = [f"{across(x):.1f},{HEIGHT * (high - y) / (high - low):.1f}" for x, y in points]
         return " ".join(places * 2 if len(places) == 1 else places)
 
-    curves = [Curve(s.label, s.style, placed(s.points)) for s in drawn]
+    curves = [Curve(s.label, s.style + " dot" * (len(s.points) == 1), placed(s.points)) for s in drawn]
     lines = [across(step) for step in cuts if first < step < last]
     numbers = [(text, 100 * (high - tick) / (high - low)) for text, tick in zip(tick_texts(ticks), ticks)]
     return Chart(curves, numbers, int(first), int(last), lines, _strips(drawn, across, form), thick)

@@ -104,6 +104,8 @@ def read_run(folder: str | Path, *, with_plan: bool = True) -> Run:
     events = read_log(folder)
     state = _newest_state(folder)
     if not events and state is None:
+        if (folder / LOG).is_file():
+            raise InputError("the log of the run holds no whole line", where=str(folder / LOG))
         raise InputError(
             "no run has left its log here",
             where=str(folder),
@@ -115,7 +117,7 @@ def read_run(folder: str | Path, *, with_plan: bool = True) -> Run:
     # A run that was begun without a log of ours, and continued with one: its first rows are in its checkpoints alone.
     first = begins[0]["step"] if begins else None
     history = [] if state is None else state.get("log_history", [])
-    before = [row for row in history if "step" in row and (first is None or row["step"] <= first)]
+    before = [row for row in history if isinstance(row.get("step"), int) and (first is None or row["step"] <= first)]
     rows, evaluations, closing = _sorted_out([*before, *logged])
     ends = [each for each in events if each["event"] == "end"]
     return Run(
@@ -154,7 +156,9 @@ def _sorted_out(history: Sequence[Row]) -> tuple[list[Row], list[Row], Row]:
     training: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
     closing: Row = {}
-    for row in history:
+    for whole in history:
+        # What is no number cannot be drawn.
+        row = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
         if "loss" in row:
             training[row["step"]] = row
         elif any(name.startswith("eval_") for name in row):

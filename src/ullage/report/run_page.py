@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ullage.display import counted
 from ullage.errors import InputError, UllageError
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render, size
@@ -28,11 +30,15 @@ _TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_computed", "ca
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of curves under its title; ``note``: what its numbers mean."""
+    """A picture of curves under its title; ``note``: what its numbers mean; ``lost``: what it cannot show.
+
+    ``chart`` is None where no value is finite.
+    """
 
     title: str
     note: str
-    chart: Chart
+    chart: Chart | None
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,26 @@ def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
         # Where one run is drawn alone, a line stands where its layout changes.
         cuts = [span.start for span in runs[0].spans[1:]] if len(runs) == 1 else []
         made = chart(series, drawn.form, cuts)
-        if made is not None:
-            yield Picture(drawn.title, drawn.note, made)
+        lost = _not_finite(series)
+        # A single step makes no curve: its figures stand in the table.
+        if made is not None and made.first < made.last:
+            yield Picture(drawn.title, drawn.note, made, lost)
+        elif made is None and lost:
+            yield Picture(drawn.title, "", None, lost)
+
+
+def _not_finite(series: Sequence[Series]) -> str:
+    """Where values are not finite, in words; empty if all are."""
+    told, several = [], len([each for each in series if each.points]) > 1
+    for each in series:
+        steps = [step for step, value in each.points if not math.isfinite(value)]
+        if steps:
+            name = f"{each.label}: " * several
+            logs = counted(len(each.points), "log")
+            told.append(f"{name}not finite in {len(steps):,} of {logs}, first at step {steps[0]:,}")
+    said = "; ".join(told)
+    # The name of a run keeps its letters.
+    return f"{said if several else said.capitalize()}." if said else ""
 
 
 def _series(drawn: _Drawn, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Series]:

@@ -76,8 +76,12 @@ def _parsed(line: str) -> Event | None:
         event = json.loads(line)
     except ValueError:
         return None
-    known = isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("event"), str)
-    return event if known else None
+    types = {"event": str, "time": (int, float), "step": int}
+    # A bool is an int to isinstance, and neither a step nor a time.
+    whole = isinstance(event, dict) and all(
+        isinstance(event.get(name), kind) and not isinstance(event[name], bool) for name, kind in types.items()
+    )
+    return event if whole else None
 
 
 def _stands(event: Event, step: int) -> bool:
