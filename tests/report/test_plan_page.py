@@ -203,6 +203,17 @@ def test_the_reference_stands_beside_on_the_same_axis():
     assert ends[0] == pytest.approx(100 * timeline(plan).end / timeline(other).end, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "said"), [([], "There is no sequence to place."), ([99], "1 sequence of 99 tokens dropped.")]
+)
+def test_where_nothing_is_placed_no_empty_drawings_stand(lengths, said):
+    page = plan_page(ullage.plan(lengths, ranks=2, capacity=16, oversize="drop"))
+    assert said in page
+    assert "Ranks against time" not in page
+    assert ("Find a sequence" in page) == bool(lengths)
+    assert "1 sequences" not in page
+
+
 def test_page_reaches_for_nothing():
     page = page_of("chat", 64, 4)
     for word in ("http:", "https:", "//", "<script", "<link", "@import", "<img", "<iframe", "src=", "onload"):
@@ -232,7 +243,7 @@ def test_small_plans_have_a_page(lengths):
 def test_histogram_counts_every_sequence():
     lengths = WORKLOADS["chat"](1000, 0)
     picture = histogram(lengths, lengths**2)
-    found = [re.search(r": ([\d,]+) sequences .*?, ([\d.]+) % of the cost", b.title) for b in picture.buckets]
+    found = [re.search(r": ([\d,]+) sequences? .*?, ([\d.]+) % of the cost", b.title) for b in picture.buckets]
     assert sum(int(one[1].replace(",", "")) for one in found) == 1000
     assert sum(float(one[2]) for one in found) == pytest.approx(100, abs=2)
     assert picture.logarithmic

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ullage.display import counted
 from ullage.planning import Plan, Statistics
 
 
@@ -91,9 +92,9 @@ def lost_sequences(stats: Statistics) -> str:
     """The sequences that ``oversize`` truncated or dropped, in one sentence; empty if there are none."""
     parts = []
     if stats.num_truncated:
-        parts.append(f"{stats.num_truncated:,} sequences truncated by {stats.truncated_tokens:,} tokens")
+        parts.append(f"{counted(stats.num_truncated, 'sequence')} truncated by {stats.truncated_tokens:,} tokens")
     if stats.num_dropped:
-        parts.append(f"{stats.num_dropped:,} sequences of {stats.dropped_tokens:,} tokens dropped")
+        parts.append(f"{counted(stats.num_dropped, 'sequence')} of {stats.dropped_tokens:,} tokens dropped")
     return ", ".join(parts)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ullage.display import counted
 from ullage.layout import Int64
 
 _BUCKETS = 48
@@ -59,8 +60,9 @@ def histogram(lengths: Int64, costs: Int64) -> Histogram:
     for k in np.flatnonzero(counts).tolist():
         # The upper edge belongs to the next bucket, except that of the last.
         last = edges[k + 1] - (k < len(edges) - 2)
+        many = counted(int(counts[k]), "sequence")
         title = (
-            f"{edges[k]:,} to {last:,} tokens: {counts[k]:,} sequences ({100 * counts[k] / len(lengths):.1f} %),"
+            f"{edges[k]:,} to {last:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
             f" {100 * shares[k] / total:.1f} % of the cost"
         )
         size = [float(100 * part[k] / max(1.0, float(part.max()))) for part in (counts, shares)]

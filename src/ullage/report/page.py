@@ -37,7 +37,7 @@ def render(template: str, **values: Any) -> str:
 
 def count(number: float) -> str:
     """1234567 → ``1,234,567``; a fraction keeps one decimal."""
-    return f"{number:,}" if float(number).is_integer() else f"{number:,.1f}"
+    return f"{int(number):,}" if float(number).is_integer() else f"{number:,.1f}"
 
 
 def size(num_bytes: float) -> str:

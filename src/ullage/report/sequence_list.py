@@ -35,9 +35,13 @@ def folds(plan: Plan, blocks: dict[int, int]) -> list[Fold]:
     places = zip(plan.lengths[:listed].tolist(), plan.bins[:listed].tolist())
     entries = [Listed(i, tokens, _place(plan, where), blocks.get(i)) for i, (tokens, where) in enumerate(places)]
     return [
-        Fold(f"{first:,} to {min(first + _FOLD, listed) - 1:,}", tuple(entries[first : first + _FOLD]))
+        Fold(_between(first, min(first + _FOLD, listed) - 1), tuple(entries[first : first + _FOLD]))
         for first in range(0, listed, _FOLD)
     ]
+
+
+def _between(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _place(plan: Plan, where: int) -> str:
