@@ -7,7 +7,7 @@ import re
 
 import griffe
 
-_ROLE = re.compile(r":(?:class|func|meth|mod|attr):`(?:~[^`]*\.)?([^`]+)`")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`(?:~[^`]*\.)?([^`]+)`")
 _DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!\s*$).*\n?)*)+", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\S[^:\n]*): ", re.MULTILINE)

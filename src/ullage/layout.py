@@ -59,7 +59,7 @@ class TimeMajor:
     Attributes:
         index [num_tokens]: flat position of each token.
         batch_sizes [longest length]: number of items that still run at each time step.
-        order [n]: items by falling length, equal lengths in their order.
+        order [n]: items by decreasing length, equal lengths in their order.
         inverse [n]: the place of each item in ``order``.
     """
 
@@ -209,10 +209,10 @@ class Layout(Shown):
     def pieces(self, cuts: Integers) -> Pieces:
         """The parts of items that lie in each shard.
 
-        ``cuts`` [k + 1]: positions in the buffer that never fall; shard *s* is ``[cuts[s], cuts[s + 1])`` and may be
-        empty. Cuts may leave out either end of the buffer or reach past it: what no shard covers has no piece.
+        ``cuts`` [k + 1]: positions in the buffer that never decrease; shard *s* is ``[cuts[s], cuts[s + 1])`` and may
+        be empty. Cuts may leave out either end of the buffer or reach past it: what no shard covers has no piece.
         Each element of an item that lies within the cuts is in exactly one piece. Raises ``InputError`` for cuts
-        that fall.
+        that decrease.
         """
         cuts = _as_int64(cuts, "cuts")
         if len(cuts) == 0:
@@ -245,7 +245,7 @@ class Layout(Shown):
         ``"zigzag"``: every slot is cut into ``2·size`` chunks, of which the rank takes chunks ``rank`` and
         ``2·size − 1 − rank``, so that under a causal mask all ranks have the same work. ``"contiguous"``: the buffer is
         cut into ``size`` parts wherever that falls. Nothing is padded: where sizes do not divide, chunks differ by one
-        element, and what is left over of a slot goes to the chunks next in turn, so that ranks differ by at most two
+        element, and what is left over of a slot goes to the next chunks in turn, so that ranks differ by at most two
         elements. Each element is on one rank; a rank may have none. Raises ``InputError`` for a rank or an order that
         does not exist. Source of zigzag: Transformer Engine's ``thd_get_partitioned_indices``.
 
@@ -280,7 +280,7 @@ class Layout(Shown):
         return ranges(self.starts, self.lengths)
 
     def positions(self) -> Int64:
-        """Each flat position counted from the start of its slot, int64 [size]; padding counts on."""
+        """Each flat position counted from the start of its slot, int64 [size]; padding continues the count."""
         return counting(self.slots)
 
     def padding_mask(self) -> npt.NDArray[np.bool_]:
@@ -294,8 +294,9 @@ class Layout(Shown):
     def time_major(self, order: Integers | None = None) -> TimeMajor:
         """The same items, transposed: time first, long items first. See :class:`TimeMajor`.
 
-        ``order`` lists the items by falling length, where one such order is already chosen. Raises ``InputError``
-        for an order that does not. Source: the layout of ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
+        ``order`` lists the items by decreasing length; given, it decides the order of equal lengths. Raises
+        ``InputError`` for an order that does not decrease. Source: the layout of
+        ``torch.nn.utils.rnn.PackedSequence``, reached by one index.
         """
         if order is None:
             order = np.argsort(-self.lengths, kind="stable")
@@ -304,7 +305,7 @@ class Layout(Shown):
             if not np.array_equal(np.sort(order), np.arange(self.num_items)) or (
                 np.any(np.diff(self.lengths[order]) > 0)
             ):
-                raise InputError("order must list every item once, by falling length", found=order.tolist())
+                raise InputError("order must list every item once, by decreasing length", found=order.tolist())
         inverse = np.empty_like(order)
         inverse[order] = np.arange(self.num_items)
         # Items that still run at time t are those longer than t: all, less the ones of length <= t.

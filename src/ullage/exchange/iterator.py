@@ -158,7 +158,7 @@ class PackedIterator:
         return self._maker.stream.state(self._given)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Every rank must call it, after the same number of steps.
+        """Continue where ``state`` was taken. Every rank must call it, after the same number of steps.
 
         A map-style dataset is resumed exactly at any dp, an iterable at the same dp, by reading it up to there. Raises
         ``InputError`` for a state of another source, and for an iterable at another dp.

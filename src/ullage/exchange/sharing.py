@@ -37,7 +37,7 @@ def share(
         microbatches: what the source has; ignored elsewhere, where it may be ``None``.
         axis: of a topology, or ``Axis.from_group(group)``.
         source: its coordinate on the axis. It gets its own tensors back.
-        fields: the names that the source sends, all if it is ``None``; with ``()`` the layouts alone travel.
+        fields: the names that the source sends, all if it is ``None``; with ``()`` only the layouts are sent.
 
     Collective over the axis; host tensors unless the group takes device tensors only. Raises ``InputError`` on the
     source if it cannot send, and then ``DistributedError`` on the others.

@@ -2,7 +2,7 @@
 
 The ranks along a data-parallel axis have one context-parallel coordinate, so each of them wants the same chunks of
 every sequence. The chunks are cut where the samples lie; of the bytes that :func:`ullage.exchange.exchange` would move,
-one in ``cp`` travels. The plan tells both ends the chunks, as it tells them the sequences.
+1/``cp`` are sent. Both ends know the chunks from the plan, as they know the sequences.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
                 ``PackedSequence`` are one too
             labels: [N, L], where the input has its tokens, *not* shifted: a sequence's first label never counts, nor
                 does -100, nor does padding
-            shift_labels: [N, L], shifted already, all of them count but -100
+            shift_labels: [N, L], shifted already; all of them count except -100
             past_key_values: the states to go on from
             use_cache: return the final states; by default where the model generates
             logits_to_keep: compute the last so many columns of the rows alone, or those of an index; not with labels

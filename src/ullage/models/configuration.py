@@ -14,7 +14,7 @@ POOLINGS = ("last", "mean", "attention")
 
 
 class RecurrentConfig(PretrainedConfig):
-    """Configuration of every recurrent model but the encoder-decoder.
+    """Configuration of every recurrent model except the encoder-decoder.
 
     Attributes:
         cell: name of a registered cell: lstm, gru, rnn_tanh, rnn_relu, mingru, minlstm, or your own

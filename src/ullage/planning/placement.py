@@ -168,7 +168,7 @@ class Placement:
     @cached_property
     def inverse(self) -> Int64:
         """Position of each sequence in ``order``, int64 [n], −1 if dropped: ``outputs[plan.inverse]`` puts outputs
-        that were collected microbatch by microbatch, and in each rank by rank, back into the original order."""
+        that were collected microbatch by microbatch, each of them rank by rank, back into the original order."""
         inverse = np.full(self.num_sequences, -1, np.int64)
         inverse[self.order] = np.arange(len(self.order))
         return inverse

@@ -133,7 +133,7 @@ def balanced_sampling(trainer: Any, capacity: int | None = None, cost: str | Cos
     """Make a transformers Trainer train on batches of a :class:`BalancedSampler`.
 
     Call it before ``trainer.train()``. The arguments of the Trainer give the size of a step, ranks and accumulation, as
-    for ``train_sampling_strategy="batch_rebalance"``, which it takes the place of.
+    for ``train_sampling_strategy="batch_rebalance"``, which it replaces.
 
     Args:
         trainer: a ``transformers.Trainer`` with a data set that has a length, without packing.
