@@ -11,6 +11,7 @@ import pytest
 import ullage
 from ullage.cli import main
 from ullage.datasets import CAPACITIES, WORKLOADS, mock_lengths
+from ullage.datasets.files import ENDINGS
 from ullage.report.timeline import timeline
 
 MOCK = {
@@ -39,6 +40,12 @@ def run(monkeypatch, capsys):
         return status, out, err
 
     return call
+
+
+def test_the_help_names_every_kind_of_file_that_lengths_are_read_from(run):
+    status, out, _ = run("plan", "--help")
+    assert status == 0
+    assert [ending for ending in ENDINGS if ending not in out] == []
 
 
 def figures(run, *arguments, stdin=b"", written=()):

@@ -42,8 +42,9 @@ _Lengths = Annotated[
     typer.Argument(
         metavar="LENGTHS",
         autocompletion=_workloads,
-        help="A file (.npy, .csv, .txt, .json, .jsonl, .parquet), a mock distribution (JSON, inline or a .json file), "
-        "the name of a workload (megatron, chat, bimodal, uniform, pareto, code), docstrings, or - for standard input.",
+        help="A file (.npy, .csv, .tsv, .txt, .json, .jsonl, .parquet, .arrow), a pattern or folder of these, a mock "
+        "distribution (JSON, inline or a .json file), the name of a workload (megatron, chat, bimodal, uniform, "
+        "pareto, code), docstrings, or - for standard input.",
     ),
 ]
 _Strategy = Annotated[

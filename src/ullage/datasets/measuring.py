@@ -8,7 +8,7 @@ from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
 
 #: The unit of text measured without a vocabulary.
-BYTES = "tokens of a byte"
+BYTES = "byte tokens"
 
 #: Texts in, their lengths in tokens out.
 Measure = Callable[[Sequence[str]], list[int]]
