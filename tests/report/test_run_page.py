@@ -334,6 +334,17 @@ def test_a_run_is_followed_until_it_ends(tmp_path, capsys):
     assert lines[-1].endswith("2 of 9 steps, stopped")
 
 
+def test_a_folder_that_goes_away_ends_the_following(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    write(run, begin(0), row(1, 2.0))
+    seen = updates(run, 0.01)
+    next(seen)
+    shutil.rmtree(run)
+    with pytest.raises(InputError, match="the folder of the run is gone"):
+        next(seen)
+
+
 def test_what_is_shown_live_is_the_last_row_and_its_curve(ran):
     from ullage.cli.follow import _drawn
 

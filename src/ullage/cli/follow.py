@@ -71,6 +71,8 @@ def updates(folder: Path, interval: float = _INTERVAL, *, always: bool = False) 
         )
     seen, run = None, None
     while True:
+        if not folder.is_dir():
+            raise InputError("the folder of the run is gone", where=str(folder))
         now = _size(folder / LOG)
         if now != seen:
             seen, run = now, read_run(folder, with_plan=False) if now else None

@@ -54,7 +54,7 @@ class PlanShown:
             cells = [figure.plan, *([figure.reference] if reference is not None else [])]
             cells += [cells_of_padded.get(figure.name, "–")] if padded is not None else []
             table.add_row(figure.name, *cells, figure.bound, figure.ideal)
-        console.print(table)
+        console.print(_unbroken(table), crop=False)
         console.print(_compared(step), soft_wrap=True)
 
     def sweep(self, rows: Iterable[tuple[int, StepTotals | UllageError]], settings: dict[str, Any]) -> None:
@@ -73,7 +73,9 @@ class PlanShown:
         capacities = f"{found[0][0]:,}" if len(found) == 1 else "each capacity's"
         console = self._begun(settings["ranks"], capacities, settings["sync"])
         if several:
-            console.print(f"{sums[0].num_steps:,} steps in sum; times are in ideal steps, of the worst one too")
+            console.print(
+                f"{sums[0].num_steps:,} steps in sum; times are in ideal steps, of the worst one too", soft_wrap=True
+            )
         worst = ["worst"] if several else []
         table = _table(["capacity", "microbatches", "bound", "ullage", "time", *worst, "next_fit", "padded"])
         for capacity, row in found:
@@ -83,7 +85,7 @@ class PlanShown:
             cells = [f"{row.num_microbatches:,}", f"{row.lower_bound:,}", f"{100 * row.ullage:.2f} %", _time(row.time)]
             cells += [_time(row.worst_time)] if several else []
             table.add_row(f"{capacity:,}", *cells, _time(row.next_fit_time), _time(row.padded_time))
-        console.print(table)
+        console.print(_unbroken(table), crop=False)
         for capacity, row in found:
             if isinstance(row, UllageError):
                 console.print(f"{capacity:,}: {row}", markup=False, soft_wrap=True)
@@ -111,7 +113,17 @@ class PlanShown:
 def _table(titles: list[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place, title in enumerate(titles):
-        table.add_column(title, justify="right" if place or title else "left", no_wrap=True)
+        table.add_column(title, justify="right" if place or title else "left")
+    return table
+
+
+def _unbroken(table: Table) -> Table:
+    """The table, whose names may be broken between words where there is no room, and no number."""
+    for place, column in enumerate(table.columns):
+        heading, cells = str(column.header), list(map(str, column.cells))
+        numbers = cells if place or heading else " ".join(cells).split()
+        # A heading such as "next_fit, degree 8" is broken into its words.
+        column.min_width = max(map(len, [*heading.split(), *numbers]), default=0)
     return table
 
 
