@@ -111,6 +111,11 @@ def test_names_are_escaped_and_problems_said() -> None:
     assert "a shard is missing (rank 3)" in text
 
 
+def test_one_tensor_is_said_as_one() -> None:
+    held = Inventory(Path("a"), "zero", WrittenBy(1, "b", dp=1), (), states("w")[:1], ())
+    assert "; 1 tensor, 60 bytes in 0 files)" in repr(held)
+
+
 def test_a_page_without_groups() -> None:
     assert bars_of(page()) == {}
 

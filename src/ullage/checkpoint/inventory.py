@@ -24,7 +24,7 @@ from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import look_again
-from ullage.display import Paged
+from ullage.display import Paged, counted
 from ullage.layout import Int64, Pieces
 
 
@@ -299,9 +299,9 @@ class Inventory(Paged):
         return {(t.name, t.key): t for t in self.tensors}
 
     def __repr__(self) -> str:
-        counted = f"{len(self.tensors):,} tensors, {self.num_bytes:,} bytes in {len(self.files):,} files"
-        found = f", {len(self.read_problems):,} problems" if self.read_problems else ""
-        return f"Inventory({str(self.folder)!r}, {self.format}: {', '.join(self.keys)}; {counted}{found})"
+        held = f"{counted(len(self.tensors), 'tensor')}, {self.num_bytes:,} bytes in {counted(len(self.files), 'file')}"
+        found = f", {counted(len(self.read_problems), 'problem')}" if self.read_problems else ""
+        return f"Inventory({str(self.folder)!r}, {self.format}: {', '.join(self.keys)}; {held}{found})"
 
     def tensor(self, name: str, key: str = "fp32") -> Tensor:
         """The tensor of that name and key. Raises ``KeyError``."""
