@@ -158,7 +158,7 @@ def _sorted_out(history: Sequence[Row]) -> tuple[list[Row], list[Row], Row]:
     closing: Row = {}
     for whole in history:
         # What is no number cannot be drawn.
-        row = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
+        row: Row = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
         if "loss" in row:
             training[row["step"]] = row
         elif any(name.startswith("eval_") for name in row):
