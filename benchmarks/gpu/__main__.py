@@ -52,12 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
         return NOTHING_RUN if os.environ.get("REQUIRE_GPU", "0") not in ("", "0") else 0
     if rehearsal:
         print(REHEARSAL)
-    found = {"date": date.today().isoformat(), "rehearsal": rehearsal, "machine": record.machine(), "cases": {}}
+    gpu = first_gpu()
+    found = {"date": date.today().isoformat(), "rehearsal": rehearsal, "machine": record.machine(gpu), "cases": {}}
     for name in cases:
         found["cases"][name] = case = run(python, name, options)
         print(record.shown(name, case, rehearsal), flush=True)
     found["versions"] = next((case["versions"] for case in found["cases"].values() if "versions" in case), {})
-    found["machine_after"] = record.machine()
+    found["machine_after"] = record.machine(gpu)
     if not rehearsal or options.out:
         for path in record.write(found, options.out):
             print(f"written to {path}")
@@ -73,6 +74,11 @@ def choose(on_cpu: bool) -> str | None:
     return None
 
 
+def first_gpu() -> str:
+    """The one GPU that is measured, by the name that nvidia-smi has for it: the first that may be seen."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+
+
 def has_torch(python: str) -> bool:
     asked = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     return subprocess.run([python, "-c", asked], check=False).returncode == 0
@@ -81,6 +87,8 @@ def has_torch(python: str) -> bool:
 def run(python: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What a case's process wrote, or how that ended."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # Of several GPUs transformers' Trainer would take all, in threads. nvidia-smi counts by the place on the bus.
+    one = {"CUDA_VISIBLE_DEVICES": first_gpu(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if options.device == "cuda" else {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [python, "-m", "benchmarks.gpu.worker", name, str(file), "--device", options.device]
@@ -89,7 +97,7 @@ def run(python: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
             done = subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **one, "PYTHONPATH": path},
                 capture_output=True,
                 text=True,
                 timeout=options.timeout,

@@ -1,4 +1,8 @@
-"""Attention of a packed row, forward and backward: ours by each kernel, torch's on padded rows, flash attention."""
+"""Attention of a packed row, forward and backward: ours by each kernel, torch's on padded rows, flash attention.
+
+What a model makes once for all of its layers is made before the time is taken: the mask of a window on padded rows,
+flex attention's mask of blocks, the order of sequences by length.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +84,14 @@ class _Row:
         #: Which places of padded rows [N, L] hold a token.
         self.real = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
 
+    def _mask(self, tokens: int) -> Tensor | None:
+        """Which key each query sees through the window, bool [tokens, tokens]; None if it is every earlier one."""
+        if self.shape.window is None or tokens <= self.shape.window:
+            return None
+        places = torch.arange(tokens, device=self.device)
+        behind = places[:, None] - places
+        return (behind >= 0) & (behind < self.shape.window)
+
     def _gradients(self, mixed: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         return list(torch.autograd.grad(mixed, inputs, weights))
 
@@ -88,7 +100,8 @@ class _Row:
         inputs = [tensor.detach().float().requires_grad_() for tensor in self.inputs]
         outputs = []
         for query, key, value in zip(*(tensor.split(list(lengths)) for tensor in inputs)):
-            outputs.append(_torchs(query[None], key[None], value[None], self.shape.window)[0])
+            mask = self._mask(len(query))
+            outputs.append(_torchs(query[None], key[None], value[None], mask)[0])
         mixed = torch.cat(outputs)
         return [mixed, *self._gradients(mixed, self.weights.float(), inputs)]
 
@@ -109,26 +122,21 @@ class _Row:
             return rows.masked_scatter(self.real[..., None, None], tensor)
 
         rows = [spread(tensor).detach().requires_grad_() for tensor in self.inputs]
-        weights = spread(self.weights)
+        weights, mask = spread(self.weights), self._mask(self.longest)
 
         def results() -> list[Tensor]:
-            mixed = _torchs(*(spread(tensor) for tensor in self.inputs), self.shape.window)[self.real]
+            mixed = _torchs(*(spread(tensor) for tensor in self.inputs), mask)[self.real]
             return [mixed, *self._gradients(mixed, self.weights, self.inputs)]
 
         return Way(
-            run=lambda: self._gradients(_torchs(*rows, self.shape.window), weights, rows),
+            run=lambda: self._gradients(_torchs(*rows, mask), weights, rows),
             results=results,
         )
 
 
-def _torchs(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Causal attention of rows [N, L, heads, dim]."""
+def _torchs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of rows [N, L, heads, dim], causal where there is no mask."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    mask = None
-    if window is not None and query.shape[2] > window:
-        places = torch.arange(query.shape[2], device=query.device)
-        behind = places[:, None] - places
-        mask = (behind >= 0) & (behind < window)
     groups = query.shape[1] // key.shape[1]
     if mask is not None or query.dtype == torch.float32:  # only flash attention takes grouped heads as they are
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1

@@ -151,8 +151,8 @@ def _compared(setting: Setting, title: str, model: nn.Module, lengths: np.ndarra
 
     def way(chosen: nn.Module, keywords: dict[str, Any], take: Callable[[Tensor], Tensor]) -> Way:
         def step() -> None:
-            chosen.zero_grad()
             chosen(**keywords).loss.backward()
+            chosen.zero_grad()
 
         def results() -> list[Tensor]:
             with torch.no_grad():

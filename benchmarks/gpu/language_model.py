@@ -204,6 +204,7 @@ def _train(setting: Setting, way: str, sizes: Sizes, lengths: np.ndarray, dtype:
         "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "optim": "adamw_torch", "include_num_input_tokens_seen": "non_padding", "dataloader_pin_memory": on_gpu,
     }  # fmt: skip
+    free()  # of the run before, and of the model that was compared
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:

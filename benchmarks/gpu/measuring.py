@@ -3,13 +3,15 @@
 A way is timed only after its results have been compared with those of each sequence by itself. What may differ is a
 rounding, and at most a quarter of what a row computed as if it were one sequence differs by, so that a way in which
 sequences see each other never passes. Times are those of CUDA events, every repetition of all ways in turn, after
-warm-up runs; on a CPU, which is a rehearsal, the wall's.
+warm-up runs; on a CPU, which is a rehearsal, the wall's. A repetition is as many calls in a row as take 50 ms, so that
+the first launch on an idle device, which the events span too, is a small part of it.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 #: The same where roundings add up, through the layers of a model or the steps of a recurrence.
 DEEP = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 _WARM_UPS = 3
+#: Milliseconds that a repetition takes at least, and calls that it has at most.
+_REPETITION, _MOST_CALLS = 50.0, 100
 
 
 class LeftOut(Exception):
@@ -109,7 +113,7 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in kept}
     for _ in range(setting.repeats):
         for name, way in kept.items():
-            times[name].append(milliseconds(setting.device, way.run))
+            times[name].append(milliseconds(setting.device, way.run, found[name]["calls"]))
     for name, each in times.items():
         median = statistics.median(each)
         found[name] |= {"milliseconds": [round(t, 4) for t in each], "median_ms": median}
@@ -146,25 +150,37 @@ def _prepared(setting: Setting, way: Way, expected: Sequence[Tensor], tolerance:
         return {**line, "failed": f"differs from the sequences alone by {error:.2g}, more than {tolerance:.2g}"}
     for _ in range(1 if setting.small else _WARM_UPS):
         way.run()
-    return {**line, "peak_bytes": peak_bytes(setting.device, way.run), "way": way}
+    line |= {"calls": 1 if setting.is_rehearsal else calls_of(milliseconds(setting.device, way.run)), "way": way}
+    return {**line, "peak_bytes": peak_bytes(setting.device, way.run)}
 
 
-def milliseconds(device: torch.device, work: Callable[[], object]) -> float:
+def calls_of(taken: float) -> int:
+    """Calls in a row that make a repetition, where one takes so many milliseconds."""
+    return max(1, min(_MOST_CALLS, math.ceil(_REPETITION / max(taken, 1e-6))))
+
+
+def milliseconds(device: torch.device, work: Callable[[], object], calls: int = 1) -> float:
+    """Time of one call, as a mean of ``calls`` in a row."""
     if device.type != "cuda":
         began = time.perf_counter()
-        work()
-        return 1000 * (time.perf_counter() - began)
+        for _ in range(calls):
+            work()
+        return 1000 * (time.perf_counter() - began) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
-    work()
+    for _ in range(calls):
+        work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / calls
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Bytes that ``work`` takes beside what is allocated before it; None on a CPU."""
+    """Bytes that ``work`` takes beside what is allocated before it; None on a CPU.
+
+    ``work`` has to let go of what it made, gradients above all: what is left is missing from the next look.
+    """
     if device.type != "cuda":
         work()
         return None

@@ -40,12 +40,12 @@ _ASKED = (
 )
 
 
-def machine() -> dict[str, Any]:
-    """Processor, Python, and what nvidia-smi says of the first GPU and its clocks at this moment."""
+def machine(gpu: str = "0") -> dict[str, Any]:
+    """Processor, Python, and what nvidia-smi says of a GPU, by index or UUID, and its clocks at this moment."""
     found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     found["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
     if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "--id=0"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", f"--id={gpu}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         values = [value.strip() for value in done.stdout.strip().split(",")]
         found["gpu"] = dict(zip(_ASKED, values)) if len(values) == len(_ASKED) else {"said": done.stdout.strip()}

@@ -34,13 +34,20 @@ def _table(setting: Setting, cell: str, dtype: torch.dtype, hidden: int, lengths
     rivals = Rivals(model, lengths, torch.Generator().manual_seed(0))
 
     def gradients(work: Callable[[], object]) -> list[Tensor]:
-        model.zero_grad()
         work()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()  # which lets go of them, and keeps none
+        return found
 
     def step(work: Callable[[], object]) -> None:
-        model.zero_grad()
         work()
+        model.zero_grad()
+
+    def way(work: Callable[[], object]) -> Way:
+        # After the change of dtype below cuDNN would gather the weights of torch's layer anew in each call.
+        if rivals.layer is not None:
+            rivals.layer.flatten_parameters()
+        return Way(partial(step, work), partial(gradients, work))
 
     def alone(sizes: list[int]) -> list[Tensor]:
         """Gradients of the same loss, in float32, each sequence a padded batch of its own without padding."""
@@ -60,7 +67,7 @@ def _table(setting: Setting, cell: str, dtype: torch.dtype, hidden: int, lengths
     return compare(
         setting,
         f"{cell.upper()}, hidden {hidden}, {str(dtype)[6:]}",
-        {name: partial(Way, partial(step, work), partial(gradients, work)) for name, work in ways.items()},
+        {name: partial(way, work) for name, work in ways.items()},
         lengths=lengths,
         alone=lambda: alone(lengths.tolist()),
         mixed=lambda: alone([int(lengths.sum())]),
