@@ -27,7 +27,7 @@ from transformers import (
 
 from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train import bounds, limits, names, progress, services, verb
+from ullage.cli.train import bounds, limits, names, progress, services, summary, verb
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.choosing import choose
 from ullage.cli.train.script import sample_of
@@ -259,12 +259,26 @@ def test_the_maximum_length_is_held_against_the_positions(tmp_path, texts, capsy
     assert "'it\\'s \"no. " in said
     assert "max_new_tokens=" in said
     assert 1 <= int(said.partition("max_new_tokens=")[2].partition(",")[0]) < 20
-    exec(said[said.index("import ullage.models") :], {})
+    script = said[said.index("from transformers import AutoModelForCausalLM") :]
+    assert "ullage" not in script  # a model of transformers, to be loaded by whoever has transformers
+    exec(script, {})
     # The same call finds its run: what is recorded is the length that was asked for.
     here(*common, "--output_dir", tmp_path / "out", "--packing_capacity", 4096)
     said = capsys.readouterr().out
     assert "holds this run, finished" in said
-    assert "import ullage.models" in said
+    assert "AutoModelForCausalLM.from_pretrained(" in said
+
+
+def test_the_padding_of_a_padded_run_is_said_to_be_computed():
+    figures = {"tokens": 400, "num_padded_tokens": 1600, "padding_avoided": 0.0, "steps": 6, "mean_loss": 5.0}
+    figures |= {"tokens_per_second": 80.0, "seconds": 5.0, "model": "runs/a"}
+    told = summary._told(figures)
+    assert "  tokens          400 in 6 steps, in padded batches of 1,600 together\n" in told
+    assert "  padding         75.0% of what was computed; --packing_capacity avoids it\n" in told
+    assert "avoided" not in told
+    packed = summary._told(figures | {"padding_avoided": 0.75})
+    assert "400 in 6 steps; padded they would be 1,600\n  padding avoided 75.0%\n" in packed
+    assert "400 in 6 steps; padded they would be 400\n" in summary._told(figures | {"num_padded_tokens": 400})
 
 
 def test_a_step_that_fills_its_rows_is_not_spoken_of():

@@ -21,11 +21,13 @@ class Progress(TrainerCallback):
     Attributes:
         meter: the trainer's own.
         seconds: of training, without the time that evaluation and saving took.
+        resumed_at: the step of the checkpoint that this call went on from, or 0: tokens and seconds count from there.
     """
 
     def __init__(self, meter: TokenMeter, *, show: bool) -> None:
         self.meter = meter
         self.seconds = 0.0
+        self.resumed_at = 0
         self._show = show
         self._bar: tqdm[Any] | None = None
         self._since: float | None = None
@@ -48,6 +50,7 @@ class Progress(TrainerCallback):
         self._since = now
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.resumed_at = state.global_step
         if self._show and state.is_world_process_zero:
             quick = sys.stderr.isatty()
             self._bar = tqdm(

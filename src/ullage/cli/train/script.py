@@ -35,6 +35,8 @@ def sample_of(command: TrainCommand, tokenizer: Any, training: Any, held_out: An
 def script_of(command: TrainCommand, model: Any, sample: str | list[int]) -> str:
     """A script that loads the model of a finished run and prints what it writes after ``sample``."""
     folder = str(command.training.output_dir)
+    # Ours are registered with the Auto classes by their package; those of transformers need none of it.
+    own = "import ullage.models\n" if type(model.config).__module__.startswith("ullage.") else ""
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
     limit = max_positions(model)
     # A table of positions ends; a text has at most as many tokens as bytes.
@@ -50,8 +52,7 @@ written = model.generate(**prompt, {settings})"""
         imports = "import torch\n"
         lines = f"written = model.generate(torch.tensor([{sample}]), {settings})"
     return f"""\
-{imports}import ullage.models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}{own}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained({folder!r}{code})
 tokenizer = AutoTokenizer.from_pretrained({folder!r}{code})

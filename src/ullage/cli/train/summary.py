@@ -47,6 +47,7 @@ def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) 
     return {
         "model": str(command.training.output_dir),
         "steps": trainer.state.global_step,
+        "resumed_at": progress.resumed_at,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "mean_loss": next((row["train_loss"] for row in reversed(history) if "train_loss" in row), None),
@@ -71,11 +72,19 @@ _LEFT_OUT = {
 
 
 def _told(summary: dict[str, Any]) -> str:
+    tokens, padded, avoided = (summary[name] for name in ("tokens", "num_padded_tokens", "padding_avoided"))
+    resumed, steps = summary.get("resumed_at", 0), summary["steps"]
+    counted = f"{tokens:,} in " + (f"steps {resumed + 1:,} to {steps:,}" if resumed else f"{steps:,} steps")
+    if avoided or tokens == padded:
+        of_padding = {"tokens": f"{counted}; padded they would be {padded:,}", "padding avoided": f"{avoided:.1%}"}
+    else:
+        of_padding = {
+            "tokens": f"{counted}, in padded batches of {padded:,} together",
+            "padding": f"{1 - tokens / padded:.1%} of what was computed; --packing_capacity avoids it",
+        }
     rows = {
         "loss": _losses(summary),
-        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps; padded they would be "
-        f"{summary['num_padded_tokens']:,}",
-        "padding avoided": f"{summary['padding_avoided']:.1%}",
+        **of_padding,
         "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
         "model": summary["model"],
     }
