@@ -4,7 +4,7 @@
     python examples/05_language_model.py --cell minlstm --hidden_size 256 --steps 600
 
 The texts run from one line to thousands of bytes. They are never padded: the collator gives a ``RaggedBatch``, and the
-model takes it flat. What padding would have cost is in the logs (``ullage``).
+model takes it flat. What padding would have cost is in the logs (``padding_avoided``).
 """
 
 from __future__ import annotations

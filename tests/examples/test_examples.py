@@ -19,6 +19,11 @@ def run(name: str, *arguments: object, processes: int = 1, cwd=None, **extra: st
     return done.stdout
 
 
+def test_the_index_lists_every_example():
+    listed = re.findall(r"\[(\w+\.\w+)\]\((.+?)\)", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"))
+    assert listed == [(path.name, path.name) for path in sorted((ROOT / "examples").glob("[0-9]*"))]
+
+
 def test_a_batch():
     said = run("01_a_batch.py")
     assert "flat        [5, 6, 7, 8, 1, 2, 3, 4, 5]" in said
