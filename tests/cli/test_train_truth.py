@@ -381,7 +381,10 @@ def test_a_name_that_is_nowhere_says_what_is_near_and_how_to_get_it(cache, tmp_p
     common = ["--data", texts, "--output_dir", tmp_path / "out", *TINY]
     for name, message in (
         ("lsmt", "unknown model 'lsmt': expected one of lstm, .* Did you mean lstm"),
-        ("gpt2", "unknown model 'gpt2': .*hub is turned off.*hf download gpt2"),
+        (
+            "gpt2",
+            "unknown model 'gpt2': .*found none of them: this model is neither .* turned off: HF_HUB.* hf download gpt2$",
+        ),
         (
             "org/none",
             r"nor in the Hugging Face cache, and the hub is turned off \(org/none\): .* hf download org/none$",

@@ -71,7 +71,8 @@ def state_notes(checkpoint: Path, several: bool) -> list[str]:
     if lacking:
         held = f"random states of {count} {'process' if count == 1 else 'processes'}" if count else "no random states"
         who = ", ".join(lacking[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
-        none = f", none for rank {who}" if count else ""
+        others = len(lacking) == len(told) != count  # of a run with more processes, or with fewer
+        none = "" if not count else f", not of {len(told)}" if others else f", none for rank {who}"
         notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")
     # As rank 0 sees it.
     own = gather(missing_states(checkpoint), several)[0]

@@ -99,7 +99,7 @@ def _model(command: TrainCommand, before: str | None) -> Located | None:
         if "/" in name:
             raise
         # A word without a slash may as well be a preset with a typing error.
-        raise unknown_model(name, str(error)) from error
+        raise unknown_model(name, error) from error
 
 
 def _tokenizer(

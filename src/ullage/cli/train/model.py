@@ -35,15 +35,15 @@ def is_preset(name: str) -> bool:
     return match is not None and match["cell"] in (*CELLS, "llama")
 
 
-def unknown_model(name: str, found: str | None = None) -> InputError:
-    """The error for a name that means no model, with the presets that are near."""
+def unknown_model(name: str, absent: InputError | None = None) -> InputError:
+    """The error for a name that means no model, with the presets that are near, or else with what ``absent`` says."""
     near = difflib.get_close_matches(name, (*CELLS, "llama"), n=2)
     return InputError(
         f"unknown model {name!r}",
-        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, or a config .json, or "
+        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, a config .json or "
         "a name on the Hugging Face hub",
-        found=found,
-        hint=f"did you mean {' or '.join(near)}?" if near else None,
+        found=None if absent is None else ": ".join(["none of them", absent.what, *filter(None, [absent.found])]),
+        hint=f"did you mean {' or '.join(near)}?" if near else None if absent is None else absent.hint,
     )
 
 
