@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ullage.datasets.column_lengths import choose_column
 from ullage.datasets.files import read_lengths, read_stream
 from ullage.errors import InputError
 
@@ -271,3 +272,11 @@ def test_a_bad_row_is_counted_from_the_beginning_of_the_file(tmp_path, values, p
     # Read two rows at a time.
     with pytest.raises(InputError, match=place):
         read_lengths(arrow(tmp_path / "a.arrow", pa.table({"length": values})))
+
+
+def test_a_table_of_many_columns_is_not_listed_whole():
+    names = [f"feature_{i}" for i in range(300)]
+    for column, message in ((None, "no single column holds"), ("text", "a column is missing")):
+        with pytest.raises(InputError, match=rf"{message}.* feature_15 and 284 more") as raised:
+            choose_column(names, column, "wide.csv")
+        assert "feature_16" not in str(raised.value)

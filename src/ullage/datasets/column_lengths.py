@@ -16,6 +16,8 @@ from ullage.layout import Int64, as_lengths
 
 #: Names of a column of text among several.
 TEXT_NAMES = ("text", "content", "document")
+#: Columns that an error names before it only counts: a table may have hundreds.
+_NAMED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +38,11 @@ class Measured:
 def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
     """The column among ``names`` to measure: ``column``, or by name, of lengths, ``input_ids``, the only one, of text.
 
-    Raises ``InputError`` that lists them all.
+    Raises ``InputError`` that lists them.
     """
     if column is not None:
         if column not in names:
-            raise InputError("a column is missing", where=where, expected=column, found=", ".join(names) or "none")
+            raise InputError("a column is missing", where=where, expected=column, found=_listed(names))
         return column
     # The first rule that leaves a single name decides.
     for wanted in (
@@ -55,9 +57,14 @@ def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
         "no single column holds lengths or text",
         where=where,
         expected="length, input_ids or text",
-        found=", ".join(names),
+        found=_listed(names),
         hint="name one of them with --column",
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED]) or "none"
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
 
 
 def checked_lengths(values: Any, where: str) -> Int64:
