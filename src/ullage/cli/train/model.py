@@ -42,7 +42,7 @@ def unknown_model(name: str, absent: InputError | None = None) -> InputError:
         f"unknown model {name!r}",
         expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, a config .json or "
         "a name on the Hugging Face hub",
-        found=None if absent is None else ": ".join(["none of them", absent.what, *filter(None, [absent.found])]),
+        found=None if absent is None else f"none of them: {absent.what}: {absent.found or absent.where}",
         hint=f"did you mean {' or '.join(near)}?" if near else None if absent is None else absent.hint,
     )
 
