@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -47,6 +48,30 @@ def test_a_folder_is_replaced_whole(tmp_path):
         assert content(tmp_path / "saved") == text
     assert names(tmp_path) == ["saved"]
     assert names(tmp_path / "saved") == ["inner", "manifest.json", "weights.bin"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_what_does_not_come_to_the_disk_takes_no_place(tmp_path, monkeypatch, code):
+    """Where a disk takes what is written before it knows that it has room, the flush is told so."""
+    write_whole(tmp_path / "saved", writer("old"))
+
+    def fail(handle):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(TrainingError, match=f"cannot be written .*found {os.strerror(code)}"):
+        write_whole(tmp_path / "saved", writer("new"))
+    monkeypatch.undo()
+    assert content(tmp_path / "saved") == "old"
+
+
+def test_a_file_system_that_does_not_flush_folders_is_used(tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    write_whole(tmp_path / "saved", writer("new"))
+    assert content(tmp_path / "saved") == "new"
 
 
 def test_saves_to_siblings_never_touch_each_other(tmp_path):

@@ -40,6 +40,7 @@ _MARK = ".rank-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 #: Errors of a system that cannot swap two names: no such call, not on this file system, or forbidden in a sandbox.
 _CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 #: What libraries say when a file cannot be written, other than OSError.
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
 
@@ -320,7 +321,9 @@ def _flush_entry(path: Path) -> None:
         return  # Windows opens no folder
     try:
         os.fsync(handle)
-    except OSError:
-        pass  # some file systems refuse to flush a folder
+    except OSError as error:
+        # Some file systems refuse to flush a folder. These say that what was written has not come to the disk.
+        if error.errno in _LOST:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
         os.close(handle)
