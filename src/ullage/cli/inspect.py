@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,40 +117,8 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
     from rich.console import Console
     from rich.markup import escape
 
-    from ullage.report.checkpoint import by_name
-    from ullage.report.page import size
-
     console = Console(highlight=False)
-    written_by = inventory.written_by
-    stage = f" stage {written_by.stage}" if written_by.stage is not None else ""
-    # The plain optimizer of a stage is named as the stage is; only another one says something new.
-    wrapper = f", {written_by.wrapper}" if written_by.wrapper and written_by.wrapper != f"ZeRO{stage}" else ""
-    num_names = len(by_name(inventory))
-    facts = [
-        ("checkpoint", str(inventory.folder)),
-        ("format", f"{inventory.format}{stage}{wrapper}"),
-        ("ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"),
-        ("files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"),
-        ("parameters", f"{num_names:,}, buffers among them"),
-        ("tensors", f"{len(inventory.tensors):,}, the states of each counted, {size(inventory.num_bytes)}"),
-        ("states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())),
-        ("dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))),
-        ("padding", f"{inventory.padding:,} elements"),
-    ]
-    if written_by.experts:
-        held, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
-        layers = f"{held} in each of {len(written_by.experts)} layers"
-        facts.insert(3, ("experts", layers + (f", ep {sizes}" if sizes else ", none trained")))
-    if inventory.aliases:
-        facts.append(
-            ("tied", ", ".join(f"{alias} is {name}" for alias, name in list(inventory.aliases.items())[:limit]))
-        )
-    # What holds each tensor once, for any layout, tells of no ranks and has no padding.
-    if inventory.format != "zero" and not inventory.groups:
-        facts = [fact for fact in facts if fact[0] not in ("ranks", "padding")]
-    if inventory.steps:
-        facts.append(("step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))))
-    console.print(_plain_table(facts))
+    console.print(_plain_table(list(_facts(inventory, limit))))
     if inventory.groups:
         console.print(_groups_table(inventory, limit))
     if tensors:
@@ -166,6 +135,38 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         console.print(f"  {escape(str(problem))}", soft_wrap=True)
     if limit is not None and len(problems) > limit:
         console.print(f"  and {len(problems) - limit:,} more (--all)")
+
+
+def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
+    """What the checkpoint is, by name, in the order in which it is printed."""
+    from ullage.report.checkpoint import by_name
+    from ullage.report.page import size
+
+    written_by = inventory.written_by
+    stage = f" stage {written_by.stage}" if written_by.stage is not None else ""
+    # The plain optimizer of a stage is named as the stage is; only another one says something new.
+    wrapper = f", {written_by.wrapper}" if written_by.wrapper and written_by.wrapper != f"ZeRO{stage}" else ""
+    # What holds each tensor once, for any layout, tells of no ranks and has no padding.
+    is_sharded = inventory.format == "zero" or inventory.groups
+    yield "checkpoint", str(inventory.folder)
+    yield "format", f"{inventory.format}{stage}{wrapper}"
+    if is_sharded:
+        yield "ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"
+    if written_by.experts:
+        held, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
+        layers = f"{held} in each of {len(written_by.experts)} layers"
+        yield "experts", layers + (f", ep {sizes}" if sizes else ", none trained")
+    yield "files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"
+    yield "parameters", f"{len(by_name(inventory)):,}, buffers among them"
+    yield "tensors", f"{len(inventory.tensors):,}, the states of each counted, {size(inventory.num_bytes)}"
+    yield "states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())
+    yield "dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))
+    if is_sharded:
+        yield "padding", f"{inventory.padding:,} elements"
+    if inventory.aliases:
+        yield "tied", ", ".join(f"{alias} is {name}" for alias, name in list(inventory.aliases.items())[:limit])
+    if inventory.steps:
+        yield "step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))
 
 
 def _bytes_by_key(inventory: Any) -> dict[str, int]:
