@@ -161,7 +161,6 @@ def test_processes_rehearse_together(tmp_path):
 
 def test_a_data_set_of_the_hub_comes_from_the_cache_and_its_revision_is_written_down(tmp_path, monkeypatch, capsys):
     """What lies in the folder of the call wins; nothing is asked for that the cache holds."""
-    pytest.importorskip("ullage.cli.train.names")
     from huggingface_hub import constants
 
     from tests.support.hub import COMMIT, put_in_cache

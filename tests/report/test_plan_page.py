@@ -83,7 +83,9 @@ def test_every_sequence_is_drawn_once_where_the_plan_has_it(how):
 
 @pytest.mark.parametrize("how", [{}, {"sync": "step"}])
 def test_boxes_of_a_bar_neither_overlap_nor_leave_it(how):
-    for row in Bars(page_of("chat", 300, 6, **how)).bars:
+    rows = Bars(page_of("chat", 300, 6, **how)).bars
+    assert sum(map(bool, rows)) > 2 * 6  # the time and the memory of each rank
+    for row in rows:
         end = 0.0
         for _, x, width, _ in row:
             assert x >= end - 0.01

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.launch import ROOT, environment
-from tests.support.page_blocks import Block, added
+from tests.support.page_blocks import SHELL, Block, added
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 #: Files and folders that a page's Python blocks have made by the time its shell blocks run.
@@ -30,7 +30,7 @@ def commands_of(block: Block) -> str:
     """What a block runs in a shell; empty for one that is no shell's, or is not to be run."""
     if block.why_not:
         return ""
-    if block.language in ("sh", "bash"):
+    if block.language in SHELL:
         return block.text
     new = added(block.text) if block.language == "diff" else ""
     return new if new.startswith("ullage ") else ""
