@@ -154,22 +154,16 @@ def _write(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Write all files below ``partial``; counts in ``report`` what is not finite."""
-    done = 0
+    done = _write_texts(targets, partial)
     jobs: list[tuple[Path, Payload, int, int]] = []
     for target in targets:
-        path = partial / target.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            for at, text in target.texts:
-                file.seek(at)
-                file.write(text)
-                done += len(text)
-            file.truncate(target.num_bytes)
         for payload in target.payloads:
             held = [tensors[payload.tensor.name] for tensors in named]
+            # Slices of several ranks may lie side by side: every source is read by whole rows.
             row = math.lcm(*(row_elements(tensor) for tensor in held))
             step = max(1, CHUNK_BYTES // (8 * row)) * row
-            jobs += [(path, payload, low, min(low + step, held[0].numel)) for low in range(0, held[0].numel, step)]
+            starts = range(0, held[0].numel, step)
+            jobs += [(partial / target.name, payload, low, min(low + step, held[0].numel)) for low in starts]
 
     def work(share: list[tuple[Path, Payload, int, int]]) -> list[tuple[str, int, int]]:
         sources = [Sources(inventory) for inventory in inventories]
@@ -200,6 +194,21 @@ def _write(
             if progress is not None:
                 progress(done, report.num_bytes)
     report.not_finite = [(name, WEIGHT, count) for name, count in sorted(not_finite.items())]
+
+
+def _write_texts(targets: list[Target], partial: Path) -> int:
+    """Make all files at full size, with their texts and holes for the tensors; returns the bytes of the texts."""
+    done = 0
+    for target in targets:
+        path = partial / target.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            for at, text in target.texts:
+                file.seek(at)
+                file.write(text)
+                done += len(text)
+            file.truncate(target.num_bytes)
+    return done
 
 
 def _averaged(
