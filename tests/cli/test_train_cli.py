@@ -518,8 +518,8 @@ def test_wrong_flags_name_what_was_meant():
             "two values for hidden_size (--model): expected 8, found 9",
         ),
         (["--dropout", "2"], InputError, "dropout must be a probability: expected 0 <= dropout < 1, found 2.0"),
-        (["--held_out", "1"], InputError, "the held-out fraction is out of range"),
-        (["--max_length", "-1"], InputError, "the maximum length is out of range"),
+        (["--held_out", "1"], UsageError, "this argument is out of range (--held_out)"),
+        (["--max_length", "-1"], UsageError, "this argument is out of range (--max_length)"),
         (
             ["--tokenizer", "nowhere"],
             InputError,
@@ -563,10 +563,15 @@ def test_the_command_to_continue_with_drops_an_older_checkpoint():
     assert _command(["--stop_at_step", "9", "--seed", "1", "--stop-at-step=9"]) == "ullage train --seed 1"
 
 
-def test_a_folder_that_cannot_be_written(data, tmp_path):
+def test_a_folder_that_cannot_be_written(data, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"the run cannot be written \(.*/file/out\): found .*Not a directory"):
-        here("--data", data, "--output_dir", tmp_path / "file" / "out", *TINY)
+    with pytest.raises(InputError, match=r"the output folder cannot be made \(.*/file/a/b\): found .*/file is a file"):
+        here("--data", data, "--output_dir", tmp_path / "file" / "a" / "b", *TINY)
+    with pytest.raises(TrainingError, match=r"needs cannot be used \(/proc/none\): found .*No such file or directory"):
+        here("--data", data, "--output_dir", "/proc/none", *TINY)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match=r"cannot be written \(.*/out\): found no permission in "):
+        here("--data", data, "--output_dir", tmp_path / "out", *TINY)
 
 
 def test_a_disk_that_is_full_and_a_file_that_cannot_be_read_are_told_apart(data, tmp_path, monkeypatch):

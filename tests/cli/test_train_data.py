@@ -23,6 +23,14 @@ def pair(i: int) -> dict:
     return {"prompt": "p" * (1 + i % 30), "completion": "c" * (i % 4), "text": "not this one"}
 
 
+def text(i: int) -> dict:
+    return {"text": "t" * (1 + i % 7)}
+
+
+def mixed(i: int) -> dict:
+    return {"text": i if i == 50 else "t"}
+
+
 def write(path: Path, make, number: int = 60) -> Path:
     path.write_text("".join(json.dumps(make(i)) + "\n" for i in range(number)))
     return path
@@ -101,6 +109,12 @@ def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
         (pair, ["--text_column", "text", "--completion_only_loss", "true"], "completion_only_loss is for chats and"),
         (pair, ["--data_split", "test"], "neither configurations nor splits"),
         (pair, ["--max_length", "1"], "no sequence has a token to train on"),
+        (
+            text,
+            ["--max_length", "1"],
+            "nothing to predict .*found 60 sequences of 1 tokens at most. Raise --max_length",
+        ),
+        (mixed, [], "the column 'text' holds no text .*found values of several kinds"),
     ],
 )
 def test_data_that_do_not_fit_the_call_are_refused_in_one_line(tmp_path, make, arguments, message):
@@ -108,6 +122,31 @@ def test_data_that_do_not_fit_the_call_are_refused_in_one_line(tmp_path, make, a
     with pytest.raises(InputError, match=message) as error:
         _run(["--data", str(data), *arguments, *TINY, "--dry_run"], first=True)
     assert str(tmp_path) in str(error.value) or "nowhere" in str(error.value)
+
+
+def test_an_error_names_the_row_of_the_file_and_comes_before_the_model_is_loaded(tmp_path, monkeypatch):
+    """A part of the rows is held out, and rows without a label are left out: the others keep their numbers."""
+
+    def loaded(*arguments):
+        raise AssertionError("the model was loaded")
+
+    def refused(make, *options):
+        data = write(tmp_path / "a.jsonl", make)
+        with pytest.raises(InputError) as error:
+            _run(["--data", str(data), *options, *TINY, "--held_out", "0.3", "--dry_run"], first=True)
+        return str(error.value)
+
+    torn = lambda i: {"messages": [{"role": "user", **({} if i == 50 else {"content": f"{i}"})}]}  # noqa: E731
+    assert "sample 50)" in refused(torn, "--chat_template", "chatml")
+    outside = lambda i: {"input_ids": [1, 2], "labels": [-100, 999 if i == 50 else 2 if i % 2 else -100]}  # noqa: E731
+    said = refused(outside, "--text_column", "input_ids")
+    assert "a label is outside the vocabulary" in said
+    assert "sample 50, position 1)" in said
+    word = lambda i: {"messages": "a" if i == 50 else chat(i)["messages"]}  # noqa: E731
+    assert "a row is no chat" in refused(word)
+    monkeypatch.setattr("ullage.cli.train.model.load_model", loaded)
+    assert "no chat template" in refused(chat)
+    assert "there is no column 'texts'" in refused(text, "--text_column", "texts")
 
 
 def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys):

@@ -160,12 +160,31 @@ def test_pickled_weights_are_loaded_only_if_asked_for(folders):
 # What a model can read
 
 
-def test_a_model_that_sees_the_tokens_ahead_is_refused_before_data_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[1]", r"the model config cannot be read .*config.json\): expected a JSON object"),
+        ('{"model_type": ', r"the model config cannot be read .*config.json\): found Expecting value"),
+        (json.dumps({"model_type": "t5", "is_encoder_decoder": True}), "found an encoder with a decoder, of type t5. "),
+        (json.dumps({"model_type": "vit"}), "found ViTConfig, which is no causal language model's"),
+    ],
+)
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_config_of_another_kind_is_refused_in_one_line(tmp_path, texts, folders, config, message, weights):
+    shutil.copytree(folders / "llama", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(config)
+    if not weights:
+        (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=message):
+        here("--data", texts, "--model", tmp_path / "model", "--output_dir", tmp_path / "out", *TINY)
+
+
+def test_a_model_that_sees_the_tokens_ahead_is_refused(tmp_path, texts):
     folder = saved(BertLMHeadModel(BertConfig(**SMALL)), tmp_path / "bert")
     with pytest.raises(
         InputError, match=r"^BertLMHeadModel attends in both directions.*Set is_decoder=True in its conf"
     ):
-        here("--data", tmp_path / "none.jsonl", "--model", folder, "--output_dir", tmp_path / "out", *TINY)
+        here("--data", texts, "--model", folder, "--output_dir", tmp_path / "out", *TINY)
     # Its config says so too, and means nothing by it.
     limits.require_causal(tiny_model("gpt_neox", "causal"))
     for name in ("xlm", "rembert"):
@@ -442,6 +461,19 @@ def test_a_run_that_a_signal_stops_leaves_its_page_once_its_checkpoint_is_writte
 # The output folder
 
 
+def test_a_run_that_fails_before_its_first_step_stands_in_nobodys_way(tmp_path, texts):
+    common = ["--data", texts, "--model", "lstm-8", "--output_dir", tmp_path / "out", *TINY, "--stop_at_step", 1]
+    for wrong, message in (
+        (["--packing_capacity", 8], "a sequence does not fit into a microbatch"),  # found when training begins
+        (["--model", "rnn_tanh-8", "--dp", 1, "--packing_oversize", "split"], "oversize"),  # by the trainer
+    ):
+        with pytest.raises(InputError, match=message):
+            here(*common, *wrong)
+        assert not (tmp_path / "out" / "ullage_run.json").exists()
+    here(*common)
+    assert checkpoints_in(tmp_path / "out")
+
+
 def test_a_folder_of_other_files_is_not_written_into(tmp_path, texts):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -466,7 +498,9 @@ def test_a_folder_of_other_files_is_not_written_into(tmp_path, texts):
 
 
 def test_every_bound_has_two_sides():
-    flags = vars(parse([]).training) | vars(parse([]).model) | vars(parse([]).run) | vars(parse([]).parallel)
+    command = parse([])
+    parts = (command.data, command.model, command.run, command.parallel, command.training)
+    flags = {name for part in parts for name in vars(part)}
     for name, bound in bounds.BOUNDS.items():
         assert name in flags, name
         for wrong in (bound.least - 1e-9 if bound.least else -1e-9, float("nan"), float("inf"), -2):
@@ -493,6 +527,43 @@ def test_every_bound_has_two_sides():
             ["--packing_capacity", "0"],
             "this argument is out of range (--packing_capacity): expected at least 1, found 0",
         ),
+        (
+            ["--held_out", "1.5"],
+            "this argument is out of range (--held_out): expected at least 0 and below 1, found 1.5",
+        ),
+        (["--max_length", "-3"], "this argument is out of range (--max_length): expected at least 0, found -3"),
+        (
+            ["--seed", "-3"],
+            "this argument is out of range (--seed): expected at least 0 and at most 4294967295, found -3",
+        ),
+        (["texts.jsonl"], "unknown argument texts.jsonl. A value follows the name of its argument: --data texts.jsonl"),
+        (["--packing_capacity", "lots"], "packing_capacity is not a capacity: expected tokens a microbatch, or 'auto'"),
+        (["--optim", "adamw_bnb_8bit"], "this optimizer cannot be made (--optim adamw_bnb_8bit): found "),
+        (["--optim_args", "foo"], "this is no list of settings (--optim_args): expected NAME=VALUE,..., found foo"),
+        (
+            ["--lr_scheduler_type", "cosine_with_min_lr"],
+            "this schedule of the learning rate cannot be made (--lr_scheduler_type cosine_with_min_lr): found "
+            "One of min_lr",
+        ),
+        (
+            ["--lr_scheduler_kwargs", '{"a": 1}'],
+            "this schedule of the learning rate cannot be made (--lr_scheduler_type cosine, --lr_scheduler_kwargs): ",
+        ),
+        (["--lr_scheduler_kwargs", "{a: 1}"], "this argument is not JSON (--lr_scheduler_kwargs): found {a: 1}"),
+        (["--deepspeed", "nowhere.json"], "there is no such file (--deepspeed): expected a file with JSON, "),
+        (
+            ["--zero", "2", "--dp", "1"],
+            "deepspeed is not supported over ullage.engines.fsdp, which --dp, --cp and --tp",
+        ),
+        (
+            ["--tp", "2"],
+            "the sizes of the axes do not multiply to the world: expected 1 process, found dp 1 × cp 1 × tp",
+        ),
+        (
+            ["--metric_for_best_model", "bleu"],
+            "this run has no such metric (--metric_for_best_model): expected loss, found bleu",
+        ),
+        (["--use_liger_kernel"], "liger-kernel is not installed (--use_liger_kernel): expected at least 0.3"),
         (["--optim", "adam_what"], "argument --optim: invalid choice: 'adam_what' (choose from 'adamw_torch', "),
         (["--report_to", "nonsense"], "no such tracker (--report_to): expected none, all, or azure_ml, clearml, "),
         (

@@ -142,6 +142,34 @@ def test_without_marks_the_text_up_to_each_turn_tells_what_the_assistant_says(ro
     assert 0 < marked.num_labels < marked.num_tokens
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        (TALK := {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "yes"}]}, {},
+         "<u> ab <a> [y] [e] [s] [</s>]"),
+        (TALK, {"max_length": 5}, "<u> ab <a> [y] [e]"),
+        (TALK, {"completion_only_loss": False}, "[<u>] [ab] [<a>] [y] [e] [s] [</s>]"),
+        (LONG := {"prompt": turns("u"), "completion": turns("ab", "m", "c", first="user")[::-1]},
+         {"assistant_only_loss": True}, "<u> u <u> c <a> [m] [</s>] <u> ab"),
+        (LONG, {}, "<u> u [<u>] [c] [<a>] [m] [</s>] [<u>] [ab]"),
+        ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True},
+         "<u> q <a> [a] [</s>] <u> r <a> [b] [</s>]"),
+        ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True, "max_length": 6},
+         "<u> q <a> [a] [</s>] <u>"),
+        ({"prompt": "q:", "completion": " ab!"}, {}, "q : [Ġab] [!] [</s>]"),
+        ({"prompt": "q:", "completion": " ab!"}, {"max_length": 3}, "q : [Ġab]"),
+    ],
+)  # fmt: skip
+def test_labels_are_what_a_person_marks_by_hand(template, row, options, expected):
+    own = tokenizer(template)
+    sample = tokenize_chats([row], own, **options)[0]
+    words = own.convert_ids_to_tokens(sample["input_ids"].tolist())
+    pairs = zip(words, sample["input_ids"].tolist(), sample["labels"].tolist(), strict=True)
+    assert " ".join(f"[{word}]" if label == token else word for word, token, label in pairs) == expected
+    assert set(sample["labels"].tolist()) <= {-100, *sample["input_ids"].tolist()}
+
+
 def test_bytes_take_a_template_that_is_asked_for_and_lose_nothing():
     given = byte_tokenizer()
     with pytest.raises(InputError, match=r"the tokenizer has no chat template.*Give --chat_template a file, or chatml"):
@@ -190,7 +218,7 @@ REFUSED = [
     (CHATS, PLAIN, {"completion_only_loss": True}, "is for prompts with completions"),
     (TEXTS, PLAIN, {"assistant_only_loss": True}, "assistant_only_loss is for chats"),
     ([{"messages": turns("a")}] * 2, PLAIN, {"assistant_only_loss": True}, "no sequence has a token .*none in 2"),
-    (TALKS, MARKED, {"max_length": 2}, "no sequence has a token to train on.*Max_length may cut off"),
+    (TALKS, MARKED, {"max_length": 2}, "no sequence has a token to train on.*A max_length above 2 may"),
 ]
 
 

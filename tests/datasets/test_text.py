@@ -179,8 +179,7 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
         (
             "a.jsonl",
             '{"text": "x"}\n{"text": \n',
-            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object per line, found line 2, "
-            "which is not a JSON object. Rename the file, or write it again",
+            "a line is no JSON object (a.jsonl, line 2): found '{\"text\":'. Mend this line, or remove it",
         ),
         (
             "a.csv",
@@ -240,7 +239,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 def test_a_bad_character_far_inside_a_file_is_found(tmp_path):
     path = write(tmp_path, "a.txt", "é".encode() * 5000 + b"\xff")
-    assert "is not what its ending .txt says (a.txt)" in refusal(path)
+    assert refusal(path) == ("a line is not UTF-8 (a.txt, line 1): found the byte 0xff. Write the file in UTF-8")
     # a character that lies across the end of the first bytes is no mistake
     assert load_text(write(tmp_path, "b.txt", "x" + "é" * 5000)) == ["x" + "é" * 5000]
 

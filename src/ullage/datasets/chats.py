@@ -86,12 +86,12 @@ def _checked(row: dict[str, Any], where: str) -> Row:
         value = row[name]
         if isinstance(value, list):
             row[name] = value = [_message(each) for each in value]
-        if isinstance(value, str) and (value or name == COMPLETION):
+        if isinstance(value, str) and name != "messages" and (value or name == COMPLETION):
             continue
         good = isinstance(value, list) and value and all(isinstance(each.get("role"), str) for each in value)
         if not good:
             raise InputError(
-                "a row is no chat",
+                "a row is no chat" if name == "messages" else "a row is no prompt with its completion",
                 where=f"{where}, column {name!r}",
                 expected='a list of {"role": ..., "content": ...}' + ("" if name == "messages" else ", or a text"),
                 found=repr(value)[:60],
@@ -189,6 +189,7 @@ def tokenize_chats(
     *,
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
+    numbers: Sequence[int] | None = None,
 ) -> TokenDataset:
     """Data set of the tokens of chats, or of prompts with completions, and of the labels that are trained on.
 
@@ -198,6 +199,7 @@ def tokenize_chats(
         max_length: cut sequences that are longer, in tokens.
         completion_only_loss: train on completions alone; by default where there are prompts.
         assistant_only_loss: train on the assistant's turns alone.
+        numbers: of the rows where they came from, for messages; by default their places here.
 
     Sequences that have no token to train on after the cut are left out and counted. Raises ``InputError`` where there
     is no template, where it fails (the message says for which sample), and where the turns cannot be told apart.
@@ -206,7 +208,17 @@ def tokenize_chats(
         raise InputError("the dataset is empty", expected="at least one sample", found="none")
     loss = ChatLoss(completion_only_loss, assistant_only_loss)
     loss.require_rows(rows)
-    return token_dataset(_Encoder(tokenizer, loss).encode(rows), max_length)
+    return token_dataset(_Encoder(tokenizer, loss).encode(rows, numbers), max_length, numbers)
+
+
+def require_template(rows: Sequence[Row], tokenizer: Any) -> None:
+    """Raise ``InputError`` where rows of messages meet a tokenizer without a chat template."""
+    if not isinstance(rows[0].get(PROMPT), str) and getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            "the tokenizer has no chat template",
+            expected="one, for rows of messages",
+            hint=f"give --chat_template a file, or {' or '.join(TEMPLATES)}",
+        )
 
 
 class _Encoder:
@@ -215,10 +227,11 @@ class _Encoder:
     def __init__(self, tokenizer: Any, loss: ChatLoss) -> None:
         self._tokenizer, self._loss = tokenizer, loss
 
-    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int] | None]]:
-        if not isinstance(rows[0].get(PROMPT), str):
-            self._require_template()
-        for number, row in enumerate(rows):
+    def encode(
+        self, rows: Sequence[Row], numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        require_template(rows, self._tokenizer)
+        for number, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
             try:
                 ids, masks = self._encoded(row)
             except InputError as error:
@@ -234,14 +247,6 @@ class _Encoder:
                 continue
             counts = [all(bits) for bits in zip(*masks, strict=True)]
             yield ids, [token if counted else IGNORED_LABEL for token, counted in zip(ids, counts, strict=True)]
-
-    def _require_template(self) -> None:
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise InputError(
-                "the tokenizer has no chat template",
-                expected="one, for rows of messages",
-                hint=f"give --chat_template a file, or {' or '.join(TEMPLATES)}",
-            )
 
     def _encoded(self, row: Row) -> tuple[list[int], list[Sequence[bool | int]]]:
         if PROMPT not in row:

@@ -69,7 +69,8 @@ def chosen_files(
     if splits is None:
         splits = _splits_by_name(_under(data, config))
     if not splits:
-        raise InputError("there are no files of data", expected=", ".join(ENDINGS), found=", ".join(sorted(names)[:4]))
+        there = ", ".join(sorted(names)[:4]) or "no files"
+        raise InputError("there are no files of data", expected=", ".join(ENDINGS), found=there)
     if split not in splits:
         raise _no_split(splits, split)
     return _of_one_kind(splits[split])

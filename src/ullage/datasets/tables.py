@@ -225,17 +225,27 @@ def _read_by_datasets(path: Path, ending: str) -> Any:
         cause = root_cause(error)
         if any(sign in str(cause) for sign in _NO_ROWS):
             raise no_rows(path) from error
-        found = _bad_line(path) if ending == ".jsonl" else None
-        raise _not_what_it_says(path, ending, found or f"{type(cause).__name__}: {cause}") from error
+        bad = _bad_line(path, ending) if ending not in (".parquet", ".json") else None
+        if bad is not None:
+            raise bad from error
+        raise _not_what_it_says(path, ending, f"{type(cause).__name__}: {cause}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if bars:
             datasets.enable_progress_bars()
 
 
-def _bad_line(path: Path) -> str | None:
+def _bad_line(path: Path, ending: str) -> InputError | None:
+    """The error for the first line that a file with this ending cannot have; ``None`` where lines tell nothing."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip() and not isinstance(_parsed(line), dict):
-                return f"line {number}, which is not a JSON object"
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                found, hint = f"the byte {line[error.start]:#04x}", "write the file in UTF-8"
+                return InputError("a line is not UTF-8", where=where, found=found, hint=hint)
+            if ending == ".jsonl" and text.strip() and not isinstance(_parsed(line), dict):
+                found, hint = repr(text.strip()[:40]), "mend this line, or remove it"
+                return InputError("a line is no JSON object", where=where, found=found, hint=hint)
     return None

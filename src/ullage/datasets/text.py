@@ -52,6 +52,7 @@ class TokenDataset(torch.utils.data.Dataset):
         labels: of all tokens end to end, −100 where there is none; ``None`` where they are the tokens themselves
         num_dropped: sequences that were left out because none of their tokens has a label, after the cut
         dropped_tokens: the tokens of these
+        numbers: of the row that each sequence came from, for messages; ``None`` where they are 0, 1, 2 and so on
     """
 
     values: np.ndarray
@@ -61,6 +62,7 @@ class TokenDataset(torch.utils.data.Dataset):
     labels: np.ndarray | None = None
     num_dropped: int = 0
     dropped_tokens: int = 0
+    numbers: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.layout.num_items
@@ -86,6 +88,18 @@ class TokenDataset(torch.utils.data.Dataset):
         """Tokens that are trained on; the first of each sequence counts, though nothing predicts it."""
         return self.num_tokens if self.labels is None else int((self.labels != IGNORED_LABEL).sum())
 
+    @property
+    def num_predicted(self) -> int:
+        """Tokens that a model is trained to predict: those with a label but for the first of each sequence."""
+        first = self.layout.starts[self.layout.lengths > 0]
+        return self.num_labels - (
+            len(first) if self.labels is None else int((self.labels[first] != IGNORED_LABEL).sum())
+        )
+
+    def number_of(self, index: int) -> int:
+        """The number of the row that a sequence came from."""
+        return index if self.numbers is None else int(self.numbers[index])
+
     def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
         """Raise ``InputError`` for the first id outside ``range(vocab_size)``, with its sample and position."""
         outside = (self.values < 0) | (self.values >= vocab_size)
@@ -101,7 +115,7 @@ class TokenDataset(torch.utils.data.Dataset):
         position = int(bad[0] - self.layout.starts[sample])
         raise InputError(
             f"a {kind} is outside the vocabulary",
-            where=", ".join(filter(None, [where, f"sample {sample}, position {position}"])),
+            where=", ".join(filter(None, [where, f"sample {self.number_of(sample)}, position {position}"])),
             expected=f"0 to {vocab_size - 1}",
             found=int(found[bad[0]]),
             hint="take the tokenizer that belongs to the model, or a model with a larger vocab_size",
@@ -241,6 +255,8 @@ def _kind(feature: Any) -> str:
     inner = str(getattr(getattr(feature, "feature", None), "dtype", ""))
     if inner.startswith(("int", "uint")):
         return "ids"
+    if type(feature).__name__ == "Json":  # what ``datasets`` makes of a column whose values do not agree
+        return "values of several kinds"
     return str(dtype if dtype not in (None, "list", "dict") else feature)
 
 
@@ -255,13 +271,20 @@ def byte_tokenizer() -> Any:
     return ByT5Tokenizer(extra_ids=0, split_special_tokens=True)
 
 
-def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None = None) -> TokenDataset:
+def tokenize(
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    numbers: Sequence[int] | None = None,
+) -> TokenDataset:
     """Data set of the tokens of ``samples``, each ended by the tokenizer's end token and cut to ``max_length`` tokens.
 
-    Samples of token ids get no end token; a mapping has ``input_ids``, and ``labels`` of its own. Raises ``InputError``
-    if there are no samples, and for a sample without tokens (the message says which).
+    Samples of token ids get no end token; a mapping has ``input_ids``, and ``labels`` of its own. ``numbers`` are those
+    of the rows where the samples came from, for messages. Raises ``InputError`` if there are no samples, and for a
+    sample without tokens (the message says which).
     """
-    return token_dataset((_tokens(sample, tokenizer) for sample in samples), max_length)
+    return token_dataset((_tokens(sample, tokenizer) for sample in samples), max_length, numbers)
 
 
 def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int] | None]:
@@ -275,21 +298,26 @@ def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int
 
 
 def token_dataset(
-    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None]], max_length: int | None = None
+    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None]],
+    max_length: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> TokenDataset:
     """Data set of sequences, each of token ids and of labels, where these are others; cut to ``max_length`` tokens.
 
-    A sequence in which no token has a label is left out and counted. Raises ``InputError`` if there are no sequences
-    or none is left, for one without tokens, and for labels that are not as many as its tokens.
+    A sequence in which no token has a label is left out and counted. ``numbers`` are those of the rows, for messages.
+    Raises ``InputError`` if there are no sequences or none is left, for one without tokens, and for labels that are not
+    as many as its tokens.
     """
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)
     parts: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     lengths: list[int] = []
+    places: list[int] = []
     dropped, count, differ = 0, 0, False
     for count, (ids, own) in enumerate(sequences, 1):
-        _require_sequence(ids, own, count - 1)
+        number = count - 1 if numbers is None else numbers[count - 1]
+        _require_sequence(ids, own, number)
         # Held as int32, half of what int64 takes; a sample is widened when it is read.
         part = np.asarray(ids[:max_length], np.int32)
         label = part if own is None else np.asarray(own[:max_length], np.int32)
@@ -300,12 +328,13 @@ def token_dataset(
         parts.append(part)
         labels.append(label)
         lengths.append(len(ids))
+        places.append(number)
     if not parts:
         raise InputError(
             "no sequence has a token to train on" if count else "the dataset is empty",
             expected="a label that counts" if count else "at least one sample",
             found=f"none in {count:,}" if count else "none",
-            hint="max_length may cut off what is trained on" if count and max_length is not None else None,
+            hint=f"a max_length above {max_length} may reach them" if count and max_length is not None else None,
         )
     # ``whole`` are the lengths before the cut, by which the lost tokens are counted.
     whole = np.asarray(lengths, np.int64)
@@ -319,6 +348,7 @@ def token_dataset(
         np.concatenate(labels) if differ else None,
         count - len(parts),
         dropped,
+        np.asarray(places, np.int64) if places != list(range(len(places))) else None,
     )
 
 

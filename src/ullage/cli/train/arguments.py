@@ -19,7 +19,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.bounds import require_bounds
+from ullage.cli.train.bounds import require_bounds, usage
 from ullage.cli.train.record import taken_over
 from ullage.cli.train.services import require_hub, require_trackers
 from ullage.cli.train.settings import (
@@ -30,7 +30,8 @@ from ullage.cli.train.settings import (
     RunArguments,
     TrainCommand,
 )
-from ullage.errors import InputError, UsageError
+from ullage.cli.train.trials import require_json, require_trainable
+from ullage.errors import UsageError
 from ullage.training import TrainingArguments
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
@@ -72,18 +73,19 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     require_trackers(given.get("report_to"))
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
+    require_json(given)
     try:
         *parts, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
     except (ValueError, ImportError) as error:  # what TrainingArguments finds by itself
-        if isinstance(error, InputError):
-            raise
-        raise UsageError(str(error)) from error
+        raise usage(error) from error
     if unknown:
         name = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown argument {name}", hint=parser.near(name))
+        hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"
+        raise UsageError(f"unknown argument {name}", hint=hint)
     require_hub(parts[5])
+    require_trainable(parts[5], parts[4])
     return TrainCommand(*parts[:6], given=frozenset(given))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ullage.errors import UsageError
+from ullage.errors import InputError, UsageError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Bound:
     def __str__(self) -> str:
         words = [f"above {self.least:g}" if self.above else f"at least {self.least:g}"]
         if self.most < math.inf:
-            words.append(f"below {self.most:g}" if self.below else f"at most {self.most:g}")
+            words.append(f"below {self.most:.10g}" if self.below else f"at most {self.most:.10g}")
         return " and ".join(words) + "".join(f", or {other:g}" for other in self.besides)
 
 
@@ -52,6 +52,8 @@ _SEED = Bound(0, 2**32 - 1)
 BOUNDS: dict[str, Bound] = {
     "num_train_epochs": _POSITIVE,
     "max_steps": Bound(1, besides=(-1,)),
+    "held_out": Bound(0, 1, below=True),
+    "max_length": _NOT_NEGATIVE,
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
@@ -86,6 +88,13 @@ BOUNDS: dict[str, Bound] = {
     "tp": _COUNT,
     "dp_replicate": _COUNT,
 }
+
+
+def usage(error: ValueError | ImportError) -> UsageError:
+    """An error about an argument as one of the call."""
+    if not isinstance(error, InputError):
+        return UsageError(str(error))
+    return UsageError(error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint)
 
 
 def require_bounds(given: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from ullage.cli.train.names import (
 )
 from ullage.cli.train.record import read_record
 from ullage.cli.train.settings import TrainCommand
+from ullage.cli.train.weights import read_config
 from ullage.datasets.text import byte_tokenizer
 from ullage.errors import InputError, first_line
 from ullage.training.saving import WEIGHT_FILES
@@ -51,11 +52,11 @@ class Chosen:
 def choose(command: TrainCommand, checkpoint: Path | None) -> Chosen:
     """Find the model and the tokenizer of a call; collective where a name is not on the disk.
 
-    A run that continues takes the revisions that it took before, and the tokenizer that lies in its checkpoint unless
-    the call names another. Raises ``InputError`` for a name that means nothing, and for a model with weights that comes
-    without a tokenizer where the call names none.
+    A run that continues takes the revisions that it took before, which the command holds, and the tokenizer of its
+    checkpoint unless the call names another. Raises ``InputError`` for a name that means nothing, and for a model with
+    weights that comes without a tokenizer where the call names none.
     """
-    before = _revisions_before(command, checkpoint)
+    before = command.revisions
     model = None
     # A checkpoint has the config and the weights, and from most trainers the tokenizer.
     whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
@@ -68,7 +69,8 @@ def choose(command: TrainCommand, checkpoint: Path | None) -> Chosen:
     return Chosen(model, tokenizer, tuple(notes), {**before, **revisions})
 
 
-def _revisions_before(command: TrainCommand, checkpoint: Path | None) -> dict[str, str]:
+def revisions_before(command: TrainCommand, checkpoint: Path | None) -> dict[str, str]:
+    """By argument, what the run in the output folder, or of the checkpoint, took from the cache or the hub."""
     if checkpoint is None and command.output.overwrite_output_dir:
         return {}
     folder = command.folder if checkpoint is None else checkpoint.parent
@@ -94,12 +96,17 @@ def _model(command: TrainCommand, before: str | None) -> Located | None:
         raise unknown_model(name)
     wanted = partial(model_files, pickle=command.model.allow_pickle_weights, code=command.model.trust_remote_code)
     try:
-        return locate(name, "model", wanted, revision=pinned_commit(name, before))
+        found = locate(name, "model", wanted, revision=pinned_commit(name, before))
     except NotFoundError as error:
         if "/" in name:
             raise
         # A word without a slash may as well be a preset with a typing error.
         raise unknown_model(name, error) from error
+    # Before its tokenizer is read, which reads the config too and would speak of a tokenizer.
+    config = found.path / "config.json" if found.path.is_dir() else found.path
+    if config.is_file():
+        read_config(config)
+    return found
 
 
 def _tokenizer(
@@ -143,5 +150,5 @@ def _read(folder: Path, code: bool) -> Any:
         raise InputError("the tokenizer cannot be read", where=str(folder), expected="a folder", found="a file")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a torn file raises whatever its reader raises
         raise InputError("this folder holds no tokenizer", where=str(folder), found=first_line(error)) from error

@@ -22,6 +22,7 @@ from ullage.datasets.chats import (
     ChatLoss,
     chat_column,
     chats_of,
+    require_template,
     tokenize_chats,
     use_template,
 )
@@ -43,38 +44,27 @@ class TakenSamples:
         rows: texts, lists of token ids, or rows of chats.
         kind: what one is called: "texts", "chats" or "prompts".
         name: of the source, as it was typed, and its revision.
+        numbers: of the rows in the source; ``None`` for all of them.
     """
 
     rows: Sequence[Any]
     kind: str
     name: str
+    numbers: Sequence[int] | None = None
 
 
-def datasets_of(command: TrainCommand, tokenizer: Any, say: Voice) -> tuple[TokenDataset, TokenDataset | None]:
-    """The samples to train on and those to evaluate on, tokenized; ``None`` where nothing is held out.
+def samples_of(command: TrainCommand, say: Voice) -> tuple[TakenSamples, TakenSamples]:
+    """The samples to train on and those to evaluate on, which may be none, as they are read.
 
     Raises ``InputError`` for data that cannot be read, and where the best model is to be chosen by nothing.
     """
     data = command.data
-    if data.chat_template is not None:
-        use_template(tokenizer, data.chat_template)
     training = _samples(command, "data", data.data_split, say)
     if data.eval_data is not None or data.eval_split is not None:
         held_out = _samples(command, "data" if data.eval_data is None else "eval_data", data.eval_split, say)
     else:
-        kept, left = split_held_out(training.rows, data.held_out)
-        held_out = TakenSamples(left, training.kind, training.name)
-        training = TakenSamples(kept, training.kind, training.name)
-    sets: list[TokenDataset | None] = []
-    for part, use in ((training, "train on"), (held_out, "evaluate on")):
-        if not part.rows:
-            sets.append(None)
-            say(f"{part.name}: nothing held out, so nothing to {use}")
-            continue
-        dataset = _tokenized(part, command, tokenizer)
-        sets.append(dataset)
-        say(_told(part, dataset, use, data.max_length))
-    if sets[1] is None and command.training.load_best_model_at_end:
+        training, held_out = _split(training, data.held_out)
+    if not held_out.rows and command.training.load_best_model_at_end:
         raise InputError(
             "there is nothing to choose the best model by",
             where=training.name,
@@ -82,8 +72,58 @@ def datasets_of(command: TrainCommand, tokenizer: Any, say: Voice) -> tuple[Toke
             found="none",
             hint="give --eval_data or a larger --held_out, or leave out --load_best_model_at_end",
         )
-    assert sets[0] is not None
-    return sets[0], sets[1]
+    return training, held_out
+
+
+def require_tokenizable(samples: Sequence[TakenSamples], command: TrainCommand, tokenizer: Any) -> None:
+    """Give the tokenizer its chat template. Raises ``InputError`` where it lacks one that the samples need."""
+    if command.data.chat_template is not None:
+        use_template(tokenizer, command.data.chat_template)
+    for part in samples:
+        if part.rows and part.kind != "texts":
+            try:
+                require_template(part.rows, tokenizer)
+            except InputError as error:
+                raise error.at(part.name) from error
+
+
+def datasets_of(
+    samples: Sequence[TakenSamples], command: TrainCommand, tokenizer: Any, say: Voice
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The samples to train on and those to evaluate on, tokenized; ``None`` where there are none of the second.
+
+    Raises ``InputError`` for a sample that cannot be tokenized, and where nothing is left to predict.
+    """
+    sets: list[TokenDataset | None] = []
+    for part, use in zip(samples, ("train on", "evaluate on"), strict=True):
+        if not part.rows:
+            sets.append(None)
+            say(f"{part.name}: nothing held out, so nothing to {use}")
+            continue
+        dataset = _tokenized(part, command, tokenizer)
+        sets.append(dataset)
+        say(_told(part, dataset, use, command.data.max_length))
+    training, held_out = sets
+    assert training is not None
+    if not training.num_predicted:
+        raise InputError(
+            "there is nothing to predict",
+            where=samples[0].name,
+            expected="a token with a label behind the first of its sequence",
+            found=f"{len(training):,} sequences of {int(training.layout.lengths.max()):,} tokens at most",
+            hint="raise --max_length" if training.num_truncated else None,
+        )
+    return training, held_out
+
+
+def _split(samples: TakenSamples, fraction: float) -> tuple[TakenSamples, TakenSamples]:
+    """The samples to train on, and those that are held out."""
+    kept, left = split_held_out(samples.rows, fraction)
+    there = {id(row) for row in left}  # equal rows are on one side
+    parts = [(kept, [i for i, row in enumerate(samples.rows) if id(row) not in there])]
+    parts.append((left, [i for i, row in enumerate(samples.rows) if id(row) in there]))
+    training, held_out = (TakenSamples(rows, samples.kind, samples.name, numbers) for rows, numbers in parts)
+    return training, held_out
 
 
 def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice) -> TakenSamples:
@@ -143,13 +183,14 @@ def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> 
     most = data.max_length or None
     try:
         if samples.kind == "texts":
-            return tokenize(samples.rows, tokenizer, most)
+            return tokenize(samples.rows, tokenizer, most, numbers=samples.numbers)
         return tokenize_chats(
             samples.rows,
             tokenizer,
             most,
             completion_only_loss=data.completion_only_loss,
             assistant_only_loss=data.assistant_only_loss,
+            numbers=samples.numbers,
         )
     except InputError as error:
         where = ", ".join(filter(None, [samples.name, error.where]))
@@ -158,14 +199,19 @@ def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> 
 
 def _told(samples: TakenSamples, dataset: TokenDataset, use: str, max_length: int) -> str:
     """A line about a data set: its size, what its loss is on, and what was cut or left out."""
-    line = f"{samples.name}: {len(dataset):,} {samples.kind} to {use}, {dataset.num_tokens:,} tokens"
+    line = f"{samples.name}: {_counted(len(dataset), samples.kind)} to {use}, {dataset.num_tokens:,} tokens"
     if dataset.labels is not None:
         line += f", {dataset.num_labels:,} of them with a label"
     lost: list[str] = []
     if dataset.num_truncated:
         lost.append(
-            f"{dataset.num_truncated:,} {samples.kind} cut to {max_length}, {dataset.truncated_tokens:,} tokens lost"
+            f"{_counted(dataset.num_truncated, samples.kind)} cut to {max_length}, "
+            f"{dataset.truncated_tokens:,} tokens lost"
         )
     if dataset.num_dropped:
         lost.append(f"{dataset.num_dropped:,} without a token to train on left out, {dataset.dropped_tokens:,} tokens")
     return f"{line} ({'; '.join(lost)})" if lost else line
+
+
+def _counted(number: int, kind: str) -> str:
+    return f"{number:,} {kind if number != 1 else kind.removesuffix('s')}"

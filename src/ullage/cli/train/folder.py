@@ -7,14 +7,16 @@ continues an unfinished run and reports a finished one; a call with others is re
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.record import read_record, settings_of, write_record
+from ullage.cli.train.record import RECORD, read_record, settings_of, write_record
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError
 from ullage.training.agreement import agreement, several_ranks
@@ -98,8 +100,7 @@ def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situat
 
 def _look_at(command: TrainCommand) -> Situation:
     folder = command.folder
-    if folder.exists() and not folder.is_dir():
-        raise InputError("the output folder cannot be used", where=str(folder), expected="a folder", found="a file")
+    _require_place(folder)
     record = read_record(folder)
     checkpoints = checkpoints_in(folder)
     resume = command.training.resume_from_checkpoint
@@ -133,6 +134,17 @@ def _look_at(command: TrainCommand) -> Situation:
     return Situation()
 
 
+def _require_place(folder: Path) -> None:
+    """Raise ``InputError`` for a folder that cannot be made, or not be written into; makes none."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError("the output folder cannot be used", where=str(folder), expected="a folder", found="a file")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise InputError("the output folder cannot be made", where=str(folder), found=f"{there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError("the output folder cannot be written", where=str(folder), found=f"no permission in {there}")
+
+
 def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
     if record is None or record.get("summary") is None:
         return False
@@ -149,6 +161,21 @@ def begin(command: TrainCommand, situation: Situation) -> None:
         for path in (*checkpoints_in(folder), folder / PARTIAL):
             shutil.rmtree(path, ignore_errors=True)
     write_record(folder, command, None)
+
+
+@contextlib.contextmanager
+def never_begun(command: TrainCommand, checkpoint: Path | None, state: Any) -> Iterator[None]:
+    """Take back the settings of a run that an error ends before its first step, so that a better call is not refused.
+
+    ``checkpoint``: where the run continues from; its settings stay. ``state``: of the trainer.
+    """
+    try:
+        yield
+    except Exception:
+        if checkpoint is None and state.global_step == 0 and state.is_world_process_zero:
+            with contextlib.suppress(OSError):
+                (command.folder / RECORD).unlink()
+        raise
 
 
 def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
@@ -211,4 +238,4 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
 
 def _belongs_to_run(path: Path) -> bool:
     """Whether a file may lie in the folder before its run begins: logs of a launcher, its settings, what is hidden."""
-    return path.name.startswith((".", "ullage_run")) or path.suffix in _BESIDE or path.name in _BESIDE
+    return path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE

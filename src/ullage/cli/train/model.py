@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.cli.train.weights import load_weights, trust_hint
+from ullage.cli.train.weights import load_weights, read_config, require_decoder, trust_hint, why_not
 from ullage.errors import CheckpointError, InputError, first_line
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
@@ -84,8 +83,12 @@ def _new(config: Any, arguments: ModelArguments) -> Any:
     except (ValueError, AssertionError) as error:
         if isinstance(error, InputError):
             raise
+        require_decoder(config.to_dict(), arguments.model)
         raise InputError(
-            "this config does not describe a causal language model", found=first_line(error), hint=trust_hint(error)
+            "this config does not describe a causal language model",
+            where=arguments.model,
+            found=why_not(error),
+            hint=trust_hint(error),
         ) from error
 
 
@@ -148,9 +151,9 @@ def _config_from(path: Path, arguments: ModelArguments) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError("this folder holds no model", where=str(path), expected="config.json", found="none")
+    read_config(file)
     code = arguments.trust_remote_code
     try:
-        json.loads(file.read_text(encoding="utf-8"))
         # The code of a config lies beside it, which transformers finds by the folder alone.
         return AutoConfig.from_pretrained(file.parent if code else file, local_files_only=True, trust_remote_code=code)
     except (OSError, ValueError, KeyError, TypeError) as error:

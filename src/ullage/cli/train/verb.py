@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from ullage.cli.train.process import compiling_notes, make_ready, one_line_error
 from ullage.errors import TrainingError, UllageError
 
 if TYPE_CHECKING:
+    from ullage.cli.train.data import TakenSamples
     from ullage.cli.train.progress import Progress
     from ullage.cli.train.settings import TrainCommand
     from ullage.cli.train.summary import Voice
@@ -51,7 +52,8 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of
+    from ullage.cli.train.choosing import revisions_before
+    from ullage.cli.train.data import datasets_of, samples_of
     from ullage.cli.train.folder import Situation, begin, finish, look_at
     from ullage.cli.train.layout import require_layout_of
     from ullage.cli.train.limits import notes_on_lengths, within_positions
@@ -60,11 +62,8 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.script import sample_of, script_of
     from ullage.cli.train.summary import Voice, save_and_summarize
     from ullage.training.costing import num_parameters
-    from ullage.training.fsdp import require_possible
 
     command = parse(argv)
-    if not command.parallel.asked:
-        require_possible(command.training)
     say = Voice(first, command.output.json)
     situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
     if situation.summary is not None:
@@ -78,8 +77,10 @@ def _run(argv: list[str], first: bool) -> None:
         return
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
-    command, tokenizer, model = _model_of(command, situation.checkpoint, say)
-    training, held_out = datasets_of(within_positions(command, model, say), tokenizer, say)
+    command = replace(command, revisions=revisions_before(command, situation.checkpoint))
+    samples = samples_of(command, say)  # read before the weights, which may take minutes
+    command, tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
+    training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
             dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
@@ -93,13 +94,14 @@ def _run(argv: list[str], first: bool) -> None:
         return
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
-    with _written(command):
-        if first:
-            begin(command, situation)
     # Of the model as it is now: an engine may put layers of its own into it.
     code = script_of(command, model, sample_of(command, tokenizer, training, held_out))
     try:
+        # Before anything is written: a trainer refuses what it cannot do with this model.
         trainer, progress = make_trainer(first=first)
+        with _written(command):
+            if first:
+                begin(command, situation)
         if not _train(trainer, progress, command, situation.checkpoint, argv, say):
             leave_page(command, first, say)
             return
@@ -114,16 +116,20 @@ def _run(argv: list[str], first: bool) -> None:
     say.result(summary)
 
 
-def _model_of(command: TrainCommand, checkpoint: Path | None, say: Voice) -> tuple[TrainCommand, Any, Any]:
-    """The call with the revisions that it takes, the tokenizer and the model."""
+def _model_of(
+    command: TrainCommand, checkpoint: Path | None, samples: Sequence[TakenSamples], say: Voice
+) -> tuple[TrainCommand, Any, Any]:
+    """The call with the revisions that it takes, the tokenizer, fit for ``samples``, and the model."""
     from transformers import set_seed
 
     from ullage.cli.train.choosing import choose
+    from ullage.cli.train.data import require_tokenizable
     from ullage.cli.train.model import load_model
 
     chosen = choose(command, checkpoint)
     for note in chosen.notes:
         say(note)
+    require_tokenizable(samples, command, chosen.tokenizer)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     model = load_model(command, chosen.model, chosen.tokenizer, checkpoint, say)
     return replace(command, revisions=chosen.revisions), chosen.tokenizer, model
@@ -186,6 +192,7 @@ def _train(
         argv: the call as it was typed, to print how to continue.
         say: the voice of the first rank.
     """
+    from ullage.cli.train.folder import never_begun
     from ullage.cli.train.picture import leave_page
     from ullage.cli.train.progress import Stop
     from ullage.training.saving import checkpoints_in
@@ -202,7 +209,7 @@ def _train(
     signals = [signal.SIGINT] if takes_sigterm(trainer.args) else [signal.SIGTERM, signal.SIGINT]
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
     try:
-        with signalled:
+        with signalled, never_begun(command, checkpoint, trainer.state):
             trainer.train(
                 resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
                 allow_changed_checkpoint=command.run.allow_changed_checkpoint,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ def load_weights(folder: Path, arguments: ModelArguments, say: Voice) -> Any:
     other missing weights where ``--allow_missing_weights`` asks for it. Weights that nobody reads are named too.
     Raises ``InputError`` for missing weights, for those of another size, and for pickled ones that were not asked for.
     """
+    if (folder / "config.json").is_file():
+        require_decoder(read_config(folder / "config.json"), str(folder))
     pickle, code = arguments.allow_pickle_weights, arguments.trust_remote_code
     adapter = (folder / "adapter_config.json").is_file()
     if not adapter:
@@ -41,12 +45,41 @@ def load_weights(folder: Path, arguments: ModelArguments, say: Voice) -> Any:
         )
     except Exception as error:  # a torn file raises whatever its reader raises
         raise InputError(
-            "the model cannot be loaded", where=str(folder), found=first_line(error), hint=trust_hint(error)
+            "the model cannot be loaded", where=str(folder), found=why_not(error), hint=trust_hint(error)
         ) from error
     model, info = loaded
     if not adapter:
         _judge(folder, model, info, allowed=arguments.allow_missing_weights, say=say)
     return model
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The settings in a model's ``config.json``. Raises ``InputError`` where they cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("the model config cannot be read", where=str(file), found=first_line(error)) from error
+    if not isinstance(found, dict):
+        raise InputError("the model config cannot be read", where=str(file), expected="a JSON object")
+    return found
+
+
+def require_decoder(config: Mapping[str, Any], where: str | None) -> None:
+    """Raise ``InputError`` for the config of an encoder with a decoder."""
+    if config.get("is_encoder_decoder"):
+        raise InputError(
+            "this model reads one text and writes another",
+            where=where,
+            expected="a causal language model",
+            found=f"an encoder with a decoder, of type {config.get('model_type')}",
+            hint="ullage.training.Seq2SeqTrainer trains it, in Python",
+        )
+
+
+def why_not(error: Exception) -> str:
+    """Why transformers cannot make a causal language model, in a few words."""
+    match = re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error))
+    return first_line(error) if match is None else f"{match[1]}, which is no causal language model's"
 
 
 def trust_hint(error: Exception) -> str | None:

@@ -28,6 +28,18 @@ def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topolog
     """
     _join()
     world = dist.get_world_size() if dist.is_initialized() else 1
+    dp = require_sizes(world, dp=dp, cp=cp, tp=tp)
+    if world == 1:
+        return Topology.single()
+    end_groups_at_exit()
+    return Topology.from_device_mesh(init_device_mesh(device_type(), (dp, cp, tp), mesh_dim_names=AXES))
+
+
+def require_sizes(world: int, *, dp: int | None = None, cp: int = 1, tp: int = 1) -> int:
+    """The size of dp, which is all that cp and tp leave if ``None``.
+
+    Raises ``InputError`` for sizes that do not multiply to ``world``, the number of ranks.
+    """
     for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
         if size is not None and (not isinstance(size, int) or size < 1):
             raise InputError(f"{name} must be a positive integer", found=size)
@@ -40,10 +52,7 @@ def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topolog
             found=f"dp {dp} × cp {cp} × tp {tp} = {dp * cp * tp}",
             hint="start as many with torchrun --nproc_per_node, or give other sizes",
         )
-    if world == 1:
-        return Topology.single()
-    end_groups_at_exit()
-    return Topology.from_device_mesh(init_device_mesh(device_type(), (dp, cp, tp), mesh_dim_names=AXES))
+    return dp
 
 
 def device_type() -> str:
