@@ -9,11 +9,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Trainer, get_scheduler
-from transformers.utils import is_liger_kernel_available
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from ullage.cli.train.bounds import usage
 from ullage.cli.train.settings import ParallelArguments
@@ -110,13 +110,18 @@ def _require_optimizer(training: TrainingArguments) -> None:
         Trainer.get_optimizer_cls_and_kwargs(training)
     except (ImportError, ValueError) as error:
         raise UsageError(
-            "this optimizer cannot be made", where=f"--optim {training.optim.value}", found=str(error)
+            "this optimizer cannot be made", where=f"--optim {_word(training.optim)}", found=str(error)
         ) from error
+
+
+def _word(choice: Any) -> str:
+    """A choice as it is typed."""
+    return str(getattr(choice, "value", choice))
 
 
 def _require_schedule(training: TrainingArguments) -> None:
     steps = training.max_steps if training.max_steps > 0 else _STEPS
-    where = f"--lr_scheduler_type {training.lr_scheduler_type.value}"
+    where = f"--lr_scheduler_type {_word(training.lr_scheduler_type)}"
     if training.lr_scheduler_kwargs:
         where += ", --lr_scheduler_kwargs"
     try:
@@ -125,7 +130,7 @@ def _require_schedule(training: TrainingArguments) -> None:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate),
             num_warmup_steps=training.get_warmup_steps(steps),
             num_training_steps=steps,
-            scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=cast(Any, training.lr_scheduler_kwargs),
         )
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UsageError(
