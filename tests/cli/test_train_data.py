@@ -75,6 +75,35 @@ def test_a_dry_run_tells_what_a_run_would_be_and_writes_nothing(tmp_path, monkey
     assert found["time"]["seconds_per_step"] > 0
 
 
+def test_a_dry_run_looks_for_a_capacity_and_says_what_the_folder_holds(tmp_path, capsys):
+    data = write(tmp_path / "a.jsonl", text)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
+    before = files(tmp_path)
+    options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1"]
+    found = told(capsys, *options, "--packing_capacity", "auto")
+    # A step of 8 sequences of 8 tokens at most fits into one row.
+    assert found["plan"]["capacity"] == 64
+    assert found["plan"]["rows_per_rank"] == 1
+    assert found["notes"][0].startswith("a run would be refused: the output folder holds other files, and no run")
+    assert found["notes"][1].startswith("packing_capacity='auto' finds 64 tokens here")
+    assert files(tmp_path) == before
+
+
+def test_a_dry_run_over_axes_runs_whole_steps_and_keeps_nothing(tmp_path, capsys):
+    data = write(tmp_path / "a.jsonl", text)
+    before = files(tmp_path)
+    options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1", "--held_out", 0]
+    axes = told(capsys, *options, "--packing_capacity", 64, "--dp", 1)
+    plain = told(capsys, *options, "--packing_capacity", 64)
+    assert files(tmp_path) == before
+    assert axes["plan"] == pytest.approx(plain["plan"])
+    for name in ("weights", "gradients", "optimizer"):
+        assert axes["memory"][name] == pytest.approx(plain["memory"][name], rel=0.01)
+    assert axes["memory"]["total"] > axes["memory"]["weights"]
+    assert axes["time"]["seconds"] == pytest.approx(axes["time"]["seconds_per_step"] * axes["plan"]["steps"])
+
+
 def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
     from ullage.training.metering import TokenMeter
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ullage.cli.train.record import RECORD, read_record, settings_of, write_record
 from ullage.cli.train.settings import TrainCommand
-from ullage.errors import CheckpointError, InputError
+from ullage.errors import CheckpointError, InputError, UllageError
 from ullage.training.agreement import agreement, several_ranks
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import (
@@ -78,6 +78,19 @@ def look_at(command: TrainCommand) -> Situation:
     if stop is None or situation.checkpoint is None or step_of(situation.checkpoint) < stop:
         return situation
     return replace(situation, there=True)
+
+
+def outlook(command: TrainCommand) -> str | None:
+    """What a run would do with its output folder as it is; None where it would begin there. Changes nothing."""
+    try:
+        situation = _look_at(command)
+    except UllageError as error:
+        return f"a run would be refused: {error}"
+    if situation.summary is not None:
+        return f"{command.training.output_dir} holds this run, finished: a run would report it"
+    if situation.checkpoint is not None:
+        return f"a run would continue from {situation.checkpoint}"
+    return None
 
 
 def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situation:

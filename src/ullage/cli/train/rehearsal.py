@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from ullage.batch import RaggedBatch
+from ullage.cli.train.folder import outlook
+from ullage.cli.train.rehearsal_axes import of_steps
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.datasets.text import TokenDataset
@@ -58,12 +60,8 @@ def rehearse(
         },
         "data": {"train": _of_data(training), "eval": None if held_out is None else _of_data(held_out)},
         "processes": command.training.world_size,
-        "notes": [],
+        "notes": [note for note in (outlook(command),) if note is not None],
     }
-    notes: list[str] = told["notes"]
-    if command.parallel.asked:
-        notes.append("with --dp, --cp or --tp neither steps are planned nor memory and time estimated")
-        return told
     arguments = command.training
     written, pushes = arguments.output_dir, arguments.push_to_hub
     with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
@@ -72,7 +70,10 @@ def rehearse(
         try:
             trainer, progress = make_trainer()
             progress.close()
-            _of_steps(told, trainer, model, len(training))
+            if command.parallel.asked:
+                of_steps(told, trainer)
+            else:
+                _of_steps(told, trainer, model)
         finally:
             arguments.output_dir, arguments.push_to_hub = written, pushes
     return told
@@ -103,10 +104,15 @@ def _of_data(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def _of_steps(told: dict[str, Any], trainer: Any, model: Any, sequences: int) -> None:
+def _of_steps(told: dict[str, Any], trainer: Any, model: Any) -> None:
     """Plan the first steps, run a part of one, and put both into ``told``."""
     args, notes = trainer.args, told["notes"]
     options = trainer._packer.options
+    if options is not None and options.is_open and not _is_cut(model):
+        trainer._capacity.begin_run()  # raises where none can be found
+        trainer._capacity.settle(model)
+        options = trainer._packer.options
+        notes.append(f"packing_capacity='auto' finds {options.capacity:,} tokens here, and anew when training begins")
     loader = trainer.get_train_dataloader()
     a_step = args.gradient_accumulation_steps
     per_epoch = max(math.ceil(len(loader) / a_step), 1)
@@ -114,7 +120,7 @@ def _of_steps(told: dict[str, Any], trainer: Any, model: Any, sequences: int) ->
     plan: dict[str, Any] = {"steps": steps, "steps_per_epoch": per_epoch, "epochs": steps / per_epoch}
     told["plan"] = plan
     if options is not None and options.is_open:
-        notes.append("packing_capacity='auto' is found when training begins: no steps are planned")
+        notes.append("packing_capacity='auto' is found when training begins under ZeRO 3: no steps are planned")
         return
     drawn: list[list[Any]] = []
     batches = iter(loader)
@@ -138,6 +144,11 @@ def _of_steps(told: dict[str, Any], trainer: Any, model: Any, sequences: int) ->
         plan["longest"] = max(gather(max(longest), several))
     # The rank with most tokens ends last.
     _estimate(told, trainer, model, drawn, float(each.max(0).mean()), steps)
+
+
+def _is_cut(model: Any) -> bool:
+    """Whether ZeRO 3 holds a part of the weights on each rank, so that the bare model cannot run."""
+    return any(hasattr(each, "ds_numel") for each in model.parameters())
 
 
 def _rows(samples: list[Any]) -> list[RaggedBatch]:
@@ -170,7 +181,7 @@ def _estimate(
 ) -> None:
     """Run the largest batch of the first steps, then time a few; extrapolate to the run."""
     args, notes = trainer.args, told["notes"]
-    if any(hasattr(each, "ds_numel") for each in model.parameters()):
+    if _is_cut(model):
         told["memory"] = _held(trainer, model)
         notes.append("under ZeRO 3 no step is run: memory is without activations, and there is no estimate of time")
         return
@@ -266,7 +277,7 @@ def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
         )
         if plan["packed"]:
             lines["packed"] = (
-                f"{plan['rows_per_rank']:.1f} rows of {plan['capacity']:,} tokens per rank, "
+                f"{plan['rows_per_rank']:.1f} rows of {plan['capacity']:,} tokens per {_sharing(plan)}, "
                 f"{plan['capacity_unused']:.1%} of the capacity unused, imbalance {plan['imbalance']:.2f}"
             )
         else:
@@ -278,11 +289,17 @@ def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
         total = f"{text_of(memory['total'])} per process: " if "total" in memory else ""
         lines["memory, about"] = total + ", ".join(parts)
     if time is not None and time["tokens_per_second"]:
+        what = "" if time.get("whole_steps") else " for forward and backward"
         lines["time, about"] = (
-            f"{_duration(time['seconds'])} for forward and backward, {time['seconds_per_step']:.2g} s a step, "
+            f"{_duration(time['seconds'])}{what}, {time['seconds_per_step']:.2g} s a step, "
             f"{time['tokens_per_second']:,.0f} tokens per second"
         )
     return lines
+
+
+def _sharing(plan: dict[str, Any]) -> str:
+    ranks = plan.get("ranks_per_row", 1)
+    return "rank" if ranks == 1 else f"{ranks} ranks, which share them"
 
 
 def _duration(seconds: float) -> str:

@@ -226,14 +226,8 @@ class Trainer:
         save_pretrained(self.model, output_dir or self.args.output_dir or ".", *others)
 
     def _train_epoch(self, epoch: int) -> None:
-        """Train on the rest of an epoch. Each epoch has an order of its own, the same on every layout."""
-        # Seed and epoch alone decide the order, not the layout: that of accelerate's sampler, so of a plain Trainer.
-        # A continued run leaves out the steps that were made.
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed + epoch))
-        done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
-        left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())
-        with self._steps(left, self.global_batch_size) as steps:
+        """Train on the rest of an epoch."""
+        with self.steps_of_epoch(epoch) as steps:
             for step in steps:
                 self.control = self._handler.on_step_begin(self.args, self.state, self.control)
                 self._since_log.append(self.training_step(step))
@@ -245,6 +239,16 @@ class Trainer:
                     return
         self.control = self._handler.on_epoch_end(self.args, self.state, self.control)
         self._act()
+
+    def steps_of_epoch(self, epoch: int) -> PackedIterator:
+        """The planned steps of an epoch that are left to make; each epoch has an order, the same on every layout."""
+        # Seed and epoch alone decide the order, not the layout: that of accelerate's sampler, so of a plain Trainer.
+        # A continued run leaves out the steps that were made.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed + epoch))
+        done = self.state.global_step % self.steps_per_epoch * self.global_batch_size
+        left = torch.utils.data.Subset(self.train_dataset, order[done:].tolist())
+        return self._steps(left, self.global_batch_size)
 
     def training_step(self, step: PackedStep) -> StepResult:
         """Forward, backward and the optimizer's step of one packed step. Collective; does not wait for the device."""
