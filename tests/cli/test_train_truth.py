@@ -430,6 +430,13 @@ def test_two_processes_take_a_model_by_name(folders, tmp_path, texts):
     assert "Traceback" not in str(error.value).partition("ChildFailedError")[0].partition("elastic")[0]
 
 
+def test_a_capacity_that_leaves_nothing_to_train_on_is_refused(tmp_path, texts):
+    common = ["--data", texts, "--model", "lstm-8", "--output_dir", tmp_path / "out", *TINY]
+    with pytest.raises(InputError, match=r"all are dropped \(--packing_capacity\): expected at least 1\d, .*found 9$"):
+        here(*common, "--packing_capacity", 9, "--packing_oversize", "drop")
+    assert not (tmp_path / "out").exists()
+
+
 # The end of a run
 
 

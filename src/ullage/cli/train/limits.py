@@ -105,7 +105,8 @@ def within_positions(command: TrainCommand, model: nn.Module, say: Voice) -> Tra
 def notes_on_lengths(command: TrainCommand, model: nn.Module, training: Any, held_out: Any) -> list[str]:
     """Lines on the lengths of the samples: more than a model was made for, too few for a packed row.
 
-    Raises ``InputError`` for a sequence longer than the model has positions.
+    Raises ``InputError`` for a sequence longer than the model has positions, and where the capacity leaves none to
+    train on.
     """
     longest = max(int(dataset.layout.lengths.max()) for dataset in (training, held_out) if dataset is not None)
     arguments, ranks = command.training, command.parallel.data_ranks(command.training.world_size)
@@ -113,6 +114,15 @@ def notes_on_lengths(command: TrainCommand, model: nn.Module, training: Any, hel
     batch = arguments.per_device_train_batch_size * ranks
     # Ranks that share a row each hold the capacity.
     rows = ranks * (command.parallel.cp or 1)
+    room = arguments.packing_capacity
+    shortest = int(training.layout.lengths.min())
+    if isinstance(room, int) and arguments.packing_oversize == "drop" and shortest > room * (command.parallel.cp or 1):
+        raise InputError(
+            "every sequence is longer than a packed row, so that all are dropped",
+            where="--packing_capacity",
+            expected=f"at least {shortest}, the tokens of the shortest",
+            found=room,
+        )
     notes = (
         _beyond(model, longest),
         _unfilled(training.layout.lengths, min(batch, len(training)), rows, arguments.packing_capacity),

@@ -72,7 +72,7 @@ def require_decoder(config: Mapping[str, Any], where: str | None) -> None:
             where=where,
             expected="a causal language model",
             found=f"an encoder with a decoder, of type {config.get('model_type')}",
-            hint="ullage.training.Seq2SeqTrainer trains it, in Python",
+            hint="train it in Python, with ullage.training.Seq2SeqTrainer",
         )
 
 
