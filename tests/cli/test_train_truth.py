@@ -590,6 +590,21 @@ def test_a_wrong_argument_is_one_line_before_anything_is_loaded(flags, message):
     assert error.value.exit_status == 2
 
 
+def test_other_ranks_leave_the_first_time_to_say_what_is_wrong(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(verb, "make_ready", lambda arguments: None)
+    monkeypatch.setattr("time.sleep", slept.append)
+    call: Any = SimpleNamespace(args=["--learning_rate", "fast"])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        verb.train(call)
+    assert slept == [10.0]
+    assert "".join(capsys.readouterr()) == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="invalid float value"):
+        verb.train(call)
+
+
 def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
     from transformers.integrations import integration_utils
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import typer
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
 from ullage.cli.train.process import compiling_notes, make_ready, one_line_errors
-from ullage.errors import TrainingError, UllageError
+from ullage.errors import InputError, TrainingError, UllageError
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from ullage.cli.train.summary import Voice
 
 app = typer.Typer(add_completion=False)
+
+#: Seconds that the first rank has to say what is wrong with a call or its data, which every rank finds by itself.
+_FIRST_SPEAKS = 10.0
 
 
 @app.command(
@@ -47,6 +51,9 @@ def train(ctx: typer.Context) -> None:
         # What the data is like, all ranks found alike; what one rank found alone, the others may not have heard of.
         if isinstance(error.__cause__, OSError) and not error.told_to_all:
             typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
+        # A launcher ends the others as soon as one is gone, and the first may still be loading libraries.
+        if isinstance(error, InputError) and not error.told_to_all:
+            time.sleep(_FIRST_SPEAKS)
         sys.exit(error.exit_status)
 
 
