@@ -9,6 +9,9 @@ from hypothesis import settings
 settings.register_profile("ullage", deadline=None)
 settings.load_profile("ullage")
 
+# Several processes share the cores. With a thread per core each, an operation on a few numbers waits for threads that
+# have no core: some tests took 50 times as long. Before torch is imported, which reads it then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

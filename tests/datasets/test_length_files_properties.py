@@ -38,7 +38,7 @@ def test_formats_on_a_stream_agree(lengths, between):
 @given(lengths_of.map(np.array), st.integers(0, 3))
 def test_a_histogram_counts_each_sequence_once_and_stays_in_its_box(lengths, power):
     picture = histogram(lengths, lengths**power)
-    counts = [int(re.search(r": ([\d,]+) sequences", bucket.title)[1].replace(",", "")) for bucket in picture.buckets]
+    counts = [int(re.search(r": ([\d,]+) sequences?", bucket.title)[1].replace(",", "")) for bucket in picture.buckets]
     assert sum(counts) == len(lengths)
     ends = [bucket.start + bucket.width for bucket in picture.buckets]
     assert all(bucket.start >= end - 0.01 for bucket, end in zip(picture.buckets[1:], ends))
@@ -69,7 +69,7 @@ def test_bars_of_any_plan_are_whole(lengths, ranks, sync, context, pad_to_multip
     )
     page = plan_page(plan)
     bars = re.findall(r'<svg class="bar[^>]*>(.*?)</svg>', page, re.DOTALL)
-    assert len(bars) == 1 + 2 * ranks
+    assert len(bars) == (1 + 2 * ranks if plan.num_microbatches else 0)
     for bar in bars:
         end = 0.0
         for x, width in re.findall(r'<rect class="[^"]*" x="([-\d.e]+)%" width="([-\d.e]+)%"', bar):

@@ -85,7 +85,7 @@ def test_the_release_check_says_what_address_is_missing(given, said, tmp_path, m
 
 
 def test_make_hands_the_address_on():
-    command = ["make", "--dry-run", "release-check", f"REPOSITORY={REPOSITORY}"]
+    command = ["make", "--no-print-directory", "--dry-run", "release-check", f"REPOSITORY={REPOSITORY}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.split()[0] == f"ULLAGE_REPOSITORY='{REPOSITORY}'"
 

@@ -165,7 +165,7 @@ def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
     assert names_of(runs) == ["a", "stopped"]
     assert [name for name, _ in differing_settings(runs)] == ["learning_rate"]
     page = html.unescape(run_page(runs))
-    assert page.count('class="k1 broken"') == page.count('class="k0 broken"') > 0
+    assert page.count('class="k1 broken') == page.count('class="k0 broken') > 0  # one point alone is a dot
     assert "a, held out" in page
     assert "<code>learning_rate</code>" in page
     table = {row[0]: row for row in run_figures(runs)}
