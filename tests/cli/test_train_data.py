@@ -168,7 +168,7 @@ def test_an_error_names_the_row_of_the_file_and_comes_before_the_model_is_loaded
     torn = lambda i: {"messages": [{"role": "user", **({} if i == 50 else {"content": f"{i}"})}]}  # noqa: E731
     assert "sample 50)" in refused(torn, "--chat_template", "chatml")
     outside = lambda i: {"input_ids": [1, 2], "labels": [-100, 999 if i == 50 else 2 if i % 2 else -100]}  # noqa: E731
-    said = refused(outside, "--text_column", "input_ids")
+    said = refused(outside)
     assert "a label is outside the vocabulary" in said
     assert "sample 50, position 1)" in said
     word = lambda i: {"messages": "a" if i == 50 else chat(i)["messages"]}  # noqa: E731
@@ -188,6 +188,11 @@ def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys)
     assert f"{60 - kept} without a token to train on left out" in said
     assert "dry run: nothing is trained, nothing is written" in said
     assert "memory, about" in said
+    data = write(
+        tmp_path / "b.jsonl", lambda i: {"text": "a", "input_ids": [5] * (i % 30 + 1), "labels": [5] * (i % 30 + 1)}
+    )
+    _run(["--data", str(data), *TINY, "--dry_run", "--held_out", "0"], first=True)
+    assert "takes input_ids, not text; --text_column chooses another column" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -125,6 +125,19 @@ def test_lists_of_integers_are_token_ids(tmp_path, tokenizer):
     assert [row["input_ids"].tolist() for row in (dataset[0], dataset[1])] == samples
 
 
+def test_what_has_been_tokenized_is_taken_with_its_labels_whatever_is_beside_it(tmp_path):
+    row = {"text": "a", "input_ids": [3, 4], "attention_mask": [1, 1], "labels": [-100, 4]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    assert load_text(path) == [{"input_ids": [3, 4], "labels": [-100, 4]}]
+    assert load_text(path, "text") == ["a"]
+    path.write_text(json.dumps({"input_ids": [3, 4], "attention_mask": [1, 1]}))
+    assert load_text(path) == [[3, 4]]
+    path.write_text(json.dumps({"input_ids": [3, 4], "completion_mask": [0, 1]}))
+    with pytest.raises(InputError, match=r"a mask of the loss, and no labels.*found column 'completion_mask'"):
+        load_text(path)
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     assert load_text(write(tmp_path, "a.jsonl", '\ufeff{"text": "x"}\n')) == ["x"]
 
@@ -162,8 +175,8 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
         (
             "a.csv",
             "body,title\nx,y\n",
-            "it is not clear which column holds the text (a.csv): expected a column 'text', or one column of strings "
-            "only, found columns 'body', 'title'. Name it with --text_column",
+            "it is not clear which column holds the text (a.csv): expected a column 'text' or 'input_ids', or one "
+            "column of strings only, found columns 'body', 'title'. Name it with --text_column",
         ),
         (
             "a.jsonl",

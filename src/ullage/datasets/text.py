@@ -34,6 +34,8 @@ from ullage.schema import IGNORED_LABEL
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
 S = TypeVar("S")
+#: Columns by which TRL leaves tokens out of the loss, beside token ids.
+LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 
@@ -187,8 +189,9 @@ def load_text(path: str | Path | Sequence[str | Path], column: str | None = None
     """The texts of a .jsonl, .json, .csv, .tsv, .parquet, .arrow or .txt file, in its order.
 
     ``path`` may be a folder, a pattern, or several files: see :func:`ullage.datasets.tables.read_table`. ``column``
-    holds the texts, or lists of token ids; by default ``text``, else the only column of either kind. A .txt file has
-    one text per line; blank lines are skipped. The whole column is held in memory, and nothing is left in any cache.
+    holds the texts, or lists of token ids; by default ``input_ids``, else ``text``, else the only column of either
+    kind. ``labels`` beside token ids come along. A .txt file has one text per line; blank lines are skipped. The whole
+    column is held in memory, and nothing is left in any cache.
     Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the message
     lists the columns), an empty file, and an empty text (the message says which).
     """
@@ -209,9 +212,19 @@ def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
                 found="nothing" if sample is None else "length 0",
                 hint="remove it from the file",
             )
-    beside = _kind(table.features[column]) == "ids" and column != "labels" and "labels" in table.column_names
-    if beside and _kind(table.features["labels"]) == "ids":
+    if _kind(table.features[column]) != "ids" or column == "labels":
+        return samples
+    if "labels" in table.column_names and _kind(table.features["labels"]) == "ids":
         return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, table["labels"][:], strict=True)]
+    masks = [name for name in LOSS_MASKS if name in table.column_names]
+    if masks:
+        raise InputError(
+            "token ids have a mask of the loss, and no labels",
+            where=where,
+            expected="a column 'labels', with -100 where a token does not count",
+            found=f"column {masks[0]!r}",
+            hint="write the labels, or leave the mask out to train on every token",
+        )
     return samples
 
 
@@ -220,12 +233,15 @@ def _choose_column(table: Any, column: str | None, where: str) -> str:
     kinds = {name: _kind(feature) for name, feature in table.features.items()}
     if column is None:
         usable = [name for name in names if kinds[name] in ("string", "ids")]
-        column = "text" if "text" in names else usable[0] if len(usable) == 1 else None
+        if kinds.get("input_ids") == "ids":  # what has been tokenized may have its texts and masks beside it
+            column = "input_ids"
+        else:
+            column = "text" if "text" in names else usable[0] if len(usable) == 1 else None
         if column is None:
             raise InputError(
                 "it is not clear which column holds the text",
                 where=where,
-                expected="a column 'text', or one column of strings only",
+                expected="a column 'text' or 'input_ids', or one column of strings only",
                 found=f"columns {', '.join(map(repr, names))}",
                 hint="name it with --text_column",
             )

@@ -39,7 +39,7 @@ class DataArguments:
         metadata={
             "metavar": "NAME",
             "help": "the column that holds the texts, lists of token ids, or chats; without it 'messages', 'prompt' "
-            "and 'completion', 'text', or the only one",
+            "and 'completion', 'input_ids', 'text', or the only one",
         },
     )
     eval_data: list[str] | None = field(
