@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line_by_one_rank(two):
     done = ullage_train(2, folder, *arguments, "--output_dir", "file/out")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("ullage: ")]
-    assert said == ["ullage: the run cannot be written (file/out): found [Errno 20] Not a directory: 'file/out'"]
+    assert said == [f"ullage: the output folder cannot be made (file/out): found {folder / 'file'} is a file"]
     assert done.stderr.count("Traceback") <= 1  # torchrun's own, after both have ended
 
 
