@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.errors import InputError
+from ullage.replacing import replacing
 
 #: Height in pixels of a page that is shown in a notebook.
 _HEIGHT = 720
@@ -76,14 +77,12 @@ def page_of(value: object, **facts: Any) -> str:
 
 
 def write_page(path: str | os.PathLike[str], page: str) -> Path:
-    """Write a page beside its place and rename it, so that no half file stands under the name."""
+    """Write a page whole or not at all, and return its path. Raises ``InputError`` if it cannot be written."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as file:
+            file.write(page)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InputError("a page cannot be written", where=str(path), found=error.strerror) from error
     return path
 

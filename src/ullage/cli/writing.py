@@ -6,12 +6,12 @@ a page drawn over the data would be the end of the data.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
 from ullage.errors import InputError
+from ullage.replacing import replacing
 
 #: What each kind of file holds within its first bytes, and is known by.
 _KNOWN_BY = {
@@ -38,16 +38,10 @@ def write_output(
     Raises ``InputError`` as :func:`require_ours` does, and for a place that cannot be written.
     """
     require_ours(kind, path, inputs)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the place and then renamed, so that no half file stands under the name.
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                fill(file)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as file:
+            fill(file)
     except OSError as error:
         found = error.strerror or str(error)
         raise InputError("a file cannot be written", where=str(path), found=found, hint=hint) from error

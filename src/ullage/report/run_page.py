@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ullage.display import counted
 from ullage.errors import InputError, UllageError
+from ullage.replacing import replacing
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render, size
 from ullage.report.plan import memory_drawing
@@ -80,13 +80,10 @@ def run_page(runs: Sequence[Run]) -> str:
 def write_run_page(runs: Sequence[Run], path: Path) -> None:
     """Write :func:`run_page` to ``path``, whole or not at all. Raises ``InputError`` if it cannot be written."""
     text = run_page(runs)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise InputError("the page cannot be written", where=str(path), found=error.strerror) from error
 
 

@@ -141,18 +141,19 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     table = read_table(sources if found is None else [found.path], data.data_config, split)
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
     rows = chats_of(table, data.text_column, name)
-    chosen, used = "input_ids", {"input_ids"}
-    if rows is not None:
+    if rows is None:
+        loss.require_none(name)
+        taken = TakenSamples(texts_of(table, data.text_column, name), "texts", name)
+        chosen, used = "input_ids", {"input_ids"}
+    else:
         loss.require_rows(rows, name)
+        taken = TakenSamples(rows, "chats" if "messages" in rows[0] else "prompts", name)
         chosen = chat_column(table) or f"{PROMPT} and {COMPLETION}"
-        used = {"messages", *CHAT_COLUMNS} if "messages" in rows[0] else {PROMPT, COMPLETION}
+        used = {*CHAT_COLUMNS} if taken.kind == "chats" else {PROMPT, COMPLETION}
     others = [column for column in table.column_names if column in _OTHERS - used]
     if others and used & {*table.column_names} and data.text_column is None:
         say(f"{name}: takes {chosen}, not {', '.join(others)}; --text_column chooses another column")
-    if rows is None:
-        loss.require_none(name)
-        return TakenSamples(texts_of(table, data.text_column, name), "texts", name)
-    return TakenSamples(rows, "chats" if "messages" in rows[0] else "prompts", name)
+    return taken
 
 
 def _located(sources: Sequence[str], config: str | None, split: str | None, before: str | None) -> Located | None:

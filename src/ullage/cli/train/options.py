@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ullage.replacing import replacing
+
 #: The section of all that nobody named below: Trainer's own.
 OTHERS = "Other arguments of the Hugging Face Trainer"
 #: The arguments that people use first, by section, in the order of the help.
@@ -90,9 +92,8 @@ def options() -> list[Option]:
     # A home that cannot be written costs time, no more.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps({"key": key, "options": [dataclasses.asdict(one) for one in found]}))
-        partial.replace(path)
+        with replacing(path) as file:
+            json.dump({"key": key, "options": [dataclasses.asdict(one) for one in found]}, file)
     return found
 
 
