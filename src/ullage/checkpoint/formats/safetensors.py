@@ -21,6 +21,7 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
+from ullage.checkpoint.formats.weight_index import missing_parts
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
@@ -182,8 +183,10 @@ def read_safetensors(folder: Path) -> Inventory:
     tensors: dict[tuple[str, str], Tensor] = {}
     problems: list[Problem] = []
     said: dict[str, Any] = {}
+    labels: dict[str, set[str] | None] = {}
     for path in weight_files(folder):
         name = str(path.relative_to(folder))
+        labels[name] = None
         try:
             start, header, size = read_header(path)
             made = [
@@ -194,6 +197,7 @@ def read_safetensors(folder: Path) -> Inventory:
         except CheckpointError as error:
             problems.append(Problem.of_error(error, name, parameter=error.where))
             continue
+        labels[name] = header.keys() - {"__metadata__"}
         # Loaders refuse a file of which any byte belongs to no tensor, or to two.
         ranges = sorted((t.slices[0].fragments.offset[0], t.num_bytes) for t in made if t.numel)
         ends = [start, *(int(at) + length for at, length in ranges)]
@@ -208,6 +212,8 @@ def read_safetensors(folder: Path) -> Inventory:
         files.append(File(name, size, "weights"))
         held = header.get("__metadata__")
         said |= held if isinstance(held, dict) else {}
+    missing, notes = missing_parts(folder, labels)
+    problems += missing
     try:
         details, aliases = _details(said, set(dict(tensors)))
     except CheckpointError as error:
@@ -221,7 +227,7 @@ def read_safetensors(folder: Path) -> Inventory:
         folder, "safetensors", WrittenBy(), tuple(files),
         tuple(replace(t, group=group_of.get(t.name)) for t in divided(named, trained)),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
-        read_problems=tuple(problems), details=details,
+        notes=tuple(notes), read_problems=tuple(problems), details=details,
     )  # fmt: skip
 
 
