@@ -132,4 +132,6 @@ def test_a_missing_file_of_optimizer_state_is_found(tmp_path):
     (place / "optimizer" / "optimizer-00001-of-00002.safetensors").unlink()
     listed = {"weight_map": {"exp_avg:w": "optimizer.safetensors"}}
     (place / "optimizer" / "optimizer.safetensors.index.json").write_text(json.dumps(listed))
-    assert any("a file that the index names is missing (optimizer/optimizer.safetensors" in line for line in said(place))
+    assert any(
+        "a file that the index names is missing (optimizer/optimizer.safetensors" in line for line in said(place)
+    )

@@ -54,7 +54,8 @@ class Walk:
                 self._differ(planned, found, where)
         elif isinstance(planned, (set, frozenset)):
             # Sets have no order to walk in; their pickles are ordered, and equal for equal sets.
-            if type(planned) is not type(found) or pickled(planned) != pickled(found):
+            kind = set if isinstance(planned, set) else frozenset
+            if not isinstance(found, kind) or pickled(planned) != pickled(found):
                 self._differ(planned, found, where)
         # Plain values: of one type (True is not 1), and equal, or both NaN.
         elif type(planned) is not type(found) or (planned != found and not (planned != planned and found != found)):

@@ -64,8 +64,17 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-@lru_cache(1 << 14)
 def _integer(value: int) -> bytes:
+    # Only numbers whose hash is their own are kept: of numbers with one hash, each would be compared with all.
+    return _small_integer(value) if 0 <= value < 2**31 else _any_integer(value)
+
+
+@lru_cache(1 << 14)
+def _small_integer(value: int) -> bytes:
+    return _any_integer(value)
+
+
+def _any_integer(value: int) -> bytes:
     if 0 <= value < 256:
         return b"K" + bytes([value])
     if -(2**31) <= value < 2**31:
@@ -177,8 +186,9 @@ class Pickler:
             self._call("builtins", "bytearray", (value.decode("latin1"), "latin1"))
         elif kind is Size:
             self._call("torch", "Size", (tuple(value),))
-        elif kind in (set, frozenset):
-            self._call("builtins", kind.__name__, (sorted(value, key=self._order),))
+        elif isinstance(value, (set, frozenset)):
+            kind = "set" if isinstance(value, set) else "frozenset"
+            self._call("builtins", kind, (sorted(value, key=self._order),))
         elif kind is complex:
             self._call("builtins", "complex", (value.real, value.imag))
         elif kind is slice:
@@ -229,10 +239,10 @@ class Pickler:
         self._write(b"tR")
 
     def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
-        # Numbers that are equal and of different types (1, True) must not share an entry of the cache.
-        if all(
-            type(a) is int or type(a) is str for a in (args[0] if len(args) == 1 and type(args[0]) is tuple else args)
-        ):
+        # Numbers that are equal and of different types (1, True) must not share an entry of the cache, and few entries
+        # may have one hash.
+        inner = args[0] if len(args) == 1 and type(args[0]) is tuple else args
+        if len(inner) <= 16 and all(type(a) is str or (type(a) is int and 0 <= a < 2**60) for a in inner):
             self._write(_plain_call(module, name, args))
             return
         self._name(module, name)

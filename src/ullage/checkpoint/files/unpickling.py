@@ -9,11 +9,9 @@ what the file names                            what it gets
 containers, numbers, ``torch.Size``            the real thing; constructors that allocate take no sizes
 torch's tensor rebuilders                      :class:`TensorRef`: where the tensor lies, unread
 torch's dtypes and storages                    :class:`Named`
-any class or function of a package that is     an inert stand-in (:class:`Inert`) that remembers its arguments,
-neither torch's nor the standard library's     state and items, so that it can be written back as it was
-data classes of the standard library; classes  a stand-in
-of torch, numpy, deepspeed, transformers, ...
-every other function of those                  refused by name: a loader that runs the file would call it
+what is plain data (``plain_data``)            an inert stand-in (:class:`Inert`) that remembers its arguments,
+                                               state and items, so that it can be written back as it was
+everything else                                refused by name: a loader that runs the file would call it
 =============================================  ==================================================================
 
 The last line protects those who load the file later, not this reader.
@@ -23,18 +21,21 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
-import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES, STORAGES
+from ullage.checkpoint.files import program as checking
+from ullage.checkpoint.files.plain_data import Use, is_stranger, may_call, use_of
 
 #: No tensor has more bytes than this; sizes beyond it are damage, and would overflow int64.
 MAX_BYTES = 1 << 60
+
+
+#: More dims than any tensor has: numpy's limit is 64.
+_MAX_DIMS = 128
 
 
 class Refused(Exception):
@@ -99,6 +100,8 @@ class _InertType(type):
 
     def __call__(cls, *args: Any) -> Any:
         made: Any = cls.__new__(cls, *args)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if not may_call(made.use, args):
+            raise Refused(f"{made.module}.{made.name}")
         made.called = True
         return made
 
@@ -108,6 +111,7 @@ class Inert(metaclass=_InertType):
 
     module: str = ""
     name: str = ""
+    use: Use | None = None
     called: bool
     args: tuple[Any, ...]
     state: Any
@@ -155,18 +159,6 @@ class Size(tuple):
     __slots__ = ()
 
 
-class _Ordered(OrderedDict):
-    """An ``OrderedDict`` whose attributes (torch adds ``_metadata``) are left out."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Defaults(defaultdict):
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
 def _is_sizes(values: Any) -> bool:
     return isinstance(values, (tuple, list)) and all(type(v) is int and 0 <= v < MAX_BYTES for v in values)
 
@@ -174,7 +166,7 @@ def _is_sizes(values: Any) -> bool:
 def _rebuild_tensor(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
     if not isinstance(storage, _Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
-    if not (_is_sizes((start,)) and _is_sizes(size) and _is_sizes(stride) and len(size) == len(stride)):
+    if not (_is_sizes((start,)) and _is_sizes(size) and _is_sizes(stride) and len(size) == len(stride) <= _MAX_DIMS):
         raise pickle.UnpicklingError("a tensor whose shape is not made of sizes")
     dtype = storage.dtype
     if len(rest) >= 3 and isinstance(rest[2], Named) and rest[2].name in ITEM_BYTES:  # v3: the dtype stands apart
@@ -199,19 +191,27 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """A tensor with attributes of its own, which are left out; one that wraps others stays a stand-in."""
     if function in (_rebuild_tensor, _rebuild_parameter):
         return function(*args)
-    if isinstance(function, type) and issubclass(function, Inert):
-        return _stand_in("torch._tensor", "_rebuild_from_type_v2")(function, kind, args, state)
-    raise Refused(f"torch._tensor._rebuild_from_type_v2 with {function!r}")
+    is_inert = isinstance(function, type) and issubclass(function, Inert)
+    if is_inert and function.module == "torch._utils":
+        return _stand_in("torch._tensor", "_rebuild_from_type_v2", "call")(function, kind, args, state)
+    # Torch calls the function with these arguments.
+    said = f"{function.module}.{function.name}" if is_inert else str(function)[:100]
+    raise Refused(f"torch._tensor._rebuild_from_type_v2 with {said}")
 
 
 def _encode(text: str, encoding: str = "utf-8", *_: Any) -> bytes:
     if encoding not in ("latin1", "utf-8", "ascii"):
         raise Refused(f"_codecs.encode to {encoding!r}")
-    return text.encode(encoding)
+    return checking.require_copy(text).encode(encoding)
 
 
 def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
-    return cls.__new__(cls)
+    if base is object and state is None:
+        return cls.__new__(cls)
+    # Python calls the constructor of the base with the state: that of a list or a dict, which the class extends.
+    if base not in TYPES:
+        raise Refused("copyreg._reconstructor")
+    return _stand_in("copyreg", "_reconstructor", "call")(cls, base, state)
 
 
 def _new_object(cls: Any, *args: Any) -> Any:
@@ -222,7 +222,7 @@ def _attribute(owner: Any, name: Any) -> Any:
     """A class within a class, which older pickles name by ``getattr``."""
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str) and name.isidentifier()):
         raise Refused("builtins.getattr")
-    return _stand_in(owner.module, f"{owner.name}.{name}")
+    return _named(owner.module, f"{owner.name}.{name}")
 
 
 def _bytes(kind: type) -> Any:
@@ -231,9 +231,26 @@ def _bytes(kind: type) -> Any:
     def make(source: Any = b"", *encoding: Any) -> Any:
         if not isinstance(source, (bytes, bytearray, str, list, tuple)):
             raise pickle.UnpicklingError(f"{kind.__name__} of {type(source).__name__} instead of content")
-        return kind(_encode(source, *encoding) if isinstance(source, str) else source)
+        return kind(_encode(source, *encoding) if isinstance(source, str) else checking.require_copy(source))
 
     return make
+
+
+def _copy(kind: type) -> Any:
+    """``list``, ``tuple`` or ``torch.Size`` of what the file holds."""
+
+    def make(source: Any = ()) -> Any:
+        if not isinstance(source, (list, tuple, dict, set, frozenset, str, bytes)):
+            raise pickle.UnpicklingError(f"{kind.__name__} of {type(source).__name__} instead of content")
+        return kind(checking.require_copy(source))
+
+    return make
+
+
+def _slice(*args: Any) -> slice:
+    if not all(arg is None or type(arg) is int for arg in args):
+        raise pickle.UnpicklingError("a slice of something else than numbers")
+    return slice(*args)
 
 
 def _text(value: Any = "", *_: Any) -> str:
@@ -243,9 +260,11 @@ def _text(value: Any = "", *_: Any) -> str:
 
 
 _REAL: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _Ordered,
-    ("collections", "defaultdict"): _Defaults,
-    ("torch", "Size"): Size,
+    (checking.OWN, "dict"): checking.Dict,
+    (checking.OWN, "set"): checking.Set,
+    ("collections", "OrderedDict"): checking.Ordered,
+    ("collections", "defaultdict"): checking.defaults_of,
+    ("torch", "Size"): _copy(Size),
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
@@ -259,110 +278,55 @@ _REAL: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytes(bytearray),
     ("builtins", "str"): _text,
     ("builtins", "getattr"): _attribute,
+    ("builtins", "set"): checking.set_of,
+    ("builtins", "frozenset"): checking.frozenset_of,
+    ("builtins", "dict"): checking.dict_of,
+    ("builtins", "list"): _copy(list),
+    ("builtins", "tuple"): _copy(tuple),
+    ("builtins", "slice"): _slice,
 }
-for _type in (set, frozenset, dict, list, tuple, int, float, complex, bool, object, slice):
+for _type in (int, float, complex, bool, object):
     _REAL["builtins", _type.__name__] = _type
 
 #: Real types that a file may also hold as values (``defaultdict(int)``): what stands for them here -> their names.
 TYPES = {made: name for (module, name), made in _REAL.items() if module == "builtins" and name != "getattr"}
 
-#: Modules of the standard library whose classes are data; their functions, and other modules, are refused.
-_DATA_MODULES = {
-    "argparse", "collections", "datetime", "decimal", "enum", "fractions", "io", "_io", "ipaddress", "pathlib",
-    "pathlib._local", "random", "types", "uuid", "zoneinfo",
-}  # fmt: skip
-_DATA_NAMES = {
-    ("builtins", "range"), ("builtins", "Ellipsis"),
-    ("builtins", "NotImplemented"), ("functools", "partial"), ("re", "_compile"), ("time", "struct_time"),
-    ("collections", "deque"), ("array", "array"), ("array", "_array_reconstructor"), ("datetime", "date"),
-    ("datetime", "time"), ("datetime", "datetime"), ("datetime", "timedelta"), ("datetime", "timezone"),
-}  # fmt: skip
-_NOT_DATA = {("types", "FunctionType"), ("types", "CodeType"), ("types", "MethodType"), ("types", "LambdaType")}
-#: Packages that every loader has. Which of their functions a checkpoint may need is known; classes are CapWords.
-_KNOWN_PACKAGES = ("torch", "numpy", "deepspeed", "megatron", "transformers", "accelerate")
-_KNOWN_NAMES = {
-    ("torch", "device"), ("deepspeed.utils.tensor_fragment", "fragment_address"), ("numpy", "dtype"),
-    ("numpy", "ndarray"), ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
-    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.random._pickle", "__randomstate_ctor"), ("numpy.random._pickle", "__generator_ctor"),
-    ("numpy.random._pickle", "__bit_generator_ctor"), ("torch.serialization", "_get_layout"),
-}  # fmt: skip
-
 _stand_ins: dict[tuple[str, str], type] = {}
 
 
-def _stand_in(module: str, name: str) -> Any:
+def _stand_in(module: str, name: str, use: Use) -> Any:
     found = _stand_ins.get((module, name))
     if found is None:
-        found = _stand_ins[module, name] = type(name, (Inert,), {"module": module, "name": name})
+        found = _stand_ins[module, name] = type(name, (Inert,), {"module": module, "name": name, "use": use})
     return found
 
 
-def _is_refused(module: str, name: str) -> bool:
-    """Whether the name is a function that no checkpoint needs, of a package whose functions are known."""
-    package = module.partition(".")[0]
-    is_class = name.lstrip("_")[:1].isupper() and (module, name) not in _NOT_DATA
-    if (module, name) in _DATA_NAMES or (module, name) in _KNOWN_NAMES:
-        return False
-    if package == "builtins":
-        return not name.endswith(("Error", "Exception", "Warning"))
-    if package in _KNOWN_PACKAGES:
-        rebuilds = module == "torch._utils" and name.startswith("_rebuild_")
-        return not (is_class or rebuilds or (package == "numpy" and name.startswith("__pyx_unpickle_")))
-    return package in sys.stdlib_module_names and not (module in _DATA_MODULES and is_class)
-
-
-#: A run of instructions whose size is fixed or ends at a line break; ``*+``: no backtracking, so the time is linear.
-#: Then, for the others, the bytes of the length that follows the opcode.
-_FIXED_SIZE = re.compile(
-    rb"(?:[(012NR\])}abdelostuQ\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..\0\0"
-    rb"|[G\x95].{8}|[ci][^\n]*\n[^\n]*\n|[FILSVPg][^\n]*\n)*+",
-    re.DOTALL,
-)
-_LENGTH_BYTES = {code: n for n, codes in ((1, b"UC\x8a\x8c"), (4, b"TXB\x8b"), (8, b"\x8d\x8e\x96")) for code in codes}
-
-
-def require_bounded(program: bytes) -> None:
-    """Raise ``UnpicklingError`` for a program that would reserve memory out of proportion to its size.
-
-    CPython's machine keeps results (PUT, LONG_BINPUT) by number, in a table as long as the largest number.
-    """
-    # Walk over the instructions. Only those with a length or a result number need a look; the pattern skips the rest.
-    at, size = 0, len(program)
-    while at < size:
-        at = _FIXED_SIZE.match(program, at).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if at >= size or program[at : at + 1] == b".":
-            return
-        code = program[at]
-        if code in _LENGTH_BYTES:
-            begin = at + 1 + _LENGTH_BYTES[code]
-            at = begin + int.from_bytes(program[at + 1 : begin], "little")
-            if at > size:
-                raise pickle.UnpicklingError("an instruction goes beyond the end")
-        elif code == ord("r"):
-            number = int.from_bytes(program[at + 1 : at + 5], "little")
-            at += 5
-            if number > size:
-                raise pickle.UnpicklingError(f"result number {number} in a program of {size} bytes")
-        elif code == ord("p"):
-            end = program.find(b"\n", at)
-            number = program[at + 1 : end]
-            if end < 0 or len(number) > 9 or not number.isdigit() or int(number) > size:
-                raise pickle.UnpicklingError("a result without a number")
-            at = end + 1
-        else:
-            raise pickle.UnpicklingError(f"an unknown instruction {code}")
+def _named(module: str, name: str) -> Any:
+    """The stand-in for a name of plain data. Raises :class:`Refused` for any other."""
+    found = _stand_ins.get((module, name))
+    if found is not None:
+        return found
+    if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+        raise pickle.UnpicklingError("not a valid name")
+    use = use_of(module, name)
+    if use is None:
+        raise Refused(f"{module}.{name}")
+    return _stand_in(module, name, use)
 
 
 class Unpickler(pickle.Unpickler):
     """A pickle machine under the rules above. Raises :class:`Refused`, or what damage makes the machine raise."""
 
     def __init__(self, program: bytes) -> None:
-        require_bounded(program)
-        super().__init__(io.BytesIO(program))
+        super().__init__(io.BytesIO(checking.checked(program)))
+        self._num_bytes = len(program)
         #: names of packages that not every loader has, in the order in which they were met
         self.strangers: dict[str, None] = {}
+
+    def load(self) -> Any:
+        """The content."""
+        with checking.counted(self._num_bytes):
+            return super().load()
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """The stand-in for a name in the program. Raises :class:`Refused`."""
@@ -376,17 +340,16 @@ class Unpickler(pickle.Unpickler):
             return Named("torch", name)
         if module == "torch" and (name in ITEM_BYTES or name in ("strided", "per_tensor_affine")):
             return Named(module, name)
-        if _is_refused(module, name):
-            raise Refused(f"{module}.{name}")
-        if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-            raise pickle.UnpicklingError("not a valid name")
-        package = module.partition(".")[0]
-        if package not in _KNOWN_PACKAGES and package not in sys.stdlib_module_names:
+        found = _named(module, name)
+        if is_stranger(module):
             self.strangers[f"{module}.{name}"] = None
-        return _stand_in(module, name)
+        return found
 
     def persistent_load(self, pid: Any) -> Any:
-        """The storage that a tensor names."""
+        """The storage that a tensor names; or the dict or frozenset of an instruction that was replaced."""
+        made = checking.from_stack(pid)
+        if made is not None:
+            return made
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("an unknown kind of storage")
         kind = getattr(pid[1], "name", "")

@@ -60,7 +60,9 @@ def _unnumbered(held: Iterable[str]) -> Iterable[Problem]:
         within = [number for number in files if first <= number < first + count]
         if len(within) < len(files):
             name = files[max(files)]
-            yield Problem("the file has a number beyond those of its set", name, expected=f"at most {count}", hint=_COPY)
+            yield Problem(
+                "the file has a number beyond those of its set", name, expected=f"at most {count}", hint=_COPY
+            )
         if len(within) < count:
             # The first number that no file has; the count is not to be walked through, since it can be anything.
             gap = next(number for number in range(first, first + len(within) + 1) if number not in files)
