@@ -56,6 +56,21 @@ def test_experts_come_back_under_their_numbers_among_all(written, tmp_path, caps
     assert "4 or 8 in each of 2 layers, ep 2" in capsys.readouterr().out
 
 
+@pytest.mark.regression
+@pytest.mark.parametrize("format", ["zero1", "zero2", "zero3"])
+def test_shards_of_experts_are_refused_from_every_format_that_can_hold_them(written, tmp_path, format):
+    """An engine asks for a file of each expert, which these shards would not have."""
+    sources = [written.folder]
+    for held in ("universal", "safetensors", "dcp"):
+        sources.append(tmp_path / held)
+        checkpoint.convert(written.folder, sources[-1], format=held, optimizer=None if held == "universal" else True)
+    for source in sources:
+        for optimizer in (None, False):
+            with pytest.raises(CheckpointError, match=r"shards of experts are not written: .*Use --to universal"):
+                checkpoint.convert(source, tmp_path / "out", format=format, ranks=4, optimizer=optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "latest_universal", "safetensors", "universal"]
+
+
 # Bad input: one clear error each, and nothing written
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.manifest import problems_of
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import look_again
 from ullage.display import Paged, counted
@@ -336,23 +337,24 @@ class Inventory(Paged):
         """Elements of padding in the flat buffers (one buffer; each state key repeats it)."""
         return sum(g.padding for g in self.groups)
 
-    def problems(self) -> list[Problem]:
-        """Every problem of the checkpoint: found while reading, in the tiling of a tensor, or in the size of a file.
+    def problems(self, *, manifest: bool = True) -> list[Problem]:
+        """Every problem of the checkpoint: found while reading, in the tiling of a tensor, or in a file.
 
-        Reads no tensor data. ``[]`` means that each element of each tensor lies in exactly one fragment, and each
-        fragment within its file.
+        ``[]`` means that each element of each tensor lies in exactly one fragment, and each fragment within its file.
+        ``manifest``: compare the files with the ``manifest.json`` that lies there, if one does, for which they are read
+        in full. Otherwise no tensor data is read.
         """
         found = list(self.read_problems)
+        if manifest and not self.on_paper:
+            found += problems_of(self.folder)
         sizes = np.array([f.num_bytes for f in self.files], np.int64)
         look_again(self.folder)
         for file in () if self.on_paper else self.files:
             path = self.folder / file.name
             size = path.stat().st_size if path.exists() else -1
             if size != file.num_bytes:
-                there = "no file" if size < 0 else f"{size} bytes"
-                found.append(
-                    Problem("a file changed", file.name, file.dp_rank, expected=f"{file.num_bytes} bytes", found=there)
-                )
+                facts = {"expected": f"{file.num_bytes} bytes", "found": "no file" if size < 0 else f"{size} bytes"}
+                found.append(Problem("a file changed", file.name, file.dp_rank, **facts))
         for tensor in self.tensors:
             found += _tensor_problems(self, tensor, sizes)
         return found

@@ -1,8 +1,8 @@
 """Manifest of a checkpoint: the files as they were written, so that a reader can tell whether they changed.
 
 ``manifest.json`` lists every file of a folder with its size and a CRC-32 of each block of 16 MiB, so that a range of a
-file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Only the standard
-library is needed. Reading and summing release the GIL, so blocks are summed by several threads.
+file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Reading and summing
+release the GIL, so blocks are summed by several threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.remote.paths import is_remote, opened, read_start
 from ullage.errors import CheckpointError
 
 FORMAT, VERSION = "ullage-manifest", 1
@@ -182,6 +184,42 @@ def read_manifests(folder: Path) -> Manifest | None:
     return Manifest(folder, tuple(b for own in blocks.values() for b in own), " ".join(identity), tuple(damage))
 
 
+def around(folder: Path) -> Iterator[tuple[Manifest, str]]:
+    """The manifests that may list the files of ``folder``: its own, and that of the folder around it.
+
+    With each, what its names of these files begin with.
+    """
+    for place, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        found = read_manifests(place)
+        if found is not None:
+            yield found, prefix
+
+
+def problems_of(folder: Path) -> list[Problem]:
+    """The files of a checkpoint, and what lies beside them, that are not what its manifest lists; each is read.
+
+    Of the manifest of the folder around it, the files of ``folder`` alone.
+    """
+    found: dict[str, Problem] = {}
+    for manifest, prefix in around(folder):
+        blocks = [block for block in manifest.blocks if block.name.startswith(prefix)]
+        # A manifest around it that cannot be read may be that of another checkpoint beside this one.
+        own = manifest.damage if not prefix else ()
+        for damage in (*own, *damage_in(manifest.folder, blocks)):
+            what, hint = _SAID[damage.kind], "copy it again from where it was saved"
+            name = damage.name.removeprefix(prefix)
+            found.setdefault(name, Problem(what, name, expected=damage.expected, found=damage.found, hint=hint))
+    return list(found.values())
+
+
+_SAID = {
+    "missing": "a file that the manifest lists is missing",
+    "size": "a file has not the size that the manifest lists",
+    "changed": "a file is not what the manifest lists",
+    "unreadable": "a file that the manifest lists cannot be read",
+}
+
+
 def damage_in(
     folder: Path, blocks: Sequence[Block], *, content: bool = True, workers: int | None = None
 ) -> list[Damage]:
@@ -219,8 +257,7 @@ def _manifests(folder: Path) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     """Whether a file begins as our manifests do, also where one of the words is damaged or the file is empty."""
-    with open(path, "rb") as stream:
-        start = stream.read(160)
+    start = read_start(path, 160)
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
 
 
@@ -280,6 +317,8 @@ def _sizes(folder: Path, blocks: Sequence[Block]) -> list[Damage]:
 
 def _compare(path: Path, block: Block) -> Damage | None:
     try:
+        if is_remote(path):
+            return _changed(block, _sum_remote(path, block))
         status = path.stat()
         key = (status.st_dev, status.st_ino, block.offset)
         state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, block.crc or 0)
@@ -291,6 +330,11 @@ def _compare(path: Path, block: Block) -> Damage | None:
         return Damage(block.name, "unreadable", f"{block.file_bytes:,} bytes", error.strerror or str(error))
     if found == block.crc:
         _RIGHT[key] = state
+    return _changed(block, found)
+
+
+def _changed(block: Block, found: int) -> Damage | None:
+    if found == block.crc:
         return None
     where = f"in bytes {block.offset:,} to {block.offset + block.num_bytes:,}"
     return Damage(block.name, "changed", f"CRC-32 {block.crc:08x} {where}", f"{found:08x}")
@@ -308,6 +352,11 @@ def _sum(path: Path, block: Block) -> int:
             crc = zlib.crc32(buffer[:read], crc)
             left -= read
     return crc
+
+
+def _sum_remote(path: Path, block: Block) -> int:
+    with opened(path) as file:
+        return zlib.crc32(file.pread(block.num_bytes, block.offset)) if block.num_bytes else 0
 
 
 def _each(work: Callable[[Block], _T], blocks: Sequence[Block], workers: int | None) -> Iterator[_T]:

@@ -68,7 +68,7 @@ def fragment(value: object) -> str | None:
 def page(value: Any, **facts: Any) -> str:
     """The page of ``value``, a plan or a checkpoint. ``facts``: those of :func:`plan_page`."""
     if hasattr(value, "written_by"):
-        return checkpoints.checkpoint_page(value, value.problems())
+        return checkpoints.checkpoint_page(value, value.problems(manifest=False))
     facts["reference"] = facts.get("reference") or arrival_order(value)
     return plan_page(value, **facts)
 

@@ -41,6 +41,8 @@ from ullage.errors import CheckpointError, InputError, require_int
 
 #: Elements of a sub-group at stage 3, unless the source's configuration says otherwise: DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
+#: Part of the names of experts in DeepSpeed's own layers.
+_EXPERT = ".deepspeed_experts."
 _WEIGHTS_ONLY = "write the weights alone: --weights-only"
 
 
@@ -85,6 +87,7 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
     groups = optimizer_groups(inventory)
     where = str(inventory.folder)
     model = model_states.lead_model(inventory)
+    _require_no_experts(inventory)
     if inventory.format == "zero" and model is not None and model.module is None:
         raise CheckpointError(
             "shards of a pipeline module are not written: its layers have files and names of their own",
@@ -114,6 +117,19 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
         return _ShardWriter(inventory, stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
     states = states_by_name(inventory) if optimizer else {}
     return _ShardWriter(inventory, stage, ranks, parts, groups, states, optimizer)
+
+
+def _require_no_experts(inventory: Inventory) -> None:
+    """Raise ``CheckpointError`` for a model with DeepSpeed's experts, whatever format it comes from."""
+    model = model_states.lead_model(inventory)
+    named = next((t.name for t in inventory.tensors if t.extra.get("is_expert_param") or _EXPERT in t.name), None)
+    said = inventory.written_by.experts or (model is not None and model.root.get("num_experts"))
+    if named is not None or said:
+        raise CheckpointError(
+            "shards of experts are not written: an engine looks for each expert in a file of its own, cut in another way",
+            where=f"{inventory.folder}, parameter {named}" if named else str(inventory.folder),
+            hint="use --to universal, which DeepSpeed loads at any size of expert parallelism",
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint import Inventory, Tensor, read
-from ullage.checkpoint.manifest import Block, Manifest, damage_in, read_manifests
+from ullage.checkpoint.manifest import Block, Manifest, around, damage_in
 from ullage.errors import UllageError
 from ullage.layout import Int64
 from ullage.ranks import Axis
@@ -87,7 +87,9 @@ def read_content(folder: Path, *, manifest: bool = True) -> Content:
     inventory = read(folder)
     details, where = inventory.details, inventory.folder
     content = Content(replace(inventory, details=None), getattr(details, "steps", {}))
-    content.problems += [str(problem) for problem in (*inventory.problems(), *inventory.optimizer_problems)]
+    content.problems += [
+        str(problem) for problem in (*inventory.problems(manifest=False), *inventory.optimizer_problems)
+    ]
     if inventory.format == "zero":
         ranks = sorted((f.model_rank or 0, f.name) for f in inventory.files if f.kind == "model" and not f.dp_rank)
         content.model_states = [where / name for _, name in ranks]
@@ -123,17 +125,12 @@ def _missing_steps(content: Content) -> list[str]:
 def _add_blocks(content: Content) -> None:
     """The blocks of the manifest that speaks of the checkpoint's files: in its folder, or in the one around it."""
     inventory = content.inventory
-    for place in (inventory.folder, inventory.folder.parent):
-        found = read_manifests(place)
-        if found is None:
-            continue
-        inside = inventory.folder.relative_to(place).as_posix()
-        prefix = "" if inside == "." else f"{inside}/"
+    for found, prefix in around(inventory.folder):
         listed = _by_file(found)
         numbers = {i: listed[prefix + f.name] for i, f in enumerate(inventory.files) if prefix + f.name in listed}
         if not numbers and not found.damage:
             continue
-        damage = [*found.damage, *damage_in(place, [b for own in numbers.values() for b in own], content=False)]
+        damage = [*found.damage, *damage_in(found.folder, [b for own in numbers.values() for b in own], content=False)]
         content.problems += [f"{d.name} is damaged: expected {d.expected}, found {d.found}" for d in damage]
         content.blocks = {
             number: np.array([(b.offset, b.num_bytes, b.crc) for b in own], np.int64) for number, own in numbers.items()
