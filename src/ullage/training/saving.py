@@ -27,12 +27,13 @@ from ullage.training import fsdp
 from ullage.training.agreement import agreement
 from ullage.training.background import BackgroundSave
 from ullage.training.damage import examine, is_damaged
+from ullage.training.disks import one_line
 from ullage.training.staging import (
+    PARTIAL,
     finish_whole,
     incomplete,
     not_written,
     old_of,
-    one_line,
     recover,
     stage_whole,
     staging_of,
@@ -242,15 +243,25 @@ def put_back(run_dir: Path) -> None:
 def remove_unfinished(run_dir: Path) -> None:
     """Remove what killed saves left in the folder of a run, after putting back what they had moved aside."""
     put_back(run_dir)
-    for final in _left_by(run_dir, staging_of):
-        shutil.rmtree(staging_of(final), ignore_errors=True)
+    for staging in (run_dir / PARTIAL, *map(staging_of, _left_by(run_dir, staging_of))):
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a killed or failed save left this in the folder of a run."""
+    final = _final_of(path)
+    return path.name == PARTIAL or (step_of(final) >= 0 and path in (staging_of(final), old_of(final)))
 
 
 def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
     """The checkpoints for which there is a folder of the name that ``name_of`` gives."""
-    # _checkpoint-8.partial -> checkpoint-8.
-    found = (run_dir / path.name[1:].rpartition(".")[0] for path in run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
+    found = map(_final_of, run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
     return [final for final in found if step_of(final) >= 0 and name_of(final).is_dir()]
+
+
+def _final_of(path: Path) -> Path:
+    """``_checkpoint-8.partial`` -> ``checkpoint-8``."""
+    return path.with_name(path.name[1:].rpartition(".")[0] or path.name)
 
 
 def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:

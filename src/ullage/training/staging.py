@@ -23,15 +23,15 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
-from ullage.errors import CheckpointError, TrainingError, UllageError
+from ullage.errors import CheckpointError
 from ullage.training.agreement import agreement, gather, rank_here, require_same_folder
 from ullage.training.damage import examine, is_damaged, name_for_damaged
+from ullage.training.disks import one_line
 
 #: The staging folder of files that are put into a folder one by one.
 PARTIAL = "_partial"
@@ -41,8 +41,6 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 #: Errors of a system that cannot swap two names: no such call, not on this file system, or forbidden in a sandbox.
 _CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
-#: What libraries say when a file cannot be written, other than OSError.
-_WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
 
 
 def staging_of(target: Path) -> Path:
@@ -285,25 +283,6 @@ def _swap(one: Path, other: Path) -> bool:
     if code in _CANNOT_SWAP:
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-@contextmanager
-def one_line(target: Path) -> Iterator[None]:
-    """Turn what a full disk or a folder that is not ours raises in any library into one line that says what to do."""
-    try:
-        yield
-    except UllageError:
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        if not isinstance(error, OSError) and not any(word in said for word in _WRITE_FAILED):
-            raise
-        raise TrainingError(
-            "this cannot be written",
-            where=str(target),
-            found=error.strerror if isinstance(error, OSError) and error.strerror else said,
-            hint="make room, or give a folder that can be written to; what was there before is as it was",
-        ) from error
 
 
 def _flush(folder: Path) -> None:

@@ -24,16 +24,29 @@ from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import (
     WEIGHT_FILES,
     checkpoints_in,
+    is_unfinished,
     put_back,
     remove_unfinished,
     require_checkpoint,
     step_of,
 )
-from ullage.training.staging import PARTIAL
 
 _LAST = ("true", "last")
 #: Endings of files, and names of folders, that schedulers, launchers and trackers put into an output folder.
 _BESIDE = (".log", ".out", ".err", ".yaml", ".yml", ".sh", "log", "logs", "runs", "wandb", "trackio", "mlruns")
+
+#: Settings that are printed where a run continues without those that it began with.
+_TOLD_SETTINGS = (
+    "data",
+    "max_length",
+    "packing_capacity",
+    "learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -123,9 +136,7 @@ def _look_at(command: TrainCommand) -> Situation:
         if not named and _finished(record, folder) and not _changed(record, command):
             return Situation(summary=record["summary"] if record else None)
         checkpoint = _to_resume(resume, folder, checkpoints)
-        changed = _changed(read_record(checkpoint.parent), command)
-        notes = (f"continues with changed settings: {', '.join(changed)}",) if changed else ()
-        return Situation(checkpoint, notes=notes, named=named)
+        return Situation(checkpoint, notes=_notes_on_settings(checkpoint, command), named=named)
     if command.output.overwrite_output_dir:
         return Situation()
     if record is None:
@@ -133,12 +144,12 @@ def _look_at(command: TrainCommand) -> Situation:
         return Situation()
     changed = _changed(record, command)
     if changed:
+        instead = "start over with --overwrite_output_dir, or give another --output_dir"
         raise InputError(
             "the output folder holds a run with other settings",
             where=str(folder),
             found=", ".join(changed),
-            hint="continue it with --resume_from_checkpoint, start over with --overwrite_output_dir, or give another "
-            "--output_dir",
+            hint=f"continue it with --resume_from_checkpoint, {instead}" if checkpoints else instead,
         )
     if _finished(record, folder):
         return Situation(summary=record["summary"])
@@ -168,24 +179,42 @@ def begin(command: TrainCommand, situation: Situation) -> None:
     """Make the folder ready and write the settings down; one rank calls it, after all checks."""
     folder = command.folder
     folder.mkdir(parents=True, exist_ok=True)
+    # What saves of ours left takes up room that this run may need.
+    remove_unfinished(folder)
     if command.output.overwrite_output_dir and situation.checkpoint is None:
-        remove_unfinished(folder)
-        # Checkpoints and what our saves leave; other files in the folder are not touched.
-        for path in (*checkpoints_in(folder), folder / PARTIAL):
+        # Other files in the folder are not touched.
+        for path in checkpoints_in(folder):
             shutil.rmtree(path, ignore_errors=True)
     write_record(folder, command, None)
 
 
 @contextlib.contextmanager
-def never_begun(command: TrainCommand, checkpoint: Path | None, state: Any) -> Iterator[None]:
+def no_empty_folder(command: TrainCommand) -> Iterator[None]:
+    """Leave no empty output folder behind where the block makes one and an error ends it: Trainer makes it first."""
+    made = [path for path in (command.folder, *command.folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # of a folder that holds something
+            for path in made:
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Any) -> Iterator[None]:
     """Take back the settings of a run that an error ends before its first step, so that a better call is not refused.
 
-    ``checkpoint``: where the run continues from; its settings stay. ``state``: of the trainer.
+    ``checkpoint``: where the run continues from; its settings stay. ``trainer``: asked for its state when the error has
+    come, because training begins with a new one.
     """
     try:
         yield
     except Exception:
-        if checkpoint is None and state.global_step == 0 and state.is_world_process_zero:
+        state = trainer.state
+        # Whatever the steps are: a checkpoint without its settings would be continued with others.
+        begun = checkpoint is not None or state.global_step > 0 or checkpoints_in(command.folder)
+        if not begun and state.is_world_process_zero:
             with contextlib.suppress(OSError):
                 (command.folder / RECORD).unlink()
         raise
@@ -208,6 +237,30 @@ def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
             hint="start without --resume_from_checkpoint, or give the checkpoint's folder",
         )
     return checkpoints[-1]
+
+
+def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ...]:
+    """What a call changes of the run that it continues, and what it decides where nobody knows that run's settings.
+
+    Raises ``InputError`` where these are not known and the call names no data: it would train on the default ones.
+    """
+    record = read_record(checkpoint.parent)
+    if record is not None:
+        changed = _changed(record, command)
+        return (f"continues with changed settings: {', '.join(changed)}",) if changed else ()
+    missing = checkpoint.parent / RECORD
+    if "data" not in command.given:
+        raise InputError(
+            "the settings of the run that this checkpoint belongs to are not known",
+            where=str(checkpoint),
+            expected=str(missing),
+            found="a file that cannot be read" if missing.exists() else "no such file",
+            hint="give the arguments of the first call again, at least --data, --learning_rate, --packing_capacity "
+            "and the number of steps; without --data a run trains on the docstrings of Python's standard library",
+        )
+    settings = settings_of(command)
+    taken = ", ".join(f"{name} {settings[name]}" for name in _TOLD_SETTINGS)
+    return (f"the settings of the run before are not known ({missing}); this call's are taken: {taken}",)
 
 
 def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
@@ -234,8 +287,8 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
             "the output folder holds a model or checkpoints already",
             where=str(folder),
             found=", ".join(names),
-            hint="continue with --resume_from_checkpoint, start over with --overwrite_output_dir, or give another "
-            "--output_dir",
+            hint="continue with --resume_from_checkpoint and the arguments of that run, start over with "
+            "--overwrite_output_dir, or give another --output_dir",
         )
     others = sorted(path.name for path in folder.iterdir() if not _belongs_to_run(path)) if folder.is_dir() else []
     if others:
@@ -250,5 +303,9 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
 
 
 def _belongs_to_run(path: Path) -> bool:
-    """Whether a file may lie in the folder before its run begins: logs of a launcher, its settings, what is hidden."""
-    return path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE
+    """Whether a file may lie in the folder before its run begins: logs of a launcher, its settings, what is hidden.
+
+    What a save of ours left that could not be finished is no reason to refuse the call that would finish it.
+    """
+    beside = path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE
+    return beside or is_unfinished(path)

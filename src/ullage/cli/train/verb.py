@@ -61,7 +61,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
     from ullage.cli.train.choosing import revisions_before
     from ullage.cli.train.data import datasets_of, samples_of
-    from ullage.cli.train.folder import Situation, begin, finish, look_at
+    from ullage.cli.train.folder import Situation, begin, finish, look_at, no_empty_folder
     from ullage.cli.train.layout import require_layout_of
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.picture import leave_page
@@ -103,7 +103,7 @@ def _run(argv: list[str], first: bool) -> None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     # Of the model as it is now: an engine may put layers of its own into it.
     code = script_of(command, model, sample_of(command, tokenizer, training, held_out))
-    try:
+    with no_empty_folder(command), _readable(command):
         # Before anything is written: a trainer refuses what it cannot do with this model.
         trainer, progress = make_trainer(first=first)
         with _written(command):
@@ -113,9 +113,6 @@ def _run(argv: list[str], first: bool) -> None:
             leave_page(command, first, say)
             return
         summary = {**save_and_summarize(command, trainer, progress), "code": code}
-    except OSError as error:  # what cannot be written has been said where it was
-        where = str(error.filename or command.training.output_dir)
-        raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error
     with _written(command):
         if first:
             finish(command, summary)
@@ -153,6 +150,16 @@ def _written(command: TrainCommand) -> Iterator[None]:
             yield
         except OSError as error:
             raise TrainingError("the run cannot be written", where=where, found=str(error)) from error
+
+
+@contextlib.contextmanager
+def _readable(command: TrainCommand) -> Iterator[None]:
+    """Raise in one line if a file that the block needs cannot be used; what cannot be written is said where it is."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or command.training.output_dir)
+        raise TrainingError("a file that the run needs cannot be used", where=where, found=str(error)) from error
 
 
 def _trainer(
@@ -216,7 +223,7 @@ def _train(
     signals = [signal.SIGINT] if takes_sigterm(trainer.args) else [signal.SIGTERM, signal.SIGINT]
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
     try:
-        with signalled, never_begun(command, checkpoint, trainer.state):
+        with signalled, never_begun(command, checkpoint, trainer):
             trainer.train(
                 resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
                 allow_changed_checkpoint=command.run.allow_changed_checkpoint,

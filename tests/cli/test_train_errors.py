@@ -1,0 +1,202 @@
+"""What a run of ``ullage train`` that an error ended leaves behind, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ullage.cli.train.progress import Progress
+from ullage.cli.train.verb import _run
+from ullage.errors import InputError, TrainingError
+from ullage.training.saving import checkpoints_in, is_unfinished
+
+SMALL = ["--model", "llama-16x1", "--packing_capacity", 128, "--per_device_train_batch_size", 4, "--max_steps", 8]
+SMALL += ["--learning_rate", 0.02, "--save_steps", 2, "--save_total_limit", 9, "--logging_steps", 1, "--use_cpu"]
+SMALL += ["--eval_strategy", "no", "--disable_tqdm", "true"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} " + "abc " * draw.randint(1, 20)}) + "\n" for i in range(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> list[float]:
+    """The losses of the run that nothing ends."""
+    folder = tmp_path_factory.mktemp("whole")
+    train("--data", data, *SMALL, "--output_dir", folder)
+    return losses(folder)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of its own, and a function that gives it another size."""
+    path = tmp_path / "disk"
+    path.mkdir()
+
+    def mount(options: str) -> None:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+
+    mount("size=256k")
+    yield path, lambda size: mount(f"remount,size={size}")
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def train(*arguments: object) -> None:
+    _run([*map(str, arguments)], first=True)
+
+
+def losses(folder: Path) -> list[float]:
+    history = json.loads((checkpoints_in(folder)[-1] / "trainer_state.json").read_text())["log_history"]
+    return [row["loss"] for row in history if "loss" in row]
+
+
+def settings(folder: Path) -> dict:
+    return json.loads((folder / "ullage_run.json").read_text())["settings"]
+
+
+def no_file_grows(monkeypatch, after: int) -> None:
+    """Let every file that this process writes after a step be too large."""
+
+    def limit(self, args, state, control, **_):
+        if state.global_step == after:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    monkeypatch.setattr(Progress, "on_step_begin", limit)
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+    signal.signal(signal.SIGXFSZ, before[1])
+
+
+@pytest.mark.regression
+def test_a_run_whose_save_failed_goes_on_with_its_own_data_and_settings(
+    data, whole, tmp_path, monkeypatch, capsys, limits
+):
+    for name, arguments in (("resumed", ["--resume_from_checkpoint"]), ("again", ["--data", data, *SMALL])):
+        folder = tmp_path / name
+        with monkeypatch.context() as patch:
+            no_file_grows(patch, after=2)
+            with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-4\)"):
+                train("--data", data, *SMALL, "--output_dir", folder)
+        limits()
+        assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2"]
+        before = settings(folder)
+        assert (before["data"], before["packing_capacity"], before["learning_rate"]) == ([str(data)], 128, 0.02)
+        capsys.readouterr()
+        train("--output_dir", folder, *arguments)
+        said = capsys.readouterr().out
+        assert f"continues from {folder}/checkpoint-2" in said
+        assert "changed settings" not in said
+        assert settings(folder) == before
+        assert losses(folder) == whole
+
+
+@pytest.mark.regression
+def test_a_run_that_a_loss_of_nan_ends_keeps_its_settings(data, tmp_path):
+    folder = tmp_path / "out"
+    with pytest.raises(TrainingError, match="not a number"):
+        train("--data", data, *SMALL, "--output_dir", folder, "--learning_rate", 1e30, "--save_steps", 1)
+    assert checkpoints_in(folder)
+    assert settings(folder)["data"] == [str(data)]
+    # The call that the folder's own message recommends: on this data, so the loss is still no number.
+    with pytest.raises(TrainingError, match="not a number"):
+        train("--output_dir", folder, "--resume_from_checkpoint")
+    assert settings(folder)["learning_rate"] == 1e30
+
+
+@pytest.mark.regression
+def test_a_run_that_ends_after_a_step_and_before_a_checkpoint_keeps_its_settings(data, tmp_path, monkeypatch, limits):
+    folder = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        no_file_grows(patch, after=1)
+        with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-2\)"):
+            train("--data", data, *SMALL, "--output_dir", folder)
+    limits()
+    assert settings(folder)["learning_rate"] == 0.02
+    with pytest.raises(InputError, match=r"found learning_rate 0.02 there, 0.01 here\. Start over with --overwrite"):
+        train("--data", data, *SMALL, "--learning_rate", 0.01, "--output_dir", folder)
+
+
+@pytest.mark.regression
+def test_a_checkpoint_without_settings_is_not_continued_on_the_default_data(data, tmp_path, capsys):
+    folder = tmp_path / "out"
+    train("--data", data, *SMALL, "--output_dir", folder, "--stop_at_step", 2)
+    for content, found in ((None, "no such file"), ("{", "a file that cannot be read")):
+        (folder / "ullage_run.json").unlink(missing_ok=True)
+        if content:
+            (folder / "ullage_run.json").write_text(content)
+        for name in (), (folder / "checkpoint-2",):
+            with pytest.raises(InputError) as error:
+                train("--output_dir", folder, "--resume_from_checkpoint", *name, "--max_steps", 4)
+            assert str(error.value) == (
+                f"the settings of the run that this checkpoint belongs to are not known ({folder}/checkpoint-2): "
+                f"expected {folder}/ullage_run.json, found {found}. Give the arguments of the first call again, at "
+                "least --data, --learning_rate, --packing_capacity and the number of steps; without --data a run "
+                "trains on the docstrings of Python's standard library"
+            )
+    capsys.readouterr()
+    train("--data", data, *SMALL, "--output_dir", folder, "--resume_from_checkpoint", "--max_steps", 4)
+    said = capsys.readouterr().out
+    assert (
+        f"are not known ({folder}/ullage_run.json); this call's are taken: data ['{data}'], max_length 1024, " in said
+    )
+    assert settings(folder)["packing_capacity"] == 128
+
+
+@pytest.mark.regression
+def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_and_the_same_call_goes_on(data, whole, disk, capsys):
+    path, resize = disk
+    resize("100k")
+    call = ["--data", data, *SMALL, "--output_dir", path / "out"]
+    with pytest.raises(TrainingError) as error:
+        train(*call)
+    assert str(error.value).startswith(f"the disk is full ({path}/out/checkpoint-2): found No space left on device, ")
+    assert " bytes free beside what is written of it. Make room" in str(error.value)
+    assert (path / "out" / "_checkpoint-2.partial").is_dir()
+    for resumes in ("400k", "20m"):  # room for the first, and not for the second; for all
+        resize(resumes)
+        capsys.readouterr()
+        if resumes == "20m":
+            train(*call)
+            break
+        with pytest.raises(TrainingError, match=r"the disk is full .*: expected about \d+ bytes, the size of the one"):
+            train(*call)
+    assert losses(path / "out") == whole
+    assert not [left for left in (path / "out").iterdir() if is_unfinished(left)]
+
+
+@pytest.mark.regression
+def test_what_an_unfinished_save_left_belongs_to_the_run(data, tmp_path):
+    """Also where its settings are gone, as the version left it that took them back."""
+    folder = tmp_path / "out"
+    for name in ("_checkpoint-2.partial", "_partial"):
+        (folder / name / "checkpoint-2").mkdir(parents=True)
+    train("--data", data, *SMALL, "--output_dir", folder, "--stop_at_step", 1)
+    assert not [left for left in folder.iterdir() if is_unfinished(left)]
+    assert not is_unfinished(folder / "_notes.partial")
+    assert not is_unfinished(folder / "checkpoint-1")
+
+
+def test_a_refused_run_leaves_no_empty_folder(data, tmp_path):
+    for folder in (tmp_path / "a" / "b", tmp_path / "there"):
+        if folder.name == "there":
+            folder.mkdir()
+        with pytest.raises(InputError, match="does not fit into a microbatch"):
+            train("--data", data, *SMALL, "--output_dir", folder, "--packing_capacity", 8, "--logging_strategy", "no")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
