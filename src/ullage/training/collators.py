@@ -15,6 +15,7 @@ import numpy as np
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.schema import POSITION_NAMES, behind_padding
 
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.
@@ -26,7 +27,8 @@ class RaggedCollator:
     """Collator of samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
 
     A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
-    that a tokenizer padded come out without padding. ``label`` and ``label_ids`` become ``labels``.
+    that a tokenizer padded come out without padding; places of answers (``start_positions``, ``end_positions``) are
+    then counted from the first token. ``label`` and ``label_ids`` become ``labels``.
 
     A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
 
@@ -194,10 +196,12 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
     start, stop = int(real[0]), int(real[-1]) + 1
     if stop - start != len(real):
         raise InputError("attention_mask has holes", where=f"sample {i}", expected="one run of ones")
-    return {name: _cut(value, len(mask), start, stop) for name, value in sample.items()}
+    return {name: _cut(name, value, len(mask), start, stop) for name, value in sample.items()}
 
 
-def _cut(value: Any, length: int, start: int, stop: int) -> Any:
-    """The part of a token-aligned value; anything else as it is."""
+def _cut(name: str, value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of a token-aligned value; places in the row counted from its first token; anything else as it is."""
+    if name in POSITION_NAMES:
+        return behind_padding(value, start) if start else value
     aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length
     return value[start:stop] if aligned else value
