@@ -35,6 +35,7 @@ from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.loss.divisions import Division, division_of
+from ullage.training.loss.second_labels import adds_two_losses, uncounted
 from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.packable import make_packable, refuse_images, refuse_truncation, require_equal_calls
 from ullage.training.packed_batch import PackedBatch
@@ -67,6 +68,8 @@ class Packer:
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
+        #: Sequences of the running step, over all ranks.
+        self.sequences_of_step = 1
         self.weigher = SequenceWeigher(trainer, reader)
 
     @property
@@ -203,6 +206,7 @@ class Packer:
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
         division = self._division(inputs, count)
+        self.sequences_of_step = len(inputs.plan.order)
         shares = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
@@ -239,7 +243,9 @@ class Packer:
             self.weigher.require_weighable()  # the model may be another than the trainer was made with
             self._divided, warning = division_of(
                 self._trainer,
-                divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
+                divides_by_count=self._reader.divides_by_count
+                or self.weigher.is_on
+                or adds_two_losses(self._trainer, self._reader, first),
                 labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
@@ -298,7 +304,9 @@ class Packer:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
         is_pair = targets.is_joined(microbatch)
         if division == "sum" and not len(microbatch):
-            return targets.pair_of_one(microbatch, label=IGNORED_LABEL) if is_pair else microbatch.placeholder()
+            if is_pair:
+                return targets.pair_of_one(microbatch, label=IGNORED_LABEL)
+            return uncounted(self._reader.model, microbatch.placeholder())
         if division == "sum":
             return microbatch
         if self._share_of_step > 0:
