@@ -73,7 +73,9 @@ def test_two_losses_train_as_on_padded_batches(tmp_path, kind, capacity):
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("bert", "albert"))) for kind in KINDS]
+)
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_a_packed_call_weighs_each_loss_by_its_own_number(kind, as_tuple):
     model, second = make_model(kind).eval(), "sentence_order_label" if kind == "albert" else "next_sentence_label"

@@ -36,6 +36,11 @@ def works_by_sequence(model: nn.Module) -> bool:
     return any(_BY_SEQUENCE.search(each.__name__) for each in type(model).__mro__)
 
 
+def is_multiple_choice(model: nn.Module) -> bool:
+    """Whether a head scores the choices of a question, which are several sequences. Told by name."""
+    return any("ForMultipleChoice" in each.__name__ for each in type(model).__mro__)
+
+
 def loss_name(model: nn.Module) -> str | None:
     """The entry of transformers' ``LOSS_MAPPING`` that a model's class is named after; None if its name does not tell.
 

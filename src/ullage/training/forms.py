@@ -29,6 +29,7 @@ from ullage.errors import InputError
 from ullage.layout import Layout
 from ullage.mixers.wrappers import bare
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
+from ullage.training import choices
 
 logger = logging.get_logger(__name__)
 
@@ -91,6 +92,11 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     ``shifts``: whether the model's loss shifts labels; only where it is known not to, a sequence's first label stays.
     ``pad_token_id``: the id in padding.
     """
+    ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
+    if choices.has_choices(batch):
+        if form not in ("flattened", "mask"):
+            choices.refuse_choices(batch, f"a model that takes {form}")
+        return choices.flattened(batch) if form == "flattened" else choices.padded(batch, ids)
     if form == "flattened":
         keywords = batch.to_flattened()
         # to_flattened sets each sequence's first label to -100, so that a shift never crosses a boundary. Without a
@@ -98,7 +104,6 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
-    ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
     padded = _with_padded_targets(batch.to_padded(ids), ids)
     if form == "mask":
         return padded

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention import require_packing
+from ullage.attention.heads import is_multiple_choice
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, pack_model
 
@@ -46,8 +47,16 @@ def require_equal_calls(model: nn.Module) -> None:
 
 
 def refuse_truncation(model: nn.Module, oversize: str) -> None:
-    """Raise ``InputError`` where a plan would cut an encoder-decoder's targets together with their sources."""
+    """Raise ``InputError`` where a plan would cut an encoder-decoder's targets, or the last choices of a question."""
     config: Any = getattr(model, "config", None)
+    if oversize == "truncate" and is_multiple_choice(model):
+        raise InputError(
+            "packing_oversize='truncate' would cut choices: those of a question count as one length",
+            where=type(model).__name__,
+            expected="'error' or 'drop'",
+            found="'truncate'",
+            hint="cut the choices before they are collated",
+        )
     if oversize == "truncate" and getattr(config, "is_encoder_decoder", False):
         raise InputError(
             "packing_oversize='truncate' would cut targets: source and target count as one length",
