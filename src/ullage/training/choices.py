@@ -33,7 +33,8 @@ def choices_of(sample: Mapping[str, Any], main_input: str = "input_ids") -> list
 
     A sample has choices if its mask is a list of masks, or its main input one of sequences of unequal length.
     """
-    rows, masks = sample.get(main_input), sample.get("attention_mask")
+    rows: Any = sample.get(main_input)
+    masks = sample.get("attention_mask")
     if not _is_nested(rows) or not (_is_nested(masks) or len({len(row) for row in rows}) > 1):
         return None
     nested = [name for name, value in sample.items() if _is_nested(value) and len(value) == len(rows)]

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,6 +194,7 @@ class Packer:
         )
         padded = self.padded_loss
         step = planner.packed([targets.joined(batch) for batch in batches], padded)
+        step = replace(step, shifts=self._reader.shifts)
         meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.completed(step, batches, planner.packed_beside)
 

@@ -29,6 +29,7 @@ from ullage.training.choices import has_choices
 from ullage.training.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.drawn import as_ragged
 from ullage.training.loss.divisions import defining_class
+from ullage.training.packed_batch import refuse_as_one
 
 
 class BatchReader:
@@ -174,8 +175,9 @@ class BatchReader:
         """The batch on the device, as keywords of the model, in a dict of its own.
 
         A trainer that makes its own inputs of a batch (``prepare``) gets its batches as they are, and ragged ones as
-        keywords. A field of weights is ours: no model sees it.
+        keywords. A field of weights is ours: no model sees it. Raises ``InputError`` for a whole packed step.
         """
+        refuse_as_one(inputs)
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
             inputs = inputs.select(name for name in inputs.names if name != field)
