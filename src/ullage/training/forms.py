@@ -27,7 +27,7 @@ from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.wrappers import bare
+from ullage.mixers.wrappers import bare, has_learned_prompt
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 from ullage.training import choices
 
@@ -56,10 +56,10 @@ def form_of(model: nn.Module) -> str:
             packed_attention.require_packing(model)  # its layers remember that they were checked
             return "flattened"
         if "attention_mask" in parameters:
-            logger.warning_once(
-                f"batches are padded although attn_implementation={attention!r}: {problem}. "
-                "ullage.pack_model(model), or packing_capacity=..., trains it without padding."
-            )
+            way_out = "ullage.pack_model(model), or packing_capacity=..., trains it without padding."
+            if has_learned_prompt(model):
+                way_out = "An adapter in the layers of the model, such as LoRA, trains without padding."
+            logger.warning_once(f"batches are padded although attn_implementation={attention!r}: {problem}. {way_out}")
     for name in _LENGTHS_NAMES:
         if name in parameters:
             return name
@@ -81,6 +81,8 @@ def form_of(model: nn.Module) -> str:
 
 def _packing_problem(model: nn.Module) -> str | None:
     """The reason why a model cannot take packed rows as it is, in one clause; None if it can."""
+    if has_learned_prompt(model):
+        return "prompt tuning puts a learned prompt before a whole row, not before each of its sequences"
     if spans_sequences(model):
         return f"the head of {type(model).__name__} would take a packed row for one sequence"
     return packed_attention.packing_problem(model)

@@ -38,7 +38,7 @@ from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.loss.divisions import Division, division_of
 from ullage.training.loss.second_labels import adds_two_losses, uncounted
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.packable import make_packable, refuse_images, refuse_truncation, require_equal_calls
+from ullage.training.packable import make_packable, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
@@ -90,6 +90,11 @@ class Packer:
         """Whether the batches that are drawn are planned and exchanged, and not what a trainer makes of them."""
         return self.options is not None and not (self.padded_loss is not None and self.padded_loss.makes_batches)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether a plan may cut a sequence over the capacity: a sample is one sequence of tokens."""
+        return self.padded_loss is None and truncation_problem(self._reader.model) is None
+
     @functools.cached_property
     def _padded_loss(self) -> PaddedLoss | None:
         return padded_loss_of(self._trainer)
@@ -135,7 +140,9 @@ class Packer:
                 found=args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        refuse_truncation(self._reader.model, options.oversize)
+        problem = truncation_problem(self._reader.model)
+        if options.oversize == "truncate" and problem is not None:
+            raise problem
         refuse_images(self._trainer)
         make_packable(self._reader.model)
         self.weigher.require_weighable()

@@ -169,7 +169,7 @@ class StepSource:
             if options is not None and padded is None:
                 require_losses(self._trainer, self._reader, batch)
             if options is not None and options.oversize == "error":
-                counting.require_capacity(batch, options.capacity, per_sample)
+                counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
         except counting.SampleError as error:
             index, sample = None, error.sample // per_sample
             if self._indices is not None:
