@@ -24,7 +24,16 @@ from ullage.columns import Columns
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
-from ullage.schema import IGNORED_LABEL, LABEL_NAMES, Schema, fill_value, holding_ignored, lay_out
+from ullage.schema import (
+    IGNORED_LABEL,
+    LABEL_NAMES,
+    POSITION_NAMES,
+    Schema,
+    behind_padding,
+    fill_value,
+    holding_ignored,
+    lay_out,
+)
 
 #: Fields that the ``repr`` names before it only counts.
 _NAMED = 8
@@ -90,8 +99,9 @@ class RaggedBatch(Shown):
         """A batch of padded tensors: [N, L, ...] is token-aligned, [N] and the names in ``per_sequence`` are not.
 
         ``attention_mask`` [N, L] is 1 on the tokens of each row, which stand together: padding may be on the right,
-        on the left, or both. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with
-        holes, an empty row, and a shape that disagrees.
+        on the left, or both. Places of answers (``start_positions``, ``end_positions``) are counted from the first
+        token of the sequence afterwards. Waits for the device once, to read the lengths. Raises ``InputError`` for a
+        mask with holes, an empty row, and a shape that disagrees.
         """
         if attention_mask.ndim != 2:
             raise InputError("attention_mask must be [N, L]", found=f"shape {list(attention_mask.shape)}")
@@ -109,7 +119,7 @@ class RaggedBatch(Shown):
             if name not in declared and tensor.ndim >= 2 and tensor.shape[:2] == (rows, width):
                 values[name] = tensor.flatten(0, 1).index_select(0, index.to(tensor.device))
             elif tensor.ndim >= 1 and tensor.shape[0] == rows and (name in declared or tensor.ndim == 1):
-                values[name] = tensor
+                values[name] = _counted_from_tokens(name, tensor, host)
                 whole.append(name)
             else:
                 raise InputError(
@@ -248,7 +258,8 @@ class RaggedBatch(Shown):
         """Padded tensors [N, L, ...] by name, with ``attention_mask`` [N, L] int64; per-sequence fields as they are.
 
         ``padding_value``: for all fields or by name; labels are padded with -100 unless named, and become int64 where
-        their dtype has no such number. ``side``: of the padding. Raises ``InputError`` for another side.
+        their dtype has no such number. ``side``: of the padding; behind padding on the left, the places of answers
+        (``start_positions``, ``end_positions``) are those in the row. Raises ``InputError`` for another side.
         """
         if side not in ("right", "left"):
             raise InputError("padding has no such side", expected="'right' or 'left'", found=repr(side))
@@ -260,7 +271,8 @@ class RaggedBatch(Shown):
         padded: dict[str, Tensor] = {}
         for name, tensor in self._values.items():
             if name in self.per_sequence:
-                padded[name] = tensor
+                is_place = side == "left" and name in POSITION_NAMES
+                padded[name] = self._in_rows(tensor, width) if is_place else tensor
                 continue
             if name in LABEL_NAMES:
                 tensor = holding_ignored(tensor)
@@ -393,10 +405,23 @@ class RaggedBatch(Shown):
             return tensor
         return tensor.index_select(0, torch.from_numpy(self.layout.token_index()).to(tensor.device))
 
+    def _in_rows(self, places: Tensor, width: int) -> Tensor:
+        """Places in sequences as places in rows that are padded on the left."""
+        starts = torch.from_numpy(width - self.layout.lengths).to(places.device)
+        return places + starts.view(-1, *[1] * (places.ndim - 1))
+
     def _require_token_aligned(self, name: str) -> None:
         if name not in self._values or name in self.per_sequence:
             aligned = [n for n in self._values if n not in self.per_sequence]
             raise InputError("no such token-aligned field", expected=f"one of {aligned}", found=repr(name))
+
+
+def _counted_from_tokens(name: str, tensor: Tensor, mask: np.ndarray) -> Tensor:
+    """A field of places in padded rows, counted from the first token of each; any other field as it is."""
+    starts = mask.argmax(1)
+    if name not in POSITION_NAMES or not starts.any():
+        return tensor
+    return behind_padding(tensor, torch.from_numpy(starts).to(tensor.device).view(-1, *[1] * (tensor.ndim - 1)))
 
 
 def _require_rows(mask: np.ndarray) -> None:

@@ -21,6 +21,8 @@ from ullage.layout import Int64, Layout
 #: The label that no loss counts.
 IGNORED_LABEL = -100
 LABEL_NAMES = ("labels", "shift_labels")
+#: Fields that hold places in a row, counted from its first token: the answer to a question, the token of a class.
+POSITION_NAMES = ("start_positions", "end_positions", "cls_index")
 #: Every block of bytes begins on such a boundary: enough for a view as any dtype, and what NCCL prefers.
 ALIGNMENT = 16
 
@@ -38,6 +40,20 @@ def fill_value(name: str, dtype: torch.dtype) -> int:
 def holding_ignored(labels: Tensor) -> Tensor:
     """Labels in a dtype that has -100: as they are, or int64 where theirs is bool or unsigned (156 in uint8)."""
     return labels if labels.dtype.is_signed else labels.long()
+
+
+def behind_padding(positions: Any, starts: Any) -> Any:
+    """Places in rows as places in their sequences, which begin at ``starts``.
+
+    A place in the padding before a sequence is its first token, as one below 0 is for the heads of transformers. One
+    behind the row stays behind the sequence.
+
+    >>> behind_padding(torch.tensor([7, 0, 5]), 5).tolist()
+    [2, 0, 0]
+    """
+    if isinstance(positions, Tensor):
+        return (positions - starts).clamp(min=0)
+    return np.maximum(np.asarray(positions) - starts, 0)
 
 
 def aligned(num_bytes: int) -> int:

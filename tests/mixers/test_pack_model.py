@@ -76,10 +76,39 @@ def test_packing_twice_is_packing_once():
     first, second = pack_model(model), pack_model(model)
     assert str(first.way) == str(second.way) == "backbone by lengths"
     second.undo()
+    assert is_packed(model)
     first.undo()
     assert not is_packed(model)
     first.undo()  # once more does nothing
     assert near(alone(model), alone(tiny_model("gpt_neo", "causal")))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("model_type", "inner"),
+    [("llama", "part"), ("gpt_neo", "part"), ("llama", "model"), ("qwen3_next", "wrapped"), ("gpt_neo", "model")],
+)
+def test_an_inner_handle_leaves_the_outer_packing(model_type, inner):
+    model = tiny_model(model_type, "causal")
+    expected = alone(model)
+    outer = pack_model(model)
+    packed = {"model": model, "wrapped": torch.nn.DataParallel(model), "part": model.base_model}[inner]
+    with pack_model(packed) as handle:
+        assert near(model(**packed_row()).logits[0], expected)
+    handle.undo()  # once more does not count
+    assert is_packed(model)
+    assert near(model(**packed_row()).logits[0], expected)
+    outer.undo()
+    assert not is_packed(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    # The other order: what was packed first is undone first.
+    first, second = pack_model(packed), pack_model(model)
+    first.undo()
+    assert near(model(**packed_row()).logits[0], expected)
+    second.undo()
+    assert not is_packed(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(alone(model), expected)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo"])
@@ -94,16 +123,18 @@ def test_generation_is_left_as_it_was(model_type):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo", "prophetnet"])
 def test_a_copy_is_packed_by_itself(model_type):
     model = tiny_model(model_type, "causal")
-    pack_model(model)
+    packed = pack_model(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)
     expected = alone(other)
-    pack_model(model).undo()
+    packed.undo()
     assert not is_packed(model)
     assert is_packed(other)
     assert near(other(**packed_row()).logits[0], expected)
+    pack_model(other).undo()  # nobody else holds a handle of the copy
+    assert not is_packed(other)
 
 
 def test_a_pickle_and_a_saved_folder_are_those_of_the_unpacked_model(tmp_path):

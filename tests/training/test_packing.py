@@ -14,7 +14,7 @@ from ullage import CheckpointError, InputError, RaggedBatch
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
-from ullage.training import Trainer, TrainingArguments, forms
+from ullage.training import RaggedCollator, Trainer, TrainingArguments, forms
 
 
 def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
@@ -219,7 +219,8 @@ class Unaware(torch.nn.Module):
 
 
 def test_a_model_of_ones_own_that_names_no_lengths_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"see each other: Unaware\.forward names no cu_seq_lens_q"):
+    message = r"see each other: Unaware\.forward names no cu_seq_lens_q \(Unaware\)\. Leave packing_capacity out"
+    with pytest.raises(InputError, match=message):
         Trainer(Unaware(), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
 
 
@@ -240,6 +241,30 @@ def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):
     message = r"a learned prompt cannot be packed: .* \(PeftModelForCausalLM\): expected an adapter in the layers .*, such as LoRA"
     with pytest.raises(InputError, match=message):
         Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[]))
+
+
+@pytest.mark.regression
+def test_a_learned_prompt_without_packing_is_padded_and_named(tmp_path, caplog):
+    """With attention that reads lengths it failed in the first layer: the row is longer than they say."""
+    losses = {}
+    for attention in ("sdpa", "ullage"):
+        base = packing_script.make_model("llama")
+        base.set_attn_implementation(attention)
+        torch.manual_seed(0)
+        model = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+        args = TrainingArguments(
+            str(tmp_path), max_steps=2, logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        samples = packing_script.make_samples([5, 17, 30, 2, 9, 40, 3, 11] * 2)
+        trainer = Trainer(model, args, RaggedCollator(labels_from="input_ids"), samples)
+        trainer.train()
+        losses[attention] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses["ullage"] == pytest.approx(losses["sdpa"], rel=1e-5)
+    assert "prompt tuning puts a learned prompt before a whole row" in caplog.text
+    row = RaggedCollator(flattened=True)(samples[:3])
+    with pytest.raises(InputError, match=r"does not tile the row: expected .*PEFT's prompt tuning"):
+        model(**row)
 
 
 def test_packed_training_resumes_exactly(tmp_path):

@@ -268,7 +268,11 @@ def test_grpo_is_that_of_padded_rows(kind, tmp_path):
 @slow
 def test_a_pair_over_the_capacity_is_named_or_left_out_whole(tmp_path):
     made = trl_preferences.build("DPO", tmp_path, capacity=25)
-    with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[3\]\)"):
+    # 'truncate' is refused for pairs, so it is not recommended either.
+    message = (
+        r"does not fit into a microbatch \(train_dataset\[3\]\).* Raise packing_capacity, cut .*, or set .*='drop'$"
+    )
+    with pytest.raises(InputError, match=message):
         made.train()
     made = trl_preferences.build("DPO", tmp_path, capacity=25, packing_oversize="drop")
     found = trl_preferences.outcome(made, evaluates=False)

@@ -17,6 +17,9 @@ KNOWN_AUTHORS = ("ullage", "transformers")
 _BY_TOKEN = re.compile(r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead)$")
 _BY_SEQUENCE = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeadsModel$")
 
+#: Labels by sequence that heads of transformers take beside labels by token, and the output compared with them.
+_SECOND_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
+
 
 def works_by_token(model: nn.Module) -> bool:
     """Whether logits and loss have one entry per token, so that the head can work on a packed row. Told by name."""
@@ -31,6 +34,11 @@ def spans_sequences(model: nn.Module) -> bool:
 def works_by_sequence(model: nn.Module) -> bool:
     """Whether logits and labels have one entry per sequence. Told by name."""
     return any(_BY_SEQUENCE.search(each.__name__) for each in type(model).__mro__)
+
+
+def is_multiple_choice(model: nn.Module) -> bool:
+    """Whether a head scores the choices of a question, which are several sequences. Told by name."""
+    return any("ForMultipleChoice" in each.__name__ for each in type(model).__mro__)
 
 
 def loss_name(model: nn.Module) -> str | None:
@@ -89,6 +97,18 @@ def loss_author(model: nn.Module) -> tuple[type, set[str]]:
     """The class whose ``forward`` computes the loss of a model, and the names that this ``forward`` refers to."""
     author = _author_of_loss(model)
     return author, _words_of_forward(author)[0]
+
+
+def second_label(model: nn.Module) -> tuple[str, str] | None:
+    """The label by sequence whose mean a head adds to the mean over ``labels`` by token, and the output that it is of.
+
+    So do the heads that BERT and its kin are pretrained with; None for any other, and for one of another author.
+    """
+    author = _author_of_loss(model)
+    if package_of(author) != "transformers" or not author.__name__.endswith("ForPreTraining"):
+        return None
+    taken = inspect.signature(author.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
+    return next((pair for pair in _SECOND_LABELS.items() if {pair[0], "labels"} <= set(taken)), None)
 
 
 def _author_of_forward(model: nn.Module) -> type:

@@ -194,6 +194,7 @@ def _attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Te
             "cu_seq_lens_q does not tile the row",
             expected=f"lengths that sum to {len(query)} tokens",
             found=f"{sum(lengths)} in {len(lengths)} sequences",
+            hint="something has lengthened the row, as a learned prompt (PEFT's prompt tuning) does: leave packing out",
         )
     return packed_attention(query, key, value, lengths, **options)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ullage.errors import InputError
 from ullage.layout import counting, starts_of
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs, require_cuttable
+from ullage.mixers.choices import CU_CHOICES, call_choices
 from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, PackedRow, Segments
 from ullage.mixers.ways import Way
 from ullage.mixers.whole import call_whole
@@ -239,6 +240,8 @@ class ModelForward(Forward):
     def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         taken = self.parameters
         keywords = {**dict(zip(taken, arguments)), **keywords}
+        if keywords.get(CU_CHOICES) is not None:
+            return call_choices(self.module, lambda choices: self._packed((), choices), keywords)
         targets = _targets_as_rows(keywords)
         row = PackedRow.of(keywords, targets)
         assert row is not None

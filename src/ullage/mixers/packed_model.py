@@ -7,6 +7,8 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from torch import nn
 
 from ullage.attention.heads import package_of, spans_sequences
@@ -24,6 +26,9 @@ from ullage.mixers.relative import BiasedForward
 from ullage.mixers.ways import BIASED_ATTENTION, Way, way_by_lengths
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
+#: Handles of each packed model that were not undone. A copy of a model has none, whatever the model has.
+_OPEN: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
 
 class PackedModel:
     """What :func:`pack_model` has put in place, and how to take it out again; a context manager that does so.
@@ -37,18 +42,26 @@ class PackedModel:
     way: Way
 
     def __init__(self, model: nn.Module, way: Way) -> None:
-        self.model, self.way = model, way
+        self.model, self.way, self._is_open = model, way, True
+        _OPEN[model] = _OPEN.get(model, 0) + 1
 
     def undo(self) -> None:
-        """Make the model what it was before it was packed. More than once does nothing more."""
-        for module in self.model.modules():
-            forward = vars(module).get("forward")
-            if isinstance(forward, Forward):
-                forward.take_out()
-            function = vars(module).get("_gradient_checkpointing_func")
-            if isinstance(function, CheckpointedRow):
-                vars(module)["_gradient_checkpointing_func"] = function.function
-        take_out_attention(self.model)
+        """Make the model what it was before it was packed, once each of its handles is undone. Counts once.
+
+        Handles of a part of the model, and of a model that it is a part of, count too: they share modules.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        _OPEN[self.model] = max(_OPEN.get(self.model, 0) - 1, 0)
+        # Models that share modules are unpacked together, by the last handle.
+        own = set(self.model.modules())
+        sharing = [model for model in _OPEN if model is self.model or not own.isdisjoint(model.modules())]
+        if any(_OPEN[model] for model in sharing):
+            return
+        for model in sharing:
+            del _OPEN[model]
+            _unpack(model)
 
     def __enter__(self) -> PackedModel:
         return self
@@ -60,6 +73,17 @@ class PackedModel:
         return f"PackedModel({type(self.model).__name__}, {self.way})"
 
 
+def _unpack(model: nn.Module) -> None:
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Forward):
+            forward.take_out()
+        function = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(function, CheckpointedRow):
+            vars(module)["_gradient_checkpointing_func"] = function.function
+    take_out_attention(model)
+
+
 def pack_model(model: nn.Module) -> PackedModel:
     """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
 
@@ -68,7 +92,8 @@ def pack_model(model: nn.Module) -> PackedModel:
     parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a deep copy is packed too. Packing a
     model that is packed already changes nothing.
 
-    Returns a handle with ``undo()``, which is a context manager as well. Reads no weights and does not wait for the
+    Returns a handle with ``undo()``, which is a context manager as well; the model stays packed until each of its
+    handles is undone. Reads no weights and does not wait for the
     device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for
     one with a learned prompt.
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.heads import loss_divides_by_count, works_by_sequence
+from ullage.attention.heads import is_multiple_choice, loss_divides_by_count, works_by_sequence
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs
+from ullage.mixers.choices import of_one_choice
 from ullage.mixers.rows import Groups, PackedRow
+from ullage.mixers.two_losses import call_with_two_losses, has_two_losses, labels_by_sequence, require_one_loss
 from ullage.schema import IGNORED_LABEL
 
 #: Fields that hold one entry per sequence, whatever their shape.
-_SEQUENCE_FIELDS = frozenset({"start_positions", "end_positions", "next_sentence_label", "mc_labels"})
+_SEQUENCE_FIELDS = frozenset({"start_positions", "end_positions", "next_sentence_label", "sentence_order_label"})
 
 
 def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywords: dict[str, Any]) -> Any:
@@ -34,7 +36,13 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     sequence.
     """
     by_sequence = works_by_sequence(model)
+    if has_two_losses(model, keywords):
+        return call_with_two_losses(model, own, row, keywords)
+    if not by_sequence:
+        require_one_loss(model, labels_by_sequence(keywords, row))
     config = getattr(model, "config", None)
+    if is_multiple_choice(model):
+        own = of_one_choice(own)
     # Heads that look for a sequence's last token take one sequence at a time where padding has no id.
     alone = by_sequence and getattr(config, "pad_token_id", None) is None
     groups = row.one_by_one if alone else row.alike

@@ -65,7 +65,8 @@ class RunCheck:
         if self._collated_length(dataset, first) <= options.capacity:
             return  # what is stored is padded, or cut by the collator: the steps will tell
         more = f" and {len(large) - 1:,} more" if len(large) > 1 else ""
-        error = counting.over_capacity(first, options.capacity, int(lengths[first]))
+        truncates = self._packer.truncates
+        error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=truncates)
         raise error.at(f"train_dataset[{first}]{more}")
 
     def _collated_length(self, dataset: Any, index: int) -> int:

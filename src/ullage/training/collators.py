@@ -15,6 +15,8 @@ import numpy as np
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.schema import POSITION_NAMES, behind_padding
+from ullage.training.choices import as_one, choices_of, refuse_choices
 
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.
@@ -26,7 +28,11 @@ class RaggedCollator:
     """Collator of samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
 
     A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
-    that a tokenizer padded come out without padding. ``label`` and ``label_ids`` become ``labels``.
+    that a tokenizer padded come out without padding; places of answers (``start_positions``, ``end_positions``) are
+    then counted from the first token. ``label`` and ``label_ids`` become ``labels``.
+
+    A sample of multiple choice, whose fields are lists with an entry per choice, stays one item of the batch
+    (:mod:`ullage.training.choices`).
 
     A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
 
@@ -47,10 +53,11 @@ class RaggedCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
-        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
+        prepared = [_prepared(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
         if not self.flattened:
             return batch
+        refuse_choices(batch, "RaggedCollator(flattened=True)")
         return _flattened(batch)
 
 
@@ -108,6 +115,7 @@ class PackedSequenceCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = RaggedCollator(labels_from=self.labels_from, per_sequence=self.per_sequence)(samples)
         assert isinstance(batch, RaggedBatch)
+        refuse_choices(batch, "PackedSequenceCollator")
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
@@ -142,6 +150,10 @@ def _are_unequal(samples: Sequence[Any], pads: Sequence[str]) -> bool:
             counts = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
             if counts and name not in pads and lengths.setdefault(name, len(value)) != len(value):
                 return True
+        for choice in choices_of(sample) or ():
+            for name, value in choice.items():
+                if lengths.setdefault(f"{name} of a choice", len(value)) != len(value):
+                    return True
     return any(SEQ_LENGTHS in sample for sample in samples)
 
 
@@ -180,7 +192,15 @@ def _with_labels(sample: Mapping[str, Any], labels_from: str | None) -> dict[str
     return fields
 
 
-def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
+def _prepared(sample: dict[str, Any], i: int) -> dict[str, Any]:
+    """The sample without padding, its choices end to end if it has several."""
+    choices = choices_of(sample)
+    if choices is None:
+        return _without_mask(sample, i)
+    return as_one(sample, [_without_mask(choice, f"{i}, choice {k}") for k, choice in enumerate(choices)])
+
+
+def _without_mask(sample: dict[str, Any], i: int | str) -> dict[str, Any]:
     """The sample cut to the tokens that its attention mask keeps, without the mask."""
     if "attention_mask" not in sample:
         return sample
@@ -194,10 +214,12 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
     start, stop = int(real[0]), int(real[-1]) + 1
     if stop - start != len(real):
         raise InputError("attention_mask has holes", where=f"sample {i}", expected="one run of ones")
-    return {name: _cut(value, len(mask), start, stop) for name, value in sample.items()}
+    return {name: _cut(name, value, len(mask), start, stop) for name, value in sample.items()}
 
 
-def _cut(value: Any, length: int, start: int, stop: int) -> Any:
-    """The part of a token-aligned value; anything else as it is."""
+def _cut(name: str, value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of a token-aligned value; places in the row counted from its first token; anything else as it is."""
+    if name in POSITION_NAMES:
+        return behind_padding(value, start) if start else value
     aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length
     return value[start:stop] if aligned else value

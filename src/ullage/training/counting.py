@@ -41,7 +41,7 @@ def num_tokens(inputs: Any, main_input: str, pad_token_id: int | None = None) ->
     # Padded rows: the batch's own marks first; the tokenizer's padding id only where there are none, as it may be a
     # real token.
     mask = value_of(inputs, "attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
+    if isinstance(mask, Tensor) and (mask.ndim == 2 or mask.shape == value.shape):  # rows of choices [N, C, L]
         return int((mask != 0).sum())
     lengths = value_of(inputs, "input_lengths")
     if lengths is not None:
@@ -179,23 +179,30 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
             )
 
 
-def require_capacity(batch: RaggedBatch, capacity: int, per_sample: int = 1) -> None:
+def require_capacity(batch: RaggedBatch, capacity: int, per_sample: int = 1, *, truncates: bool = True) -> None:
     """Raise ``SampleError`` for the first sequence of a sample of more than ``capacity`` tokens, its target's included.
 
-    ``per_sample``: sequences of each sample, which lie one after the other. Host values only.
+    ``per_sample``: sequences of each sample, which lie one after the other. ``truncates``: as of :func:`over_capacity`.
+    Host values only.
     """
     lengths = num_tokens_each(batch).reshape(-1, per_sample).sum(1)
     large = np.flatnonzero(lengths > capacity)
     if len(large):
-        raise over_capacity(int(large[0]) * per_sample, capacity, int(lengths[large[0]]))
+        raise over_capacity(int(large[0]) * per_sample, capacity, int(lengths[large[0]]), truncates=truncates)
 
 
-def over_capacity(sample: int, capacity: int, length: int) -> SampleError:
-    """The error for a sequence of ``length`` tokens that no microbatch of a packed step can hold."""
+def over_capacity(sample: int, capacity: int, length: int, *, truncates: bool) -> SampleError:
+    """The error for a sequence of ``length`` tokens that no microbatch of a packed step can hold.
+
+    ``truncates``: whether ``packing_oversize='truncate'`` may be chosen; it would cut pairs, targets and choices.
+    """
+    cut = "set packing_oversize to 'truncate' or 'drop'"
+    if not truncates:
+        cut = "cut samples before they are collated, or set packing_oversize='drop'"
     return SampleError(
         "a sequence does not fit into a microbatch",
         sample=sample,
         expected=f"at most packing_capacity={capacity} tokens",
         found=length,
-        hint="raise packing_capacity, or set packing_oversize to 'truncate' or 'drop'",
+        hint=f"raise packing_capacity, {'or ' if truncates else ''}{cut}",
     )

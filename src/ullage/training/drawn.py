@@ -5,6 +5,8 @@ batch                                                its sequences are told by
 ===================================================  ==========================================================
 one row [1, T] with ``cu_seq_lens_q``                those bounds: transformers' ``DataCollatorWithFlattening``
                                                      with ``return_flash_attn_kwargs``, TRL's padding-free collator
+padded rows [N, C, L] with ``attention_mask``        the mask, C choices of one question per row:
+                                                     ``DataCollatorForMultipleChoice``
 padded rows [N, L] with ``attention_mask``           the mask, one sequence per row: ``DataCollatorWithPadding``,
                                                      ``DataCollatorForLanguageModeling``, ``DataCollatorForSeq2Seq``
 rows with ``position_ids`` or ``seq_idx``, no mask   positions that begin anew: ``DataCollatorWithFlattening``
@@ -27,6 +29,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout
 from ullage.schema import IGNORED_LABEL, is_target
+from ullage.training.choices import joined
 
 _BOUNDS = "cu_seq_lens_q"
 #: What says where sequences lie, and nothing else.
@@ -135,6 +138,8 @@ def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None
 def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> RaggedBatch:
     """Sequences of padded rows, one per row, told by the mask."""
     mask = fields["attention_mask"]
+    if mask.ndim == 3 and mask.shape[:2] == shape:
+        return _questions(fields, shape)
     positions = fields.get("position_ids")
     if positions is not None:
         _require_running(positions, mask)
@@ -147,6 +152,15 @@ def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> R
     nested = _nested(targets)
     fields = {name: batch[name] for name in batch.names} | nested
     return RaggedBatch(fields, batch.layout, (*batch.per_sequence, *nested))
+
+
+def _questions(fields: dict[str, Tensor], shape: tuple[int, ...]) -> RaggedBatch:
+    """Questions of padded rows [N, C, L], each with C choices."""
+    full = fields["attention_mask"].shape
+    rows = {name: tensor.flatten(0, 1) for name, tensor in fields.items() if tuple(tensor.shape[:3]) == tuple(full)}
+    batch = _padded(rows, (shape[0] * shape[1], full[2]), pairs=False)
+    rest = {name: tensor for name, tensor in fields.items() if name not in rows}
+    return joined(batch, rest, shape[1])
 
 
 def _require_running(positions: Tensor, mask: Tensor) -> None:

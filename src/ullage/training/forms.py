@@ -27,8 +27,9 @@ from ullage.attention.support import PADDING_FREE
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.wrappers import bare
+from ullage.mixers.wrappers import bare, has_learned_prompt
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
+from ullage.training import choices
 
 logger = logging.get_logger(__name__)
 
@@ -55,10 +56,10 @@ def form_of(model: nn.Module) -> str:
             packed_attention.require_packing(model)  # its layers remember that they were checked
             return "flattened"
         if "attention_mask" in parameters:
-            logger.warning_once(
-                f"batches are padded although attn_implementation={attention!r}: {problem}. "
-                "ullage.pack_model(model), or packing_capacity=..., trains it without padding."
-            )
+            way_out = "ullage.pack_model(model), or packing_capacity=..., trains it without padding."
+            if has_learned_prompt(model):
+                way_out = "An adapter in the layers of the model, such as LoRA, trains without padding."
+            logger.warning_once(f"batches are padded although attn_implementation={attention!r}: {problem}. {way_out}")
     for name in _LENGTHS_NAMES:
         if name in parameters:
             return name
@@ -80,6 +81,8 @@ def form_of(model: nn.Module) -> str:
 
 def _packing_problem(model: nn.Module) -> str | None:
     """The reason why a model cannot take packed rows as it is, in one clause; None if it can."""
+    if has_learned_prompt(model):
+        return "prompt tuning puts a learned prompt before a whole row, not before each of its sequences"
     if spans_sequences(model):
         return f"the head of {type(model).__name__} would take a packed row for one sequence"
     return packed_attention.packing_problem(model)
@@ -91,6 +94,11 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     ``shifts``: whether the model's loss shifts labels; only where it is known not to, a sequence's first label stays.
     ``pad_token_id``: the id in padding.
     """
+    ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
+    if choices.has_choices(batch):
+        if form not in ("flattened", "mask"):
+            choices.refuse_choices(batch, f"a model that takes {form}")
+        return choices.flattened(batch) if form == "flattened" else choices.padded(batch, ids)
     if form == "flattened":
         keywords = batch.to_flattened()
         # to_flattened sets each sequence's first label to -100, so that a shift never crosses a boundary. Without a
@@ -98,7 +106,6 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
         if shifts is False and "labels" in keywords:
             keywords["labels"] = batch["labels"][None]
         return {**keywords, **{name: batch[name] for name in batch.per_sequence}}
-    ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
     padded = _with_padded_targets(batch.to_padded(ids), ids)
     if form == "mask":
         return padded

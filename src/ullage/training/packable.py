@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ullage.attention import require_packing
+from ullage.attention import packing_problem, require_packing
+from ullage.attention.heads import is_multiple_choice
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, pack_model
 
@@ -23,8 +24,16 @@ def make_packable(model: nn.Module) -> None:
         return
     if isinstance(model, PreTrainedModel):
         pack_model(model)
-    else:
-        require_packing(model)
+        return
+    problem = packing_problem(model)
+    if problem is not None and "attn_implementation" not in problem:
+        # Whatever its own collator gives it, PackedSequence for example, is what it trains on.
+        raise InputError(
+            f"this model would let packed sequences see each other: {problem}",
+            where=type(model).__name__,
+            hint="leave packing_capacity out: it trains on the batches of its collator",
+        )
+    require_packing(model)
 
 
 def require_equal_calls(model: nn.Module) -> None:
@@ -45,17 +54,21 @@ def require_equal_calls(model: nn.Module) -> None:
     )
 
 
-def refuse_truncation(model: nn.Module, oversize: str) -> None:
-    """Raise ``InputError`` where a plan would cut an encoder-decoder's targets together with their sources."""
-    config: Any = getattr(model, "config", None)
-    if oversize == "truncate" and getattr(config, "is_encoder_decoder", False):
-        raise InputError(
-            "packing_oversize='truncate' would cut targets: source and target count as one length",
-            where=type(model).__name__,
-            expected="'error' or 'drop'",
-            found="'truncate'",
-            hint="cut sources and targets before they are collated",
-        )
+def truncation_problem(model: nn.Module) -> InputError | None:
+    """The error where a plan would cut an encoder-decoder's targets, or the last choices of a question; else None."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        what, together = "targets", "source and target count"
+    elif is_multiple_choice(model):
+        what, together = "choices", "those of a question count"
+    else:
+        return None
+    return InputError(
+        f"packing_oversize='truncate' would cut {what}: {together} as one length",
+        where=type(model).__name__,
+        expected="'error' or 'drop'",
+        found="'truncate'",
+        hint="cut samples before they are collated",
+    )
 
 
 def refuse_images(trainer: Any) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.loss.divisions import Division, division_of
+from ullage.training.loss.second_labels import adds_two_losses, uncounted
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.packable import make_packable, refuse_images, refuse_truncation, require_equal_calls
+from ullage.training.packable import make_packable, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
@@ -67,6 +69,8 @@ class Packer:
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
+        #: Sequences of the running step, over all ranks.
+        self.sequences_of_step = 1
         self.weigher = SequenceWeigher(trainer, reader)
 
     @property
@@ -85,6 +89,11 @@ class Packer:
     def packs_drawn(self) -> bool:
         """Whether the batches that are drawn are planned and exchanged, and not what a trainer makes of them."""
         return self.options is not None and not (self.padded_loss is not None and self.padded_loss.makes_batches)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a plan may cut a sequence over the capacity: a sample is one sequence of tokens."""
+        return self.padded_loss is None and truncation_problem(self._reader.model) is None
 
     @functools.cached_property
     def _padded_loss(self) -> PaddedLoss | None:
@@ -131,7 +140,9 @@ class Packer:
                 found=args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        refuse_truncation(self._reader.model, options.oversize)
+        problem = truncation_problem(self._reader.model)
+        if options.oversize == "truncate" and problem is not None:
+            raise problem
         refuse_images(self._trainer)
         make_packable(self._reader.model)
         self.weigher.require_weighable()
@@ -190,6 +201,7 @@ class Packer:
         )
         padded = self.padded_loss
         step = planner.packed([targets.joined(batch) for batch in batches], padded)
+        step = replace(step, shifts=self._reader.shifts)
         meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.completed(step, batches, planner.packed_beside)
 
@@ -203,6 +215,7 @@ class Packer:
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
         division = self._division(inputs, count)
+        self.sequences_of_step = len(inputs.plan.order)
         shares = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
@@ -239,7 +252,9 @@ class Packer:
             self.weigher.require_weighable()  # the model may be another than the trainer was made with
             self._divided, warning = division_of(
                 self._trainer,
-                divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
+                divides_by_count=self._reader.divides_by_count
+                or self.weigher.is_on
+                or adds_two_losses(self._trainer, self._reader, first),
                 labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
@@ -298,7 +313,9 @@ class Packer:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
         is_pair = targets.is_joined(microbatch)
         if division == "sum" and not len(microbatch):
-            return targets.pair_of_one(microbatch, label=IGNORED_LABEL) if is_pair else microbatch.placeholder()
+            if is_pair:
+                return targets.pair_of_one(microbatch, label=IGNORED_LABEL)
+            return uncounted(self._reader.model, microbatch.placeholder())
         if division == "sum":
             return microbatch
         if self._share_of_step > 0:

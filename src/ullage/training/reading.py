@@ -19,14 +19,17 @@ from transformers.trainer_utils import unwrap_peft_model
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.mixers.choices import require_multiple_choice
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.training import counting, forms
 from ullage.training.arguments import weight_field
+from ullage.training.choices import has_choices
 from ullage.training.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.drawn import as_ragged
 from ullage.training.loss.divisions import defining_class
+from ullage.training.packed_batch import refuse_as_one
 
 
 class BatchReader:
@@ -129,7 +132,10 @@ class BatchReader:
 
     def as_ragged(self, batch: Any) -> RaggedBatch:
         """A batch of any collator that knows its sequences (:func:`ullage.training.drawn.as_ragged`)."""
-        return as_ragged(batch, self.main_input, pairs=self.takes_pairs)
+        ragged = as_ragged(batch, self.main_input, pairs=self.takes_pairs)
+        if has_choices(ragged):
+            require_multiple_choice(self.model)
+        return ragged
 
     @property
     def form(self) -> str:
@@ -169,8 +175,9 @@ class BatchReader:
         """The batch on the device, as keywords of the model, in a dict of its own.
 
         A trainer that makes its own inputs of a batch (``prepare``) gets its batches as they are, and ragged ones as
-        keywords. A field of weights is ours: no model sees it.
+        keywords. A field of weights is ours: no model sees it. Raises ``InputError`` for a whole packed step.
         """
+        refuse_as_one(inputs)
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
             inputs = inputs.select(name for name in inputs.names if name != field)

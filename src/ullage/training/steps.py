@@ -33,6 +33,7 @@ from ullage.training.background import BackgroundSave
 from ullage.training.beginning import empty_step_of
 from ullage.training.epochs import Epoch
 from ullage.training.indices import SampleIndices
+from ullage.training.loss.second_labels import require_losses
 from ullage.training.metering import TokenMeter
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
@@ -165,8 +166,10 @@ class StepSource:
         try:
             self._reader.require_ids(batch)
             self._packer.weigher.require_weights(batch)
+            if options is not None and padded is None:
+                require_losses(self._trainer, self._reader, batch)
             if options is not None and options.oversize == "error":
-                counting.require_capacity(batch, options.capacity, per_sample)
+                counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
         except counting.SampleError as error:
             index, sample = None, error.sample // per_sample
             if self._indices is not None:
