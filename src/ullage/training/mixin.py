@@ -396,4 +396,4 @@ class RaggedTrainerMixin(_Base):
         """
         if self._reader.overridden("prediction_step"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
-        return self._evaluator.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
+        return self._evaluator.predictor.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
