@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ullage.attention.heads import package_of
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.ranks import Axis, agree
@@ -47,7 +48,7 @@ class Evaluator:
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.predictor = Predictor(trainer, reader)
-        self.is_running = False
+        self.is_running = self._is_reporting = False
 
     def run(
         self,
@@ -190,7 +191,7 @@ class Evaluator:
         with self._packer.metrics.taken(record.batches[-1].metrics, "eval", weights):
             predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         loss = predicted[0]
-        if loss is None and description == "Evaluation" and not reader.overridden("prediction_step"):
+        if loss is None and description == "Evaluation" and self._asks_for_loss(prediction_loss_only):
             fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [reader.main_input]
             raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
         # A mean is weighed by the labels that it is over; without labels to count, by samples (Record.add).
@@ -202,6 +203,30 @@ class Evaluator:
             self._keep_by_sample(inputs, record, rows, predicted)
         else:
             self._keep_in_rows(inputs, record, rows.num, predicted)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Within it, what is evaluated is reported by transformers' own ``evaluate``, which needs a loss for it."""
+        before, self._is_reporting = self._is_reporting, True
+        try:
+            yield
+        finally:
+            self._is_reporting = before
+
+    def _asks_for_loss(self, loss_only: bool) -> bool:
+        """Whether a batch without a loss leaves unreported what was asked for.
+
+        Metrics need labels as the loss does. A trainer's own ``evaluate`` knows what it reads of the outputs.
+        """
+        trainer, reader = self._trainer, self._reader
+        if reader.overridden("prediction_step"):
+            return False
+        if trainer.is_in_train and str(trainer.args.metric_for_best_model).removeprefix("eval_") == "loss":
+            return True
+        own = reader.overridden("evaluate")
+        if not self._is_reporting or (own is not None and package_of(own) != "trl"):
+            return False
+        return loss_only or trainer.compute_metrics is not None
 
     def _keep_in_rows(self, inputs: Any, record: Record, number: int, predicted: tuple[Any, Any, Any]) -> None:
         """Keep rows of what transformers keeps of a batch of ``number`` samples."""
