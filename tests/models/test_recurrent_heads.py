@@ -306,6 +306,7 @@ def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) 
                 use_cpu=True,
                 disable_tqdm=True,
                 report_to=[],
+                ragged_predictions=True,
             ),
             data_collator=collator,
             train_dataset=samples,  # pyright: ignore[reportArgumentType]

@@ -5,11 +5,11 @@ import os
 import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import story
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BATCH_SIZES = (1, 2, 4, 13)
@@ -33,7 +33,12 @@ def samples_for(name):
 
 def evaluate(name, folder, batch_size, iterable=False):
     arguments = TrainingArguments(
-        folder, per_device_eval_batch_size=batch_size, report_to=[], use_cpu=True, disable_tqdm=True
+        folder,
+        per_device_eval_batch_size=batch_size,
+        ragged_predictions=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
     samples = samples_for(name)
     dataset = story.Stream(samples) if iterable else story.Samples(samples)

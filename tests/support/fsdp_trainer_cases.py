@@ -121,7 +121,7 @@ def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model
 
 def metrics(prediction):
     """Which class is the largest, of sequences or of the tokens that have one, and the number of samples."""
-    is_token = isinstance(prediction.predictions, list)
+    is_token = isinstance(prediction.predictions, list)  # the engine's Trainer; arrays of transformers' are padded
     logits = np.concatenate(prediction.predictions) if is_token else prediction.predictions
     labels = np.concatenate(prediction.label_ids) if is_token else prediction.label_ids
     right = logits.argmax(-1) == labels

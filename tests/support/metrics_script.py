@@ -15,13 +15,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
-    TrainingArguments,
 )
 
 from tests.support import story
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -72,6 +71,7 @@ def make_trainer(name, folder, collator=None, samples=None, **options):
         key: options.pop(key) for key in ("compute_metrics", "preprocess_logits_for_metrics") if key in options
     }
     options = {"per_device_eval_batch_size": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, **options}
+    options.setdefault("ragged_predictions", True)
     samples = samples_for(name) if samples is None else samples
     return Trainer(
         MODELS[name](),

@@ -5,10 +5,9 @@ import sys
 
 import numpy as np
 import torch
-from transformers import Seq2SeqTrainingArguments
 
 from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
-from ullage.training import Seq2SeqCollator, Seq2SeqTrainer
+from ullage.training import Seq2SeqCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 
 def exact_match(prediction):
@@ -34,6 +33,7 @@ def main():
             per_device_train_batch_size=8 // world,
             per_device_eval_batch_size=5,
             predict_with_generate=True,
+            ragged_predictions=True,
             save_strategy="no",
             report_to="none",
             use_cpu=True,

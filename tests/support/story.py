@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 VOCAB = 23
@@ -161,7 +161,7 @@ COLLATORS = {
 
 
 def make_trainer(case, output_dir, *, train=32, evaluation=13, iterable=False, **arguments):
-    from ullage.training import RaggedCollator, Trainer
+    from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
     collator, model_class, label = COLLATORS[case]
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def make_trainer(case, output_dir, *, train=32, evaluation=13, iterable=False, *
     arguments = {
         "max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
         "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "disable_tqdm": True,
-        "save_strategy": "no", **arguments,
+        "save_strategy": "no", "ragged_predictions": True, **arguments,
     }  # fmt: skip
     kind = Stream if iterable else Samples
     return Trainer(

@@ -28,7 +28,12 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 def predict(model, samples, folder, *, batch_size=3, **options):
     arguments = TrainingArguments(
-        str(folder), per_device_eval_batch_size=batch_size, report_to=[], disable_tqdm=True, **options
+        str(folder),
+        per_device_eval_batch_size=batch_size,
+        report_to=[],
+        disable_tqdm=True,
+        ragged_predictions=True,
+        **options,
     )
     return Trainer(model.eval(), arguments, data_collator=RaggedCollator()).predict(samples)
 

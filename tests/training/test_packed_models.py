@@ -96,7 +96,9 @@ def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):
     """Predictions and labels come back pair by pair, also where an evaluation batch is cut into microbatches."""
     outputs = []
     for packed in (False, True):
-        trainer = packed_models.make_trainer("t5", str(tmp_path), packed=packed, per_device_eval_batch_size=8)
+        trainer = packed_models.make_trainer(
+            "t5", str(tmp_path), packed=packed, per_device_eval_batch_size=8, ragged_predictions=True
+        )
         samples = packed_models.make_samples("t5", packed_models.STEPS[:2])
         outputs.append([trainer.predict(samples), trainer.evaluate(samples)["eval_loss"]])
         for labels, sample in zip(outputs[-1][0].label_ids, samples, strict=True):

@@ -11,7 +11,6 @@ import torch
 from transformers import (
     DataCollatorForSeq2Seq,
     GenerationConfig,
-    Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -66,12 +65,13 @@ def _trainer(tmp_path: Path, model: Any = None, collator: Any = None, **argument
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
+        "ragged_predictions": True,
         "per_device_train_batch_size": 4,
     }
     others = {name: arguments.pop(name) for name in ("compute_metrics", "train_dataset") if name in arguments}
     return Seq2SeqTrainer(
         model=_model() if model is None else model,
-        args=Seq2SeqTrainingArguments(str(tmp_path), **{**options, **arguments}),
+        args=Seq2SeqPackingArguments(str(tmp_path), **{**options, **arguments}),
         data_collator=Seq2SeqCollator() if collator is None else collator,
         **{"train_dataset": _samples(), "eval_dataset": _samples(), **others},
     )

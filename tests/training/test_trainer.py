@@ -271,7 +271,7 @@ def test_metrics_see_sequences_of_true_length_in_order(tmp_path):
     samples = story.make_samples(13, 3)
     mine = Trainer(
         story.LengthsTagger(story.StoryConfig()),
-        arguments(tmp_path, per_device_eval_batch_size=4),
+        OurArguments(str(tmp_path), per_device_eval_batch_size=4, ragged_predictions=True, report_to=[]),
         data_collator=RaggedCollator(),
         eval_dataset=samples,
         compute_metrics=compute_metrics,

@@ -1,7 +1,7 @@
 """Evaluation and prediction of a Trainer on sequences of unequal length.
 
 Each sample counts exactly once (``shares``), losses are weighed by the labels that count and reduced once, after the
-loop (``records``), and outputs come back sample by sample in the order of the dataset (``forms``). A problem on one
+loop (``records``), and outputs come back in the order of the dataset (``predicting``). A problem on one
 rank travels with that reduction, so every rank raises; where ranks also meet after each batch
 (``batch_eval_metrics``), it travels with that.
 """
@@ -9,7 +9,6 @@ rank travels with that reduction, so every rank raises; where ranks also meet af
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,30 +16,28 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ullage.attention.heads import package_of
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis, agree
 from ullage.training import counting, forms, fsdp
 from ullage.training.packing import Packer
+from ullage.training.padded_rows import Frame
+from ullage.training.predicting import Predictor
 from ullage.training.reading import BatchReader
-from ullage.training.records import Record, as_tensors, combined, missing_labels
+from ullage.training.records import Record, as_tensors, missing_labels
 from ullage.training.shares import EvaluationLoader
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
-#: Outputs of an encoder-decoder that are no predictions.
-_OF_ENCODERS = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
-#: Losses of models that give one output per sequence, and of those that give one per token, by transformers' names.
-_ROW_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
-_TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class Evaluator:
     """Evaluation of a trainer's model. ``is_running``: whether it goes through batches at the moment.
+
+    ``predictor``: of one batch.
 
     Args:
         trainer: whose arguments, model, state and callbacks count.
@@ -50,7 +47,8 @@ class Evaluator:
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self.is_running = False
+        self.predictor = Predictor(trainer, reader)
+        self.is_running = self._is_reporting = False
 
     def run(
         self,
@@ -63,10 +61,11 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """Evaluate each sample once; ``eval_loss`` = Σ loss · n / Σ n over the label elements that count.
 
-        Predictions and labels are lists with one array per sample in the order of the dataset (an array [N, ...] where
-        there is one per sequence), tuples and dicts of such where the model gives tuples and dicts. Each batch's go to
-        the host at once. Reduces once, after the loop, and after each batch with ``batch_eval_metrics``; waits for
-        the device. Raises ``InputError`` for a dataset that turns out to be empty.
+        Predictions and labels are those of transformers, arrays [N, L, ...] with -100 up to the longest, in the order
+        of the dataset; with ``ragged_predictions`` lists with one array per sample (an array [N, ...] where there is
+        one per sequence). Tuples and dicts where the model gives such. Each batch's go to the host at once. Reduces
+        after the loop, and after each batch with ``batch_eval_metrics``; waits for the device. Raises ``InputError``
+        for a dataset that turns out to be empty.
 
         Args:
             prepare: transformers' own loop, called over no batches because it prepares the model.
@@ -84,14 +83,12 @@ class Evaluator:
         trainer.callback_handler.eval_dataloader = dataloader
 
         def evaluate(inputs: Any) -> None:
-            if self._packer.options is not None:
-                with contextlib.suppress(InputError):  # what does not tell its sequences is evaluated as it is
-                    inputs = self._reader.as_ragged(inputs)
-            for microbatch in self._packer.within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
-                self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
+            for microbatch, frame in self._microbatches(inputs):
+                with self.predictor.framed(frame):
+                    self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
 
-        record, metrics, problem = Record(), None, None
+        record, metrics, problem = Record(in_rows=not self.predictor.by_sample), None, None
         self.is_running = True
         try:
             if batchwise:
@@ -113,6 +110,24 @@ class Evaluator:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
         self._packer.metrics.merge(record.metrics(), "eval")
         return self._output(record, totals, metric_key_prefix, metrics)
+
+    def _microbatches(self, inputs: Any) -> Iterator[tuple[Any, Frame | None]]:
+        """A collated batch as the model takes it, and the padded rows that packing takes its samples out of."""
+        frame = None
+        if self._packer.options is not None:
+            with contextlib.suppress(InputError):  # what does not tell its sequences is evaluated as it is
+                batch = self._reader.as_ragged(inputs)
+                frame, inputs = Frame.of(inputs, self._reader.main_input), batch
+        if not isinstance(inputs, RaggedBatch):
+            yield inputs, None
+            return
+        microbatches, first = self._packer.within_capacity(inputs), 0
+        if frame is None and len(microbatches) > 1 and not self.predictor.by_sample:
+            frame = Frame.of_ragged(inputs, self.predictor.labels_in(inputs))
+        for microbatch in microbatches:
+            last = first + len(microbatch)
+            yield microbatch, None if frame is None or self.predictor.by_sample else frame.part(first, last)
+            first = last
 
     def _batch_by_batch(
         self, dataloader: Any, evaluate: Callable[[Any], None], record: Record, *, keep: bool
@@ -140,7 +155,7 @@ class Evaluator:
             if ranks is None:
                 break
             try:
-                metrics = self._metrics_of_step(ranks, last) or metrics
+                metrics = self._metrics_of_step(record, ranks, last) or metrics
             except Exception as error:
                 problem = error
             if not keep:
@@ -169,14 +184,14 @@ class Evaluator:
         ignore_keys: list[str] | None,
     ) -> None:
         # One batch, on the host: record its loss and, unless only the loss is wanted, the results of its samples.
-        reader, args = self._reader, self._trainer.args
+        reader = self._reader
         reader.require_ids(inputs)
-        rows = self._rows_of(inputs)
+        rows = self.predictor.rows_of(inputs)
         weights = reader.weights(inputs, rows.num) if self._packer.metrics.are_kept else {}
         with self._packer.metrics.taken(record.batches[-1].metrics, "eval", weights):
             predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        loss, outputs, labels = predicted
-        if loss is None and description == "Evaluation" and not reader.overridden("prediction_step"):
+        loss = predicted[0]
+        if loss is None and description == "Evaluation" and self._asks_for_loss(prediction_loss_only):
             fields = list(inputs) if isinstance(inputs, (RaggedBatch, Mapping)) else [reader.main_input]
             raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
         # A mean is weighed by the labels that it is over; without labels to count, by samples (Record.add).
@@ -184,12 +199,66 @@ class Evaluator:
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:
             return
-        if "loss" in args.include_for_metrics and loss is not None:
+        if self.predictor.by_sample:
+            self._keep_by_sample(inputs, record, rows, predicted)
+        else:
+            self._keep_in_rows(inputs, record, rows.num, predicted)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Within it, what is evaluated is reported by transformers' own ``evaluate``, which needs a loss for it."""
+        before, self._is_reporting = self._is_reporting, True
+        try:
+            yield
+        finally:
+            self._is_reporting = before
+
+    def _asks_for_loss(self, loss_only: bool) -> bool:
+        """Whether a batch without a loss leaves unreported what was asked for.
+
+        Metrics need labels as the loss does. A trainer's own ``evaluate`` knows what it reads of the outputs.
+        """
+        trainer, reader = self._trainer, self._reader
+        if reader.overridden("prediction_step"):
+            return False
+        if trainer.is_in_train and str(trainer.args.metric_for_best_model).removeprefix("eval_") == "loss":
+            return True
+        own = reader.overridden("evaluate")
+        if not self._is_reporting or (own is not None and package_of(own) != "trl"):
+            return False
+        return loss_only or trainer.compute_metrics is not None
+
+    def _keep_in_rows(self, inputs: Any, record: Record, number: int, predicted: tuple[Any, Any, Any]) -> None:
+        """Keep rows of what transformers keeps of a batch of ``number`` samples."""
+        loss, outputs, labels = predicted
+        trainer, predictor, wanted = self._trainer, self.predictor, self._trainer.args.include_for_metrics
+        if "loss" in wanted and loss is not None:
+            record.keep_rows("losses", loss.repeat(number))
+        if "inputs" in wanted and trainer.args.batch_eval_metrics:  # transformers gives the batch
+            record.keep_rows("inputs", {name: predictor.field_rows(inputs, name) for name in _fields_of(inputs)})
+        elif "inputs" in wanted and self._reader.main_input in inputs:
+            record.keep_rows("inputs", predictor.field_rows(inputs, self._reader.main_input))
+        if labels is not None:
+            labels = predictor.labels_as_collated(labels, inputs)
+            record.keep_rows("labels", labels)
+        if outputs is not None:
+            outputs = predictor.in_rows(outputs, inputs)
+            if trainer.preprocess_logits_for_metrics is not None:
+                outputs = trainer.preprocess_logits_for_metrics(outputs, labels)
+            record.keep_rows("predictions", outputs)
+
+    def _keep_by_sample(
+        self, inputs: Any, record: Record, rows: forms.SampleRows, predicted: tuple[Any, Any, Any]
+    ) -> None:
+        """Keep an array per sample, without padding."""
+        loss, outputs, labels = predicted
+        wanted = self._trainer.args.include_for_metrics
+        if "loss" in wanted and loss is not None:
             record.keep("losses", [loss] * rows.num, False)
-        if "inputs" in args.include_for_metrics and self._reader.main_input in inputs:
+        if "inputs" in wanted and self._reader.main_input in inputs:
             record.keep("inputs", *forms.by_sample(inputs, self._reader.main_input, rows))
-        per_row = self._gives_rows
-        names = self._labels_in(inputs)
+        per_row = self.predictor.gives_rows
+        names = self.predictor.labels_in(inputs)
         if names:
             each = [forms.by_sample(inputs, name, rows, per_row=bool(per_row)) for name in names]
             ragged = tuple(flag for _, flag in each)
@@ -204,19 +273,6 @@ class Evaluator:
                 outputs = self._trainer.preprocess_logits_for_metrics(outputs, labels)
             record.keep("predictions", *rows.split(outputs, per_row=bool(per_row)))
 
-    def _labels_in(self, inputs: Any) -> list[str]:
-        """The fields that ``compute_metrics`` gets as labels: all that the model names if they are there."""
-        names, first = self._trainer.label_names, self._reader.label_name
-        if len(names) > 1 and all(name in inputs for name in names):
-            return list(names)
-        return [first] if first is not None and first in inputs else []
-
-    @property
-    def _gives_rows(self) -> bool | None:
-        """Whether the model gives one output per sequence, as transformers reads it from its class; None: not known."""
-        kind = str(getattr(self._reader.model, "loss_type", None))
-        return True if kind in _ROW_LOSSES else (False if kind in _TOKEN_LOSSES else None)
-
     def _meet(self, record: Record, real: bool, problem: Exception | None) -> list[dict[str, Any]] | None:
         """Entries of this step from all ranks, without repeated batches; None if one of them has a problem."""
         mine = {name: record.of_batch(name) for name in _KINDS} if problem is None and real else {}
@@ -225,13 +281,14 @@ class Evaluator:
             ranks = gather_object(ranks)
         return None if any(failed for failed, _ in ranks) else [held for _, held in ranks if held]
 
-    def _metrics_of_step(self, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
+    def _metrics_of_step(self, record: Record, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
         assert self._trainer.compute_metrics is not None
-        found = {name: combined([held[name] for held in ranks]) for name in _KINDS}
+        found = {name: record.combined([held[name] for held in ranks]) for name in _KINDS}
         if found["predictions"] is None or found["labels"] is None:
             return None
         compute: Any = self._trainer.compute_metrics
-        tensors = {name: as_tensors(entries) for name, entries in found.items()}
+        device = None if self.predictor.by_sample else self._trainer.args.device
+        tensors = {name: as_tensors(entries, device) for name, entries in found.items()}
         return compute(self._prediction(**tensors), compute_result=last)
 
     def _prediction(self, predictions: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
@@ -242,56 +299,6 @@ class Evaluator:
             inputs=inputs if "inputs" in wanted else None,
             losses=losses if "loss" in wanted else None,
         )
-
-    def _rows_of(self, inputs: Any) -> forms.SampleRows:
-        labels = counting.value_of(inputs, self._reader.label_name) if self._reader.label_name is not None else None
-        config = getattr(self._reader.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) and isinstance(labels, Tensor):
-            return forms.target_rows(labels)
-        form = self._reader.form if isinstance(inputs, RaggedBatch) else None
-        return forms.sample_rows(inputs, form, self._reader.main_input)
-
-    def predict_batch(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None
-    ) -> tuple[Any, Any, Any]:
-        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them."""
-        trainer, label_name = self._trainer, self._reader.label_name
-        names = trainer.label_names
-        has_labels = bool(names) and all(counting.value_of(inputs, name) is not None for name in names)
-        keywords = trainer._prepare_inputs(inputs)
-        if ignore_keys is None:
-            config = getattr(bare(model), "config", None)
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
-            if isinstance(inputs, RaggedBatch):  # as long as the sources, where predictions are as long as the targets
-                ignore_keys += _OF_ENCODERS
-        labels = keywords.get(label_name) if label_name is not None else None
-        if not names and trainer.can_return_loss:
-            labels = ()  # as transformers says that there is a loss without labels, and metrics to compute
-        loss = None
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            if has_labels or (not names and trainer.can_return_loss):
-                # compute_loss pops the labels, of a copy here: the caller has them in the same dict.
-                loss, outputs = trainer.compute_loss(
-                    model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
-                )
-                loss = loss.detach().mean()
-            else:
-                outputs = model(**keywords)
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, _predictions(outputs, ignore_keys, loss is not None), labels
-
-    def _divisor_of(self, inputs: Any) -> Tensor | None:
-        """The divisor for the user's ``compute_loss_func`` in evaluation: the labels of this batch on this rank.
-
-        Multiplied by the processes where ``compute_loss`` multiplies the loss by them, so that a mean is left. None
-        without such a function or without labels.
-        """
-        elements = self._reader.label_elements(inputs) if self._trainer.compute_loss_func is not None else None
-        if elements is None:
-            return None
-        shared = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
-        return counting.count_labels(elements).clamp(min=1) * shared
 
     def _reduce_or_raise(self, record: Record, problem: Exception | None) -> Tensor:
         """Σ loss · n, Σ n and samples over all ranks, by one reduction; raises on every rank if one has a problem."""
@@ -349,26 +356,8 @@ class _Nothing:
         return 0
 
 
-def _predictions(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
-    """The outputs that are predictions; one of them, or a tuple."""
-    if isinstance(outputs, Mapping):
-        kept = [value for name, value in outputs.items() if name not in (*ignore_keys, "loss")]
-    elif isinstance(outputs, (Tensor, PackedSequence)):
-        kept = [outputs]
-    else:
-        kept = list(outputs[1:] if has_loss else outputs)
-    kept = [tensors for tensors in map(_tensors_of, kept) if tensors is not None]
-    if not kept:
-        return None
-    return kept[0] if len(kept) == 1 else tuple(kept)
-
-
-def _tensors_of(value: Any) -> Any:
-    """``value`` without what is no tensor, in tuples and dicts of tuples and dicts too; None if nothing is left."""
-    if isinstance(value, (Tensor, PackedSequence)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(part for part in map(_tensors_of, value) if part is not None) or None
-    if isinstance(value, Mapping):
-        return {name: part for name, each in value.items() if (part := _tensors_of(each)) is not None} or None
-    return None
+def _fields_of(inputs: Any) -> list[str]:
+    """The fields of a batch that are tensors with one row per sample, or that are told apart by sample."""
+    if isinstance(inputs, RaggedBatch):
+        return list(inputs.names)
+    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]

@@ -9,6 +9,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``steps``)
 ``Evaluator``       evaluates, and puts samples back together (``evaluation``)
 ``RunCheck``        looks at data and arguments before a run (``beginning``)
+``Rehearsal``       evaluates a few samples before the first step (``rehearsal``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``capacity``)
 ``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
 ``LossRule``        weighs the model's loss by the labels of the step (``loss.rule``)
@@ -36,7 +37,7 @@ from transformers.utils.generic import find_labels
 
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.training import counting, fsdp
+from ullage.training import fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
 from ullage.training.beginning import RunCheck, refuse_dispatching
@@ -51,6 +52,7 @@ from ullage.training.noise import NoiseHooks
 from ullage.training.packable import make_packable
 from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
+from ullage.training.rehearsal import Rehearsal
 from ullage.training.saving import require_same_model
 from ullage.training.shares import evaluation_loader
 from ullage.training.signature import ConstructorSignature, given_argument
@@ -99,6 +101,7 @@ class RaggedTrainerMixin(_Base):
         self._check = RunCheck(self, self._reader, self._packer)
         self._continuation = Continuation(self)
         self._capacity = CapacityFinder(self, self._reader, self._packer)
+        self._rehearsal = Rehearsal(self, self._reader)
         self._loss_rule = LossRule(self, self._reader, self._packer)
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):
@@ -150,6 +153,7 @@ class RaggedTrainerMixin(_Base):
         checkpoint = whole if isinstance(whole, str) else None
         if checkpoint is not None:
             require_same_model(getattr(self._reader.model, "config", None), checkpoint)
+        self._rehearsal.begin_run(ignore_keys_for_eval)
         with self._continuation.converted(checkpoint):
             return super().train(whole, trial, ignore_keys_for_eval)
 
@@ -189,6 +193,7 @@ class RaggedTrainerMixin(_Base):
             self.control.should_training_stop = True
             return
         self._capacity.settle(kwargs["model"])
+        self._rehearsal.run()
         with self._steps.epoch(**kwargs) as progress:
             if progress is not None:
                 super()._run_epoch(*args, **progress)
@@ -329,28 +334,12 @@ class RaggedTrainerMixin(_Base):
         return 6 * self._reader.num_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)  # pyright: ignore
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if (kind := self.args.include_num_input_tokens_seen) == "no":
+        if self.args.include_num_input_tokens_seen == "no":
             return
-        if isinstance(inputs, PackedBatch):
-            number = inputs.numel()
-        elif kind != "non_padding" and not counting.is_ragged(
-            inputs
-        ):  # True, given after the arguments were made, is all
-            number = counting.num_elements(inputs, self._reader.main_input)
-        else:
-            if getattr(self.processing_class, "pad_token_id", None) is None:
-                self._warn_of_unknown_padding(inputs)
-            number = self._reader.num_tokens(inputs)
+        number = inputs.numel() if isinstance(inputs, PackedBatch) else self._reader.num_tokens_seen(inputs)
         gathered = self.accelerator.gather(torch.tensor(number, device=self.args.device))
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())
-
-    def _warn_of_unknown_padding(self, inputs: Any) -> None:
-        if not counting.knows_padding(inputs, self._reader.main_input) and self.is_world_process_zero():
-            logger.warning_once(
-                "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
-                "Trainer no processing_class with a pad_token_id"
-            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as transformers does, with the metrics of :class:`~ullage.training.metering.TokenMeter` added.
@@ -364,6 +353,11 @@ class RaggedTrainerMixin(_Base):
         super().log(logs, start_time)
 
     # Evaluation.
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as transformers does. Raises ``InputError`` where there would be neither a loss nor metrics."""
+        with self._evaluator.reporting():
+            return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(
         self,
@@ -396,4 +390,4 @@ class RaggedTrainerMixin(_Base):
         """
         if self._reader.overridden("prediction_step"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
-        return self._evaluator.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
+        return self._evaluator.predictor.predict_batch(model, inputs, prediction_loss_only, ignore_keys)

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.batch import RaggedBatch
@@ -30,6 +31,8 @@ from ullage.training.collators import SEQ_LENGTHS, EitherCollator, RaggedCollato
 from ullage.training.drawn import as_ragged
 from ullage.training.loss.divisions import defining_class
 from ullage.training.packed_batch import refuse_as_one
+
+logger = logging.get_logger(__name__)
 
 
 class BatchReader:
@@ -207,6 +210,20 @@ class BatchReader:
         """Real tokens of a batch on its way to the model; without a mask, what is not the tokenizer's padding."""
         pad_token_id = getattr(self._trainer.processing_class, "pad_token_id", None)
         return counting.num_tokens(inputs, self.main_input, pad_token_id)
+
+    def num_tokens_seen(self, inputs: Any) -> int:
+        """Tokens of a batch as ``include_num_input_tokens_seen`` asks for them: the real ones, or all in memory."""
+        trainer = self._trainer
+        # True, given after the arguments were made, is all.
+        if trainer.args.include_num_input_tokens_seen != "non_padding" and not counting.is_ragged(inputs):
+            return counting.num_elements(inputs, self.main_input)
+        is_told = getattr(trainer.processing_class, "pad_token_id", None) is not None
+        if not is_told and not counting.knows_padding(inputs, self.main_input) and trainer.is_world_process_zero():
+            logger.warning_once(
+                "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
+                "Trainer no processing_class with a pad_token_id"
+            )
+        return self.num_tokens(inputs)
 
     def label_elements(self, inputs: Any) -> Tensor | None:
         """The label elements of a batch that the loss can count (:func:`ullage.training.counting.label_elements`)."""

@@ -1,4 +1,4 @@
-"""Records of an evaluation: a mean loss with its count for each batch, and predictions and labels sample by sample.
+"""Records of an evaluation: a mean loss with its count for each batch, and predictions and labels.
 
 Losses are means over the label elements that count, so Σ loss · n / Σ n is the same at every batch size. Sums are
 float64 and reduced over ranks once. Predictions are put back in the order of the dataset.
@@ -6,7 +6,7 @@ float64 and reduced over ranks once. Predictions are put back in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from ullage.errors import InputError
+from ullage.training.padded_rows import concatenated
 from ullage.training.trl.metrics import Taken
 
 #: Whether an entry has one value per token; a tuple or dict of such where the entry is a tuple or dict.
 Ragged = Any
+#: Parts in which ranks send what they kept.
+_ROUNDS = 64
 
 
 @dataclass
@@ -37,11 +40,13 @@ class Record:
 
     Attributes:
         batches: in the order in which they were begun.
+        in_rows: what is kept are rows of batches [n, ...] (:meth:`keep_rows`), not arrays by sample (:meth:`keep`).
         has_loss: whether any batch had a loss.
         ragged: by kind of entry, whether its parts have one value per token.
     """
 
     batches: list[_Batch] = field(default_factory=list)
+    in_rows: bool = False
     has_loss: bool = False
     ragged: dict[str, Ragged] = field(default_factory=dict)
 
@@ -60,6 +65,10 @@ class Record:
         """Add entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
         self.batches[-1].entries.setdefault(name, []).extend(_as_array(entry) for entry in entries)
         self.ragged[name] = _either(self.ragged.get(name), ragged)
+
+    def keep_rows(self, name: str, rows: Any) -> None:
+        """Add the rows of a batch [n, ...], as arrays on the host; tuples and dicts of such."""
+        self.batches[-1].entries.setdefault(name, []).append(_as_array(rows))
 
     def cut(self, num_real: int) -> None:
         """Drop all batches after the first ``num_real``: they repeated samples to keep the ranks in step."""
@@ -92,36 +101,45 @@ class Record:
     def gathered(
         self, name: str, gather: Callable[[list[Any]], list[Any]], world: int, *, concatenate: bool = True
     ) -> Any:
-        """All entries of a kind in the order of the dataset, as :func:`combined` gives them; None if there are none.
+        """All entries of a kind in the order of the dataset, as :meth:`combined` gives them; None if there are none.
 
         Without ``concatenate``, a list with one such result per step, each of all ranks' batches. Collective for
-        ``world > 1``: ``gather`` is called once.
+        ``world > 1``. The entries are given away.
         """
-        # Each rank sends its entries by batch, and which of them are ragged: None if it has no entries.
-        mine = [([batch.entries.get(name, []) for batch in self.batches], self.ragged.get(name))]
-        ranks = gather(mine) if world > 1 else mine
-        # Batch b belongs to rank b mod world, so the k-th batches of all ranks, in rank order, are consecutive in the
-        # dataset.
-        steps = [
-            [(batches[k], ragged) for batches, ragged in ranks if k < len(batches)]
-            for k in range(max(len(batches) for batches, _ in ranks))
-        ]
+        if world == 1:
+            steps = [[self._give(batch, name)] for batch in self.batches]
+        else:
+            # Each rank sends what it has batch by batch, a few at a time, so that no rank holds all of it twice. Batch
+            # b belongs to rank b mod world: the k-th batches of all ranks, in rank order, follow one another.
+            rounds = max(gather([len(self.batches)]))
+            each = max(1, rounds // _ROUNDS)
+            steps = []
+            for first in range(0, rounds, each):
+                ranks = gather([[self._give(batch, name) for batch in self.batches[first : first + each]]])
+                steps += [[held[k] for held in ranks if k < len(held)] for k in range(max(map(len, ranks)))]
         if concatenate:
-            return combined([part for step in steps for part in step])
-        return [one for one in map(combined, steps) if one is not None] or None
+            parts = [part for step in steps for part in step]
+            steps.clear()
+            return self.combined(parts)
+        return [one for one in map(self.combined, steps) if one is not None] or None
 
+    def _give(self, batch: _Batch, name: str) -> tuple[list[Any], Ragged]:
+        return batch.entries.pop(name, []), self.ragged.get(name)
 
-def combined(parts: Sequence[tuple[list[Any], Ragged]]) -> Any:
-    """Entries of several batches as one thing, in their order; None if there are none.
+    def combined(self, parts: list[tuple[list[Any], Ragged]]) -> Any:
+        """Entries of several batches as one thing, in their order; None if there are none. ``parts`` is emptied.
 
-    An array [N, ...] where there is one entry per sequence, all of one shape, else a list of N arrays; tuples and dicts
-    of such where the entries are tuples and dicts.
-    """
-    entries = [entry for some, _ in parts for entry in some]
-    ragged = None
-    for _, each in parts:
-        ragged = _either(ragged, each)
-    return _combined(entries, ragged) if entries else None
+        Rows: one array, filled with -100 up to the largest. Entries by sample: an array [N, ...] where there is one per
+        sequence, all of one shape, else a list of N arrays. Tuples and dicts of such where the entries are such.
+        """
+        entries = [entry for some, _ in parts for entry in some]
+        ragged = None
+        for _, each in parts:
+            ragged = _either(ragged, each)
+        parts.clear()
+        if not entries:
+            return None
+        return concatenated(entries) if self.in_rows else _combined(entries, ragged)
 
 
 def _combined(entries: list[Any], ragged: Ragged) -> Any:
@@ -151,17 +169,19 @@ def _as_array(entry: Any) -> Any:
         return {name: _as_array(part) for name, part in entry.items()}
     if isinstance(entry, Tensor):
         entry = entry.detach().cpu()
+        if entry.untyped_storage().nbytes() > entry.nbytes:  # a part of a larger tensor, which would be kept with it
+            entry = entry.clone()
         return (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
     return np.asarray(entry)
 
 
-def as_tensors(value: Any) -> Any:
-    """The result of :func:`combined` with tensors on the host in the place of arrays."""
+def as_tensors(value: Any, device: torch.device | None = None) -> Any:
+    """The result of :meth:`Record.combined` with tensors in the place of arrays; on the host without ``device``."""
     if isinstance(value, (tuple, list)):
-        return type(value)(as_tensors(part) for part in value)
+        return type(value)(as_tensors(part, device) for part in value)
     if isinstance(value, dict):
-        return {name: as_tensors(part) for name, part in value.items()}
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return {name: as_tensors(part, device) for name, part in value.items()}
+    return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
 
 
 def missing_labels(label_names: list[str], parameters: list[str], fields: list[str], main_input: str) -> InputError:

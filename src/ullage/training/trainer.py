@@ -23,7 +23,8 @@ class Trainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Trainer):
 class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2SeqTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``transformers.Seq2SeqTrainer`` for sequences of unequal length.
 
-    With ``predict_with_generate``, generated sequences and labels come back in their true length, without padding.
+    With ``predict_with_generate``, generated sequences and labels are padded as transformers pads them; with
+    ``ragged_predictions`` they come back in their true length.
     """
 
     def prediction_step(
@@ -42,11 +43,14 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         # The loss is computed by forward, on the whole batch; generation below sees the prompts only.
         if has_labels:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
-        labels = inputs.get(self._reader.label_name) if self._reader.label_name is not None else None
+        ragged = self._evaluator.predictor.by_sample
         prompts = self._prompts(inputs)
         _, generated, _ = transformers.Seq2SeqTrainer.prediction_step(
             self, model, prompts, prediction_loss_only, ignore_keys, **gen_kwargs
         )
+        if not ragged:
+            return loss, generated, self._padded_as_generated(inputs) if has_labels else None
+        labels = inputs.get(self._reader.label_name) if self._reader.label_name is not None else None
         if isinstance(generated, Tensor):
             generated = torch.nested.nested_tensor(self._without_padding(generated, prompts), layout=torch.jagged)
         return loss, generated, labels
@@ -78,8 +82,21 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
                 starts = (mask != 0).int().argmax(1).tolist()
         return [row[start : _length(row, width, ends, pad)] for row, start in zip(rows, starts, strict=True)]
 
+    def _padded_as_generated(self, inputs: Any) -> Tensor:
+        """Labels [N, L], behind which transformers lays as much padding as it allows a generated sequence."""
+        labels = self._evaluator.predictor.field_rows(inputs, str(self._reader.label_name))
+        settings: Any = self.model.generation_config  # pyright: ignore[reportOptionalMemberAccess]
+        if labels.shape[-1] < settings.max_length:
+            return self._pad_tensors_to_max_len(labels, settings.max_length)
+        if settings.max_new_tokens is not None and labels.shape[-1] < settings.max_new_tokens + 1:
+            return self._pad_tensors_to_max_len(labels, settings.max_new_tokens + 1)
+        return labels
+
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
-        return tensor  # nothing here is concatenated
+        ids = (getattr(self.processing_class, "pad_token_id", None), getattr(self._reader.model, "config", None))
+        if self._evaluator.predictor.by_sample or (ids[0] is None and getattr(ids[1], "pad_token_id", None) is None):
+            return tensor  # without an id of padding, it is padded with -100 beside longer ones
+        return super()._pad_tensors_to_max_len(tensor, max_length)
 
 
 def _same_shape(inputs: Any, *names: str) -> bool:

@@ -1,0 +1,231 @@
+"""Evaluation gives what transformers gives: arrays padded with -100, whatever form the batches had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from ullage.datasets import byte_tokenizer
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.training import (
+    PackedSequenceCollator,
+    RaggedCollator,
+    Seq2SeqCollator,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+VOCABULARY = 320
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LENGTHS = (3, 9, 1, 5, 12, 2, 7)
+TARGETS = (4, 2, 2, 1, 3, 3, 4)
+
+
+def bert(kind):
+    return kind(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, num_labels=2, **SIZES))
+
+
+def llama():
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **SIZES, **ids))
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+
+
+MODELS = {
+    "tagger": lambda: bert(BertForTokenClassification),
+    "words": lambda: bert(BertForMaskedLM),
+    "classes": lambda: bert(BertForSequenceClassification),
+    "answers": lambda: bert(BertForQuestionAnswering),
+    "llama": llama,
+    "t5": t5,
+    "recurrent": lambda: RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCABULARY, hidden_size=16)),
+}
+
+
+def samples(name):
+    generator = np.random.default_rng(0)
+    made = []
+    for length, target in zip(LENGTHS, TARGETS):
+        ids = generator.integers(3, VOCABULARY, length)
+        sample: dict[str, Any] = {"input_ids": ids.tolist()}
+        if name == "classes":
+            sample["labels"] = int(ids.sum() % 2)
+        elif name != "answers":  # whose script evaluates without labels
+            labels = {"tagger": ids % 2, "t5": generator.integers(3, VOCABULARY, target)}.get(name, ids)
+            sample["labels"] = labels.tolist()
+            if name in ("tagger", "words"):
+                sample["labels"][0] = -100
+        made.append(sample)
+    return made
+
+
+def collator(name, form):
+    tokenizer = byte_tokenizer()
+    if form == "packed sequence":
+        return PackedSequenceCollator(labels_from="input_ids")
+    if "ragged" in form:
+        return Seq2SeqCollator() if name == "t5" else RaggedCollator()
+    if name == "t5":
+        return DataCollatorForSeq2Seq(tokenizer)
+    return (DataCollatorWithPadding if name in ("classes", "answers") else DataCollatorForTokenClassification)(
+        tokenizer
+    )
+
+
+#: How each of transformers' example scripts reads what it is given.
+def ner(p):
+    predictions, labels = p
+    predictions = np.argmax(predictions, axis=2)
+    rows = zip(predictions, labels)
+    right = [guess == label for row, known in rows for guess, label in zip(row, known) if label != -100]
+    return {"accuracy": float(np.mean(right))}
+
+
+def mlm(eval_preds):
+    preds, labels = eval_preds
+    labels = labels.reshape(-1)
+    preds = preds.reshape(-1)
+    mask = labels != -100
+    return {"accuracy": float((preds[mask] == labels[mask]).mean())}
+
+
+def clm(eval_preds):
+    preds, labels = eval_preds
+    labels = labels[:, 1:].reshape(-1)
+    preds = preds[:, :-1].reshape(-1)
+    mask = labels != -100  # the script's rows are all of one length
+    return {"accuracy": float((preds[mask] == labels[mask]).mean())}
+
+
+def glue(p):
+    preds = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
+    return {"accuracy": float((np.argmax(preds, axis=1) == p.label_ids).mean())}
+
+
+def translation(eval_preds):
+    preds, labels = eval_preds
+    if isinstance(preds, tuple):
+        preds = preds[0]
+    preds = np.where(preds != -100, preds, 0)
+    labels = np.where(labels != -100, labels, 0)
+    assert preds.dtype == labels.dtype == np.int64
+    return {"length": float(np.mean([np.count_nonzero(pred != 0) for pred in preds])), "labels": float(labels.sum())}
+
+
+def chosen(logits, labels):
+    assert isinstance(labels, torch.Tensor)
+    assert logits.shape[:2] == labels.shape
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
+
+
+METRICS = {"tagger": ner, "words": mlm, "llama": clm, "recurrent": clm, "classes": glue}
+
+
+def run(kind, arguments, name, form, folder, **options):
+    torch.manual_seed(0)
+    options |= {"label_names": ["labels"]} if name == "recurrent" else {}  # transformers takes shift_labels for one
+    trainer = kind(
+        MODELS[name]().eval(),
+        arguments(str(folder), per_device_eval_batch_size=3, report_to=[], use_cpu=True, disable_tqdm=True, **options),
+        data_collator=collator(name, form),
+        compute_metrics=METRICS.get(name, lambda p: {}),
+        preprocess_logits_for_metrics=chosen if name in ("words", "llama", "recurrent") else None,
+    )
+    if name == "recurrent" and kind is transformers.Trainer:
+        trainer.data_collator = DataCollatorForTokenClassification(byte_tokenizer())
+    return trainer.predict(samples(name))
+
+
+def assert_same(mine, theirs, *, exactly):
+    if isinstance(theirs, tuple):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs):
+            assert_same(one, other, exactly=exactly)
+        return
+    assert (type(mine), mine.dtype, mine.shape) == (np.ndarray, theirs.dtype, theirs.shape)
+    there = np.ones_like(mine, bool)
+    if not exactly and mine.ndim > 1:  # what a packed row never computes, transformers' model makes up at padding
+        lengths = TARGETS if mine.shape[1] == max(TARGETS) else LENGTHS if mine.shape[1] == max(LENGTHS) else None
+        if lengths is not None:
+            there.T[:] = (np.arange(mine.shape[1])[:, None] < np.array(lengths)).reshape(*mine.shape[1::-1])
+    np.testing.assert_allclose(mine[there], theirs[there], rtol=1e-4, atol=1e-5)
+
+
+CASES = [
+    (name, form)
+    for name in MODELS
+    for form in ("padded", "ragged", "packed padded", "packed ragged", "packed sequence")
+    if (form == "packed sequence") <= (name == "recurrent") and (form == "padded") <= (name != "recurrent")
+]
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_arrays_are_those_of_transformers(name, form, tmp_path):
+    theirs = run(transformers.Trainer, transformers.TrainingArguments, name, "padded", tmp_path)
+    packed = {"packing_capacity": 14} if form.startswith("packed ") and form != "packed sequence" else {}
+    mine = run(Trainer, TrainingArguments, name, form, tmp_path, **packed)
+    assert_same(mine.predictions, theirs.predictions, exactly=form == "padded")
+    first = theirs.predictions[0] if isinstance(theirs.predictions, tuple) else theirs.predictions
+    if "ragged" in form and name != "classes" and name != "t5":
+        found = mine.predictions[0] if isinstance(mine.predictions, tuple) else mine.predictions
+        for row, length in zip(found, LENGTHS, strict=True):
+            assert not (row[:length] == -100).any()
+            assert (row[length:] == -100).all() or found.dtype == np.int64  # chosen from rows of -100
+    assert len(first) == len(LENGTHS)
+    if theirs.label_ids is None:
+        assert mine.label_ids is None
+    else:
+        assert_same(mine.label_ids, theirs.label_ids, exactly=True)
+    for key in theirs.metrics.keys() & {"test_accuracy", "test_length"}:
+        assert mine.metrics[key] == pytest.approx(theirs.metrics[key])
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("form", ["padded", "ragged", "packed padded", "packed ragged"])
+def test_generated_sequences_are_those_of_transformers(form, tmp_path):
+    results = []
+    for kind, arguments, how in (
+        (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, "padded"),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments, form),
+    ):
+        torch.manual_seed(0)
+        more = {"packing_capacity": 24} if how.startswith("packed ") else {}
+        options = {"predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": 2, **more}
+        trainer = kind(
+            t5().eval(),
+            arguments(str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, **options),
+            data_collator=collator("t5", how),
+            processing_class=byte_tokenizer(),
+            compute_metrics=translation,
+        )
+        results.append(trainer.predict(samples("t5")))
+    theirs, mine = results
+    assert_same(mine.predictions, theirs.predictions, exactly=True)
+    assert_same(mine.label_ids, theirs.label_ids, exactly=True)
+    assert mine.metrics["test_length"] == theirs.metrics["test_length"]
+    assert mine.metrics["test_labels"] == theirs.metrics["test_labels"]
