@@ -62,7 +62,7 @@ _QUANTIZED = (
 )
 _CLASSES = (
     *("abc", "builtins", "typing", "typing_extensions"),  # bases that are no modules
-    *("transformers", "ullage", "peft.utils"),
+    *("transformers", "ullage", "peft.tuners._buffer_dict", "peft.utils"),
     *_TORCH,
     *(f"peft.tuners.{tuner}" for tuner in _TUNERS),
     *_QUANTIZED,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -63,6 +63,7 @@ _BESIDE_FORWARD = frozenset(
         "tie_weights",
     }
 )
+_METHODS = (FunctionType, property, classmethod, staticmethod, functools.cached_property)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks")
 
@@ -219,10 +220,10 @@ def _reason(kind: type, families: frozenset[str] | None) -> str | None:
         if author is not None:
             return f"whose forward was replaced by one of {author}"
         # Methods that a forward of the family's own may call.
-        overridden = names & own.keys() - _BESIDE_FORWARD if family is not None or "forward" in own else names & set()
-        changed = sorted(name for name in overridden if not name.startswith("__") and callable(own[name]))
-        if changed:
-            return f"whose {changed[0]} was replaced by one of its subclass"
+        if family is not None or "forward" in own:
+            for name in sorted(names & own.keys() - _BESIDE_FORWARD):
+                if not name.startswith("__") and isinstance(own[name], _METHODS):
+                    return f"whose {name} was replaced in a subclass"
     return None
 
 

@@ -292,7 +292,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        return self.way.kind in ("backbone", "whole")
+        return not self.is_off and self.way.kind in ("backbone", "whole")
 
     @property
     def runs_whole(self) -> bool:
