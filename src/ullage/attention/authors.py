@@ -109,7 +109,11 @@ def unknown_author(function: Any) -> str | None:
     Read off the code itself, since whoever wraps a function gives the wrapper the name and module of what it wraps.
     What it wraps, holds in its closure or is bound to is looked at too.
     """
-    return next((author for author in _authors(function) if author.partition(".")[0] not in _FUNCTIONS), None)
+    return next((author for author in _authors(function) if not _is_listed_function(author)), None)
+
+
+def _is_listed_function(module: str) -> bool:
+    return module.partition(".")[0] in _FUNCTIONS or _is_listed(module)
 
 
 def _authors(function: Any) -> Iterator[str]:

@@ -218,7 +218,7 @@ def _reason(kind: type, families: frozenset[str] | None) -> str | None:
             return f"a part of another model, {family}"
         author = unknown_author(own["forward"]) if "forward" in own else None
         if author is not None:
-            return f"whose forward was replaced by one of {author}"
+            return f"with a forward of {author}"
         # Methods that a forward of the family's own may call.
         if family is not None or "forward" in own:
             for name in sorted(names & own.keys() - _BESIDE_FORWARD):
@@ -234,7 +234,7 @@ def _replaced(module: nn.Module) -> str | None:
         if isinstance(value, FUNCTIONS) or name == "forward":
             author = None if name in _BESIDE_FORWARD else unknown_author(value)
             if author is not None:
-                return f"whose {name} was replaced by one of {author}"
+                return f"with a {name} of {author}"
     return None
 
 

@@ -188,7 +188,7 @@ def attends_both_ways(model: nn.Module) -> bool:
     configs = [config for _, config in _configs(model)]
     if len(configs) != 1 or getattr(configs[0], "is_decoder", False):
         return False
-    told = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    told = [told for module in model.modules() if isinstance(told := _held(module, "is_causal"), bool)]
     return bool(told) and not any(told)
 
 
@@ -282,8 +282,8 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Configs that the modules of a model were built from, each once, with the name of the class that holds it."""
     seen: set[int] = set()
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation") and id(config) not in seen:
+        config = vars(module).get("config")
+        if config is not None and id(config) not in seen and hasattr(config, "_attn_implementation"):
             seen.add(id(config))
             yield type(module).__name__, config
 
@@ -354,13 +354,22 @@ def _modules(model: nn.Module, name: str) -> str | None:
         kind = type(module).__name__
         if lets_tokens_meet(module):
             return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
-        if getattr(module, "is_causal", True) is False and not packs_both_ways:
+        if _held(module, "is_causal") is False and not packs_both_ways:
             return f"{path} ({kind}) attends in both directions"
-        if any(getattr(module, bias, None) is not None for bias in _BIASES):
+        if any(_held(module, bias) is not None for bias in _BIASES):
             return f"{path} ({kind}) adds a position bias to its scores"
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        if isinstance(_held(module, "sinks"), nn.Parameter):
             return f"{path} ({kind}) has attention sinks"
     return None
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or its class; None if there is none, at a tenth of what torch's search costs then."""
+    own = vars(module)
+    for place in (own, own["_parameters"], own["_modules"], own["_buffers"]):
+        if name in place:
+            return place[name]
+    return getattr(module, name) if hasattr(type(module), name) else None
 
 
 def _packs_both_ways(model: nn.Module) -> bool:
@@ -385,6 +394,6 @@ def _positions(model: nn.Module) -> str | None:
 def _position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Tables of positions that count from behind a padding index, with their holders: RoBERTa and its kin."""
     for path, module in model.named_modules():
-        table = getattr(module, "position_embeddings", None)
+        table = _held(module, "position_embeddings")
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             yield path, module, table

@@ -224,7 +224,7 @@ def require_independent_rows(model: nn.Module) -> None:
             raise _competes(where, "looks for its invocation tokens once per row")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise _competes(where, "normalises over the tokens of all sequences")
-        if isinstance(getattr(module, "expert_capacity", None), int):
+        if isinstance(vars(module).get("expert_capacity"), int):
             raise _competes(where, "gives each expert a limited number of tokens")
 
 
