@@ -28,6 +28,8 @@ from ullage.mixers.forwards import CheckpointedRow
 
 #: Parts of the names of probabilities and scales of noise, as modules and configs hold them.
 _CHANCES = ("drop", "jitter")
+#: Of NEFTune, on an embedding; it may be a whole number.
+_NOISE = "neftune_noise_alpha"
 _DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -154,7 +156,9 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
 
 
 def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    found: list[tuple[str, nn.Module]] = [
+        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+    ]
     try:
         named = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     except (AttributeError, NotImplementedError):
@@ -198,7 +202,8 @@ def _without_chance(model: nn.Module) -> None:
 
 def _put_to_zero(values: dict[str, Any]) -> None:
     for name, value in values.items():
-        if isinstance(value, float) and any(part in name for part in _CHANCES):
+        is_chance = isinstance(value, float) and any(part in name for part in _CHANCES)
+        if is_chance or (name == _NOISE and value):
             values[name] = 0.0
 
 

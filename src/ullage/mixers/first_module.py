@@ -34,16 +34,15 @@ class _Call:
     made: Tensor | None = None
 
 
-def first_module(model: nn.Module, trial: Trial, limit: float, *, backward: bool = False) -> str | None:
+def first_module(run: TrialRun, limit: float, *, backward: bool = False) -> str | None:
     """The path and class of the first module whose output differs and whose input does not; None if none does.
 
     Args:
-        model: bare and at rest.
-        trial: the calls.
+        run: the calls, of a model at rest.
         limit: of the relative difference.
         backward: whether only gradients differ; then going backward, from outputs to inputs.
     """
-    run = TrialRun(model, trial, backward=backward)
+    model, trial = run.model, run.trial
     outcomes: list[Outcome] = []
     alone: list[dict[str, list[_Call]]] = []
     with own_attention(model):
@@ -58,47 +57,54 @@ def first_module(model: nn.Module, trial: Trial, limit: float, *, backward: bool
         run.packed(outcomes)
     counted: dict[tuple[str, Any], int] = {}
     # Calls are in the order in which they began. Going forward the innermost ends first.
-    found = None
-    for call in reversed(calls) if backward else _by_end(calls):
+    first, second = ("made", "given") if backward else ("given", "made")
+    for call in reversed(calls) if backward else calls.ended:
         shape = None if call.made is None else call.made.shape
         number = counted[call.path, shape] = counted.get((call.path, shape), -1) + 1
-        first, second = (call.made, call.given) if backward else (call.given, call.made)
-        names = ("made", "given") if backward else ("given", "made")
-        if backward:
-            number = -1 - number
-        before = _differs(first, names[0], call.path, number, alone, trial, limit)
-        after = _differs(second, names[1], call.path, number, alone, trial, limit)
-        if after and not before:
-            found = call.path
-            break
-    if found is None:
-        return None
-    return f"{found or 'the forward of the model itself'} ({type(model.get_submodule(found)).__name__})"
+        compared = _Compared(trial, alone, call, -1 - number if backward else number, limit)
+        if compared.differs(second) and not compared.differs(first):
+            kind = type(model.get_submodule(call.path)).__name__
+            return f"{call.path or 'the forward of the model itself'} ({kind})"
+    return None
 
 
-def _differs(
-    value: Tensor | None,
-    name: str,
-    path: str,
-    number: int,
-    alone: Sequence[Mapping[str, list[_Call]]],
-    trial: Trial,
-    limit: float,
-) -> bool:
-    """Whether what a call took or gave is not that of each sequence alone; False where that is not known."""
-    if value is None:
+@dataclass(frozen=True)
+class _Compared:
+    """One call of a row beside the calls of each sequence alone.
+
+    Attributes:
+        trial: the sizes of the sequences.
+        alone: for each sequence, the calls of each module by path.
+        call: of the row.
+        number: which call of this module, of its shape; negative from the last on.
+        limit: of the relative difference.
+    """
+
+    trial: Trial
+    alone: Sequence[Mapping[str, list[_Call]]]
+    call: _Call
+    number: int
+    limit: float
+
+    def differs(self, name: str) -> bool:
+        """Whether what the call took or gave is not that of each sequence alone; False where that is not known."""
+        value = getattr(self.call, name)
+        for sizes in (self.trial.sizes, self.trial.target_sizes):
+            members = None if sizes is None or value is None else _members(value, sizes)
+            if members is None or sizes is None:
+                continue
+            known = [self._of_call(place, name, sizes[place]) for place in members]
+            expected = [each.flatten() for each in known if each is not None]
+            if isinstance(value, Tensor) and len(expected) == len(known):
+                wanted = torch.cat(expected)
+                difference, scale = float((value.flatten() - wanted).abs().max()), float(wanted.abs().max())
+                return isfinite(scale) and not (isfinite(difference) and difference <= self.limit * max(scale, 1e-30))
         return False
-    for sizes in (trial.sizes, trial.target_sizes):
-        members = None if sizes is None else _members(value, sizes)
-        if members is None or sizes is None:
-            continue
-        expected = [_of_call(alone[place].get(path, ()), name, sizes[place], number) for place in members]
-        known = [each.flatten() for each in expected if each is not None]
-        if len(known) == len(expected):
-            wanted = torch.cat(known)
-            difference, scale = float((value.flatten() - wanted).abs().max()), float(wanted.abs().max())
-            return isfinite(scale) and not (isfinite(difference) and difference <= limit * max(scale, 1e-30))
-    return False
+
+    def _of_call(self, place: int, name: str, size: int) -> Tensor | None:
+        values = [getattr(each, name) for each in self.alone[place].get(self.call.path, ())]
+        found = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
+        return found[self.number] if -len(found) <= self.number < len(found) else None
 
 
 def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
@@ -109,21 +115,12 @@ def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
     return alike if len(alike) == value.shape[0] else None
 
 
-def _of_call(calls: Sequence[_Call], name: str, size: int, number: int) -> Tensor | None:
-    found = [value for call in calls if (value := getattr(call, name)) is not None and tuple(value.shape) == (1, size)]
-    return found[number] if -len(found) <= number < len(found) else None
-
-
 class _Calls(list[_Call]):
     """Calls in the order in which they began; ``ended`` in that in which they ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended: list[_Call] = []
-
-
-def _by_end(calls: _Calls) -> list[_Call]:
-    return calls.ended
 
 
 @contextmanager

@@ -34,40 +34,55 @@ class Outcome:
 
 
 class TrialRun:
-    """Calls of one trial. ``model``: at rest. ``backward``: whether gradients are asked for."""
+    """Calls of one trial.
 
-    def __init__(self, model: nn.Module, trial: Trial, *, backward: bool) -> None:
-        self._model, self._trial, self._backward = model, trial, backward
+    ``model``: bare and at rest. ``call``: what is called, the model or what wraps it. ``backward``: whether gradients
+    are asked for.
+    """
+
+    def __init__(self, model: nn.Module, trial: Trial, *, call: nn.Module, backward: bool) -> None:
+        self.model, self.trial, self._call, self._backward = model, trial, call, backward
+        #: Names of the outputs that are looked at; all if None.
+        self.only: frozenset[str] | None = None
         taken = inspect.signature(model.forward).parameters
         self._without_cache = {"use_cache": False} if "use_cache" in taken else {}
 
     def alone(self, place: int) -> Outcome:
         """One sequence in a call of its own."""
-        with torch.set_grad_enabled(self._backward), embedded_inputs(self._model) as embedded:
-            given = self._with_leaves(self._trial.alone[place], embedded.leaves)
-            outputs = self._model(**given, **self._without_cache)
-            named = {name: [_with_rows(value)] for name, value in _tensors(outputs).items()}
+        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
+            given = self._with_leaves(self.trial.alone[place], embedded.leaves)
+            outputs = self._call(**given, **self._without_cache)
+            named = {
+                name: [_with_rows(value)] for name, value in _tensors(outputs).items() if self._is_told(value, place)
+            }
+            named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
             gradients = self._gradients(named, [place], embedded.leaves)
         loss, parts = self._loss(outputs)
         return Outcome(_detached(named), loss, embedded.leaves, gradients, parts)
 
     def packed(self, alone: Sequence[Outcome]) -> Outcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
-        with torch.set_grad_enabled(self._backward), embedded_inputs(self._model) as embedded:
-            given = self._with_leaves(self._trial.packed, embedded.leaves)
-            outputs = self._model(**given, **self._without_cache)
+        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
+            given = self._with_leaves(self.trial.packed, embedded.leaves)
+            outputs = self._call(**given, **self._without_cache)
             named = {}
             for name, value in _tensors(outputs).items():
                 parts = self._parts(value, [each.outputs[name][0] for each in alone if name in each.outputs])
-                if parts is not None:
+                if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
             gradients = self._gradients(named, range(len(alone)), embedded.leaves)
         loss, left = self._loss(outputs)
         return Outcome(_detached(named), loss, embedded.leaves, gradients, left)
 
+    def _is_told(self, value: Tensor, place: int) -> bool:
+        """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
+        sizes = (self.trial.sizes, self.trial.target_sizes)
+        tokens = [each[place] for each in sizes if each is not None]
+        return value.ndim < 3 or value.shape[1] in tokens
+
     def _parts(self, value: Tensor, alone: Sequence[Tensor]) -> list[Tensor] | None:
         """An output of a row by sequence; None where it has no entry for each token or sequence."""
-        trial = self._trial
+        trial = self.trial
         if len(alone) != len(trial.alone):
             return None
         for sizes in (trial.target_sizes, trial.sizes):
@@ -85,7 +100,7 @@ class TrialRun:
     def _with_leaves(self, keywords: Mapping[str, Any], leaves: list[Leaf]) -> dict[str, Any]:
         """The keywords, with numbers by token (not labels, nor weights) as leaves of the graph."""
         given = dict(keywords)
-        for name in ("inputs_embeds", "input_values", "input_features", getattr(self._model, "main_input_name", "")):
+        for name in ("inputs_embeds", "input_values", "input_features", getattr(self.model, "main_input_name", "")):
             value = given.get(name)
             if self._backward and isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
                 leaf = value.detach().requires_grad_()
@@ -110,13 +125,13 @@ class TrialRun:
     def _loss(self, outputs: Any) -> tuple[Tensor | None, list[str]]:
         """The loss of a call, without the balance of experts, which is a mean over all tokens of the call."""
         loss = _entries(outputs).get("loss")
-        if loss is None and isinstance(outputs, tuple) and outputs and _is_number(outputs[0]):
+        if loss is None and isinstance(outputs, tuple) and outputs:
             loss = outputs[0]
-        if not _is_number(loss):
+        if not isinstance(loss, Tensor) or loss.ndim:
             return None, []
         auxiliary = _entries(outputs).get("aux_loss")
-        factor = getattr(getattr(self._model, "config", None), "router_aux_loss_coef", None)
-        if _is_number(auxiliary) and factor is not None:
+        factor = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None)
+        if isinstance(auxiliary, Tensor) and auxiliary.ndim == 0 and factor is not None:
             return (loss - factor * auxiliary.to(loss)).detach(), ["the balance of experts, a mean over all tokens"]
         return loss.detach(), []
 
@@ -153,10 +168,6 @@ def _tensors(outputs: Any) -> dict[str, Tensor]:
 
 def _with_rows(value: Tensor) -> Tensor:
     return value[:, None] if value.ndim == 1 else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _detached(named: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:

@@ -26,7 +26,7 @@ model differs from itself by more than that (random routing), eight times this d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import NamedTuple
@@ -141,46 +141,64 @@ def prove(
     model: nn.Module,
     trial: Trial,
     *,
+    call: nn.Module | None = None,
     training: bool = True,
     backward: bool = True,
     dtype: torch.dtype | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> Proof:
     """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
 
     Args:
         model: bare, packed in the way that is to be proved.
         trial: the keywords of the calls.
+        call: what is called, where that is not the model itself: what wraps it.
         training: whether in training mode.
         backward: whether gradients are compared too.
         dtype: the precision of the model's products; found out if None.
+        agree: whether something holds on any rank, asked on all of them, where they make their calls together.
 
-    Runs twice the row's tokens and those of its shortest sequence, forward and backward; the row again, and all of it
-    forward, where something differs. Trials of as many sequences make as many calls. Raises what the model raises.
+    Runs twice the row's tokens and those of its shortest sequence, forward and backward. Where something differs, the
+    row runs again, and once more all of it. Trials of as many sequences make as many calls. Raises what the model
+    raises.
     """
     begun = time.perf_counter()
-    proof = Proof(type(model).__name__, lengths=list(trial.sizes))
-    with at_rest(model, training=training) as precision:
-        run = TrialRun(model, trial, backward=backward)
-        with own_attention(model):
-            shortest = min(range(len(trial.alone)), key=lambda place: trial.sizes[place])
-            again = run.alone(shortest)
-            alone = [run.alone(place) for place in range(len(trial.alone))]
-        packed = run.packed(alone)
-        proof.tokens = 2 * sum(trial.sizes) + trial.sizes[shortest]
+    call = model if call is None else call
+    sizes, proof = list(trial.sizes), Proof(type(model).__name__)
+    proof.lengths = sizes
+    with at_rest(call, training=training) as precision:
+        run = TrialRun(model, trial, call=call, backward=backward)
+        shortest = sizes.index(min(sizes))
+        again, alone, packed = _run_all(run, shortest)
+        if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
+            # What has no entry for each token or sequence would count in the gradients of one side alone.
+            run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
+            again, alone, packed = _run_all(run, shortest)
+        proof.tokens = 2 * sum(sizes) + sizes[shortest]
         limits = limits_of(dtype or precision.dtype, _device(model))
         limits = _settle(proof, limits, _repeated(alone[shortest], again))
         proof.differences = list(_compared(proof, trial, alone, packed, limits))
-        if not proof.passed and not proof.weak:  # one sequence may have been the same twice by chance
-            limits = _settle(proof, limits, _repeated(packed, run.packed(alone)))
-            proof.tokens += sum(trial.sizes)
-            if proof.weak:
+        if agree(not proof.passed):
+            # One sequence may have been the same twice by chance.
+            repeated = run.packed(alone)
+            proof.tokens += sum(sizes)
+            if not proof.passed and not proof.weak:
+                limits = _settle(proof, limits, _repeated(packed, repeated))
                 proof.differences = list(_compared(proof, trial, alone, packed, limits))
-        if not proof.passed:
-            only_backward = all(each.passed for each in proof.differences if each.kind != "gradients")
-            proof.module = first_module(model, trial, limits.outputs, backward=only_backward)
-            proof.tokens += 2 * sum(trial.sizes)
+            if agree(not proof.passed):
+                in_forward = agree(any(not each.passed for each in proof.differences if each.kind != "gradients"))
+                proof.module = first_module(run, limits.outputs / 4, backward=not in_forward)
+                proof.tokens += 2 * sum(sizes)
     proof.seconds = time.perf_counter() - begun
     return proof
+
+
+def _run_all(run: TrialRun, shortest: int) -> tuple[Outcome, list[Outcome], Outcome]:
+    """The shortest sequence, every sequence alone, and the row."""
+    with own_attention(run.model):
+        again = run.alone(shortest)
+        alone = [run.alone(place) for place in range(len(run.trial.alone))]
+    return again, alone, run.packed(alone)
 
 
 def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

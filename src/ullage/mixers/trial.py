@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,22 @@ class Trial:
     is_strict: bool = False
 
 
-def trial_of(model: nn.Module, samples: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> Trial:
-    """The trial of samples as ``RaggedBatch.from_samples`` takes them, on the model's device.
+def trial_of(
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    device: torch.device | None = None,
+    per_sequence: Iterable[str] = (),
+) -> Trial:
+    """The trial of samples as ``RaggedBatch.from_samples`` takes them.
 
-    ``model``: bare; its class tells how it counts labels. Raises ``InputError`` for no sample, and for one without
-    tokens.
+    Args:
+        model: bare; its class tells how it counts labels.
+        samples: the sequences.
+        device: of the calls; the model's if None.
+        per_sequence: fields of arrays with one entry per sequence.
+
+    Raises ``InputError`` for no sample, and for one without tokens.
     """
     if not len(samples):
         raise InputError("a proof needs sequences to run", where="verify", expected="a few samples", found="none")
@@ -61,7 +72,7 @@ def trial_of(model: nn.Module, samples: Sequence[Mapping[str, Any]], device: tor
     samples = [{name: torch.as_tensor(value) for name, value in sample.items()} for sample in samples]
     targets = [name for name in samples[0] if is_pair and is_target(name) and samples[0][name].ndim]
     fields = [{name: value for name, value in sample.items() if name not in targets} for sample in samples]
-    batch = RaggedBatch.from_samples(fields)
+    batch = RaggedBatch.from_samples(fields, per_sequence=[name for name in per_sequence if name not in targets])
     packed = batch.to_flattened() | {name: batch[name] for name in batch.per_sequence}
     if "labels" in batch and "labels" not in batch.per_sequence and loss_shifts(model) is False:
         packed["labels"] = batch["labels"][None]  # no shift: the first label of a sequence counts too

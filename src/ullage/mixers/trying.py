@@ -18,7 +18,9 @@ class SequencesMeet(InputError):
     """In every way in which a model could be packed, its sequences do not get what they get alone."""
 
 
-def first_accepted(model: nn.Module, ways: Sequence[Way], problem_of: Callable[[], str | None]) -> Way:
+def first_accepted(
+    model: nn.Module, ways: Sequence[Way], problem_of: Callable[[], str | None], *, current: Way | None = None
+) -> Way:
     """Pack a model in the first of some ways that has no problem, and return that way.
 
     Args:
@@ -26,13 +28,16 @@ def first_accepted(model: nn.Module, ways: Sequence[Way], problem_of: Callable[[
         ways: finest first.
         problem_of: proves the model as it is then packed: why it does not pack in this way, in one clause; None if it
             does. The same on every rank, which then try the same ways.
+        current: the way in which it is packed, if it is.
 
     Logs what was tried. Raises ``SequencesMeet``, with the model unpacked, if no way is accepted.
     """
     refused: list[tuple[Way, str]] = []
     for way in ways:
-        take_out(model)
-        put_in(model, way, is_proved=True)
+        if way != current:
+            take_out(model)
+            put_in(model, way, is_proved=True)
+        current = way
         problem = problem_of()
         if problem is None:
             for each, reason in refused:

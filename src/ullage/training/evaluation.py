@@ -87,6 +87,8 @@ class Evaluator:
             if self._packer.options is not None:
                 with contextlib.suppress(InputError):  # what does not tell its sequences is evaluated as it is
                     inputs = self._reader.as_ragged(inputs)
+                if isinstance(inputs, RaggedBatch):
+                    self._packer.proof.before_evaluation(model, inputs)
             for microbatch in self._packer.within_capacity(inputs) if isinstance(inputs, RaggedBatch) else [inputs]:
                 self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
