@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -16,6 +18,7 @@ from ullage.errors import InputError
 from ullage.mixers import CompetingSequences
 from ullage.mixers.placing import put_in, take_out
 from ullage.mixers.ways import Way, ways_of
+from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
 
 LENGTHS = (7, 3, 12, 1, 3)
 
@@ -307,3 +310,63 @@ def test_adapters_that_average_over_tokens_are_refused():
         ways_of(of_peft("LilyConfig", target_modules=["q_proj"], r=2, num_B=2))
     with pytest.raises(CompetingSequences, match="invocation tokens once per row"):
         ways_of(adapted(target_modules=["q_proj"], alora_invocation_tokens=[5, 6]))
+
+
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp_makes_classes_whose_bases_are_known(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(model):
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    found = ways_of(sharded(made(lambda: LlamaForCausalLM(llama_config()))))
+    assert (found.is_certain, found.sure.kind) == (True, "native")
+    found = ways_of(sharded(made(lambda: ShiftLlamaForCausalLM(llama_config()))))
+    assert (found.is_certain, found.sure.kind) == (False, "backbone")
+    # Our own model's head for classes reads the lengths, under the class that FSDP makes of it too.
+    config = RecurrentConfig(cell="gru", vocab_size=99, hidden_size=8, num_labels=3)
+    found = ways_of(fully_shard(RecurrentForSequenceClassification(config)))
+    assert (found.is_certain, found.sure.kind) == (True, "native")
+
+
+def test_a_remote_code_model_is_native_once_it_is_proved(tmp_path, monkeypatch):
+    """The code of transformers' Llama, as a folder brings it: its classes are of nobody known."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    code = Path(transformers.models.llama.modeling_llama.__file__).read_text()
+    code = code.replace("from ...", "from transformers.").replace("from .", "from transformers.models.llama.")
+    folder = tmp_path / "llama_of_mine"
+    folder.mkdir()
+    (folder / "modeling_mine.py").write_text(code)
+    config = llama_config(auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
+    monkeypatch.setattr(config, "name_or_path", str(folder))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules.")
+    with pack_model(model) as packed, torch.no_grad():
+        assert packed.way.kind == "whole"
+        assert difference(model) < 1e-6
+    samples = [{"input_ids": row} for row in rows()]
+    with pack_model(model, verify=samples) as packed, torch.no_grad():
+        assert packed.way.kind == "native"
+        assert difference(model) < 1e-6
+        # What was proved is not asked again, by this or by anybody who asks whether it packs.
+        assert ullage.attention.supports_packing(model)
+    assert not ullage.attention.supports_packing(model)
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_proof_takes_no_way_that_leaks(name):
+    make, kind = LEAKING[name]
+    model = made(make)
+    with pack_model(model, verify=[{"input_ids": row} for row in rows()]) as packed:
+        assert packed.way.kind == kind
