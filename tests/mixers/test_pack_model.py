@@ -71,6 +71,7 @@ def test_each_sequence_gets_what_it_gets_alone_and_undo_leaves_nothing(model_typ
     assert torch.equal(alone(model), expected)
 
 
+@pytest.mark.regression
 def test_packing_twice_is_packing_once():
     model = tiny_model("gpt_neo", "causal")
     first, second = pack_model(model), pack_model(model)

@@ -28,6 +28,13 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
+def packed_gpt2():
+    """Packed natively before anything is planted in it: packed afterwards, it would run by lengths and be exact."""
+    model = gpt2()
+    pack_model(model)
+    return model
+
+
 def flattened(samples, **changes):
     """What to_flattened makes of the audit's samples."""
     fields = {name: torch.cat([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
@@ -98,7 +105,7 @@ def plant_an_offset_wrong_by_one(monkeypatch):
 
 
 def plant_a_state_carried_over(monkeypatch):
-    model = gpt2()
+    model = packed_gpt2()
     mlp = model.transformer.h[0].mlp
     forward = mlp.forward
     mlp.forward = lambda hidden: forward(hidden) + 0.1 * hidden.cumsum(1)
@@ -120,7 +127,7 @@ def plant_positions_that_go_on(monkeypatch):
 
 
 def plant_a_convolution_over_the_boundary(monkeypatch):
-    model = gpt2()
+    model = packed_gpt2()
     kernel = torch.randn(16, 1, 3)
     norm = model.transformer.h[1].ln_1
     forward = norm.forward
@@ -141,7 +148,7 @@ def plant_labels_across_the_boundary(monkeypatch):
 
 
 def plant_statistics_of_the_row(monkeypatch):
-    model = gpt2()
+    model = packed_gpt2()
     norm = model.transformer.ln_f
     forward = norm.forward
     norm.forward = lambda hidden: forward(hidden - hidden.mean(1, keepdim=True))

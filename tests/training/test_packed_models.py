@@ -185,7 +185,7 @@ def _as_one_sequence(trainer, inputs):
 
 
 def test_layers_that_run_once_per_length_are_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
-    monkeypatch.setattr(Packer, "_meets_every_microbatch", True)
+    monkeypatch.setattr(Packer, "meets_every_microbatch", True)
     with pytest.raises(InputError, match=r"ranks would gather them unequally often \(BertForSeq.*whole by lengths"):
         packed_models.make_trainer("bert", str(tmp_path), packed=True)
     by_hand = packed_models.make_model("bert")

@@ -51,7 +51,7 @@ class Given:
 
     Attributes:
         positions: each tensor that was given as ``position_ids``, once.
-        lengths: whether ``cu_seq_lens_q`` was given.
+        lengths: whether ``cu_seq_lens_q`` was given, and no forward around the calls has run them by these lengths.
         model: the outermost ``PreTrainedModel`` among the modules, if there is one.
     """
 
@@ -79,11 +79,16 @@ def given() -> Given | None:
     for call in module_calls():
         if isinstance(call.module, PreTrainedModel):
             model = call.module
+        has_lengths = call.argument("cu_seq_lens_q") is not None
+        # A packed model that runs by lengths has cut the row: what it was called with, and what calls it, is not of the
+        # sequences that its layers get.
+        if has_lengths and getattr(vars(call.module).get("forward"), "cuts_rows", False):
+            break
         position_ids = call.argument("position_ids")
         if isinstance(position_ids, Tensor):
             # Modules hand the same tensor down to their parts: keep it once.
             positions[id(position_ids)] = position_ids
-        lengths = lengths or call.argument("cu_seq_lens_q") is not None
+        lengths = lengths or has_lengths
     return Given(tuple(positions.values()), lengths, model)
 
 

@@ -1,4 +1,4 @@
-"""What a model's head does with hidden states and labels, by its source: one entry per token or per sequence, a shift.
+"""What a model's head does with hidden states and labels, by its class: one entry per token or per sequence, a shift.
 
 Nothing is run to find it out. Whoever packs a model, or adds up the losses of microbatches, has to know.
 """
@@ -22,8 +22,13 @@ _SECOND_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_or
 
 
 def works_by_token(model: nn.Module) -> bool:
-    """Whether logits and loss have one entry per token, so that the head can work on a packed row. Told by name."""
-    return any(_BY_TOKEN.search(each.__name__) for each in type(model).__mro__)
+    """Whether logits and loss have one entry per token, so that the head can work on a packed row.
+
+    Told by the name of the class that defines ``forward``, or of one that it inherits. What another author's class
+    does before its head, or around it, no name tells (:mod:`ullage.attention.parts`).
+    """
+    kinds = type(model).__mro__
+    return any(_BY_TOKEN.search(each.__name__) for each in kinds[kinds.index(_author_of_forward(model)) :])
 
 
 def spans_sequences(model: nn.Module) -> bool:
@@ -128,6 +133,11 @@ def _words_of_forward(author: type) -> tuple[set[str], set[str]]:
     """The names that a class's ``forward`` refers to, and those of its own variables."""
     code = getattr(inspect.unwrap(vars(author)["forward"]), "__code__", None)
     return (set(code.co_names), set(code.co_varnames)) if code is not None else (set(), set())
+
+
+def package_of_forward(model: nn.Module) -> str:
+    """The package of the class that defines a model's ``forward``, whatever class a wrapper has made of it."""
+    return package_of(_author_of_forward(model))
 
 
 def package_of(kind: type) -> str:

@@ -4,8 +4,8 @@ A model that does not keep packed sequences apart raises no error: it trains on 
 model is accepted only if every way in which its tokens meet is known: its attention goes through transformers'
 interface under an implementation that reads ``cu_seq_lens``, in layers that are full or windowed, all of them in one
 direction or, under ``attn_implementation="ullage"`` and with a head that works on single tokens, all in both; and
-nothing else in it mixes tokens, such as a convolution, a recurrence or a state. A model whose own ``forward`` names
-``cu_seq_lens_q`` and that has no attention implementation answers for itself.
+nothing else in it mixes tokens, such as a convolution, a recurrence or a state, or might do so, as a part of another
+author (:mod:`ullage.attention.parts`). A model whose own ``forward`` names ``cu_seq_lens_q`` answers for its parts.
 
 A model that was not checked before is checked when its first packed row reaches a layer: the model around the layer is
 the one whose call is in progress. The result is kept with the layer.
@@ -22,7 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention.calls import holders
+from ullage.attention.frequencies import row_limits
 from ullage.attention.heads import works_by_token
+from ullage.attention.parts import lets_tokens_meet, unknown_parts
 from ullage.errors import InputError
 
 NAME = "ullage"
@@ -36,7 +38,6 @@ _EXCEPTIONS = {
     "mobilebert": "joins the embedding of each token with those of its neighbours",
     "nemotron": "does not hand cu_seq_lens from its layers to their attention",
 }
-_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
 #: Attribute of a layer that was checked.
 _MARK = "_ullage_checked"
@@ -45,7 +46,7 @@ _IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class _Checked(NamedTuple):
-    """The model for which a layer was checked, by its id, and that model's :func:`row_limits`.
+    """The model for which a layer was checked, by its id, and that model's row limits.
 
     ``model`` is None for one that keeps sequences apart by other means too, and so do its copies. A pickle knows
     nothing of a check.
@@ -77,26 +78,34 @@ def packing_problem(model: nn.Module) -> str | None:
     >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
     """
+    return _problem_within(model) or (None if names_lengths(model) else _unknown(model))
+
+
+def _problem_within(model: nn.Module) -> str | None:
     # A forward that names the lengths, its own or that of a packed model, knows where its positions begin.
-    return mixing_problem(model) or (None if _names_lengths(model) else _positions(model))
+    return mixing_problem(model) or (None if names_lengths(model) else _positions(model))
 
 
 def mixing_problem(model: nn.Module) -> str | None:
-    """The same where rows count positions from :func:`first_position`, and not from 0 as ``to_flattened`` does."""
+    """The same where parts of other authors are taken to leave a token's neighbours alone.
+
+    And where rows count positions from :func:`first_position`, and not from 0 as ``to_flattened`` does.
+    """
     name = type(model).__name__
-    names_lengths = _names_lengths(model)
+    takes_lengths = names_lengths(model)
     config = getattr(model, "config", None)
     # No choice of attention to ask about: the signature has to tell.
     if config is None or not hasattr(config, "_attn_implementation"):
-        return None if names_lengths else _unaware(name)
+        return None if takes_lengths else _unaware(name)
     # Takes the lengths itself and has no attention to replace, as a recurrent model.
-    if names_lengths and not _attention_modules(model):
+    if takes_lengths and not _attention_modules(model):
         return None
     problem = _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name)
     return problem or _head(model, name) or _parts(model, name)
 
 
-def _names_lengths(model: nn.Module) -> bool:
+def names_lengths(model: nn.Module) -> bool:
+    """Whether a model's ``forward`` takes the lengths of a packed row by itself."""
     return "cu_seq_lens_q" in inspect.signature(model.forward).parameters
 
 
@@ -162,7 +171,7 @@ def remember_packable(model: nn.Module) -> None:
 
 
 def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
-    """Row limits of the model around a layer, for a packed call; see :func:`row_limits`.
+    """Row limits of the model around a layer, for a packed call; see :func:`ullage.attention.frequencies.row_limits`.
 
     ``model``: the outermost one, where that is known. Checked once per model, which is found among the module calls in
     progress; after that the layer remembers for which model. Raises ``InputError`` for a model in which packed
@@ -174,37 +183,12 @@ def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple
     return known.limit, known.dynamic
 
 
-def row_limits(model: nn.Module) -> tuple[int | None, bool]:
-    """Length above which the longest sequence of a row changes the rotary frequencies of all, and the kind of change.
-
-    The length in tokens, None without a limit; and whether every length above it has its own frequencies (dynamic
-    scaling) or all have the same (longrope). Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
-    """
-    longest: int | None = None
-    dynamic = False
-    for module in model.modules():
-        # A string, or by kind of layer where a model has several (full and sliding attention, for example).
-        kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if not isinstance(kind, str):
-                continue
-            if "dynamic" in kind:
-                limit, dynamic = getattr(module, "original_max_seq_len", 0), True
-            elif kind == "longrope":
-                rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-                limit = (rope if layer is None else rope.get(layer, {})).get("original_max_position_embeddings", 0)
-            else:
-                continue
-            longest = limit if longest is None else min(longest, limit)
-    return longest, dynamic
-
-
 def attends_both_ways(model: nn.Module) -> bool:
     """Whether all attention of a model sees later tokens too, and nothing in it does not."""
     configs = [config for _, config in _configs(model)]
     if len(configs) != 1 or getattr(configs[0], "is_decoder", False):
         return False
-    told = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    told = [told for module in model.modules() if isinstance(told := _held(module, "is_causal"), bool)]
     return bool(told) and not any(told)
 
 
@@ -253,13 +237,14 @@ def require_context_parallel(model: nn.Module) -> None:
 
 
 def _require(problem: str | None) -> None:
-    if problem is not None:
-        raise InputError(
-            f"this model would let packed sequences see each other: {problem}",
-            hint=f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
-            if "attn_implementation" in problem
-            else "train it on padded batches",
-        )
+    if problem is None:
+        return
+    hint = "train it on padded batches"
+    if "attn_implementation" in problem:
+        hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
+    elif "may let tokens meet" in problem:
+        hint = "ullage.pack_model(model, verify=samples) tries whether it does"
+    raise InputError(f"this model would let packed sequences see each other: {problem}", hint=hint)
 
 
 @torch.compiler.disable(reason="the model around a layer is read off the Python stack, once")
@@ -270,11 +255,14 @@ def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bo
     # vision-language model, a wrapper) calls it as a part, and is asked only whether it mixes tokens itself.
     models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
     whole = (models or around)[-1]
-    problem = packing_problem(models[0]) if models else None
+    problem = _problem_within(models[0]) if models else None
     if problem is None and (not models or whole is not models[0]):
         name = type(whole).__name__
         problem = _encoder_decoder(whole, name) or _state(whole, name) or _head(whole, name) or _parts(whole, name)
         problem = problem or _positions(whole)
+    # A model that names the lengths, or a module of one's own that hands them to an attention, answers for its parts.
+    if problem is None and models and not any(names_lengths(each) for each in models):
+        problem = _unknown(whole)
     _require(problem)
     return _remember(whole, [module, *_attention_modules(whole)], model)
 
@@ -294,8 +282,8 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Configs that the modules of a model were built from, each once, with the name of the class that holds it."""
     seen: set[int] = set()
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation") and id(config) not in seen:
+        config = vars(module).get("config")
+        if config is not None and id(config) not in seen and hasattr(config, "_attn_implementation"):
             seen.add(id(config))
             yield type(module).__name__, config
 
@@ -351,19 +339,37 @@ def _layers(model: nn.Module, name: str) -> str | None:
     return None
 
 
+def _unknown(model: nn.Module) -> str | None:
+    # What a proof or its ways by lengths answer for is not asked again.
+    layers = _attention_modules(model)
+    marks: list[_Checked | tuple[()]] = [getattr(layer, _MARK, ()) for layer in layers]
+    if marks and all(mark and mark.model is None for mark in marks):
+        return None
+    return next((f"{part} may let tokens meet" for part in unknown_parts(model)), None)
+
+
 def _modules(model: nn.Module, name: str) -> str | None:
     packs_both_ways = _packs_both_ways(model)
     for path, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, _MIXERS):
+        if lets_tokens_meet(module):
             return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
-        if getattr(module, "is_causal", True) is False and not packs_both_ways:
+        if _held(module, "is_causal") is False and not packs_both_ways:
             return f"{path} ({kind}) attends in both directions"
-        if any(getattr(module, bias, None) is not None for bias in _BIASES):
+        if any(_held(module, bias) is not None for bias in _BIASES):
             return f"{path} ({kind}) adds a position bias to its scores"
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        if isinstance(_held(module, "sinks"), nn.Parameter):
             return f"{path} ({kind}) has attention sinks"
     return None
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or its class; None if there is none, at a tenth of what torch's search costs then."""
+    own = vars(module)
+    for place in (own, own["_parameters"], own["_modules"], own["_buffers"]):
+        if name in place:
+            return place[name]
+    return getattr(module, name) if hasattr(type(module), name) else None
 
 
 def _packs_both_ways(model: nn.Module) -> bool:
@@ -388,6 +394,6 @@ def _positions(model: nn.Module) -> str | None:
 def _position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Tables of positions that count from behind a padding index, with their holders: RoBERTa and its kin."""
     for path, module in model.named_modules():
-        table = getattr(module, "position_embeddings", None)
+        table = _held(module, "position_embeddings")
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             yield path, module, table

@@ -219,6 +219,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
+        self.is_off = False
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -231,7 +233,7 @@ class ModelForward(Forward):
         return signature.replace(parameters=[*(each for each in own if each not in rest), *named, *rest])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if keywords.get("cu_seq_lens_q") is None:
+        if self.is_off or keywords.get("cu_seq_lens_q") is None:
             return self.own(*arguments, **keywords)
         return self._packed(arguments, keywords)
 
@@ -289,6 +291,11 @@ class ModelForward(Forward):
                 hint="train it on padded batches",
             )
         return outputs
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
+        return not self.is_off and self.way.kind in ("backbone", "whole")
 
     @property
     def runs_whole(self) -> bool:

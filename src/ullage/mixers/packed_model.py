@@ -7,23 +7,17 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ullage.attention.heads import package_of, spans_sequences
-from ullage.attention.support import (
-    attends_both_ways,
-    first_position,
-    is_attention_put_in,
-    mixing_problem,
-    put_in_attention,
-    remember_packable,
-    take_out_attention,
-)
-from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
-from ullage.mixers.relative import BiasedForward
-from ullage.mixers.ways import BIASED_ATTENTION, Way, way_by_lengths
+from ullage.mixers.forwards import PartForward
+from ullage.mixers.placing import forward_of, is_put_in, put_in, take_out
+from ullage.mixers.proof import Proof, prove, trial_of
+from ullage.mixers.trying import first_accepted
+from ullage.mixers.ways import Way, ways_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
 #: Handles of each packed model that were not undone. A copy of a model has none, whatever the model has.
@@ -61,7 +55,7 @@ class PackedModel:
             return
         for model in sharing:
             del _OPEN[model]
-            _unpack(model)
+            take_out(model)
 
     def __enter__(self) -> PackedModel:
         return self
@@ -73,18 +67,7 @@ class PackedModel:
         return f"PackedModel({type(self.model).__name__}, {self.way})"
 
 
-def _unpack(model: nn.Module) -> None:
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, Forward):
-            forward.take_out()
-        function = vars(module).get("_gradient_checkpointing_func")
-        if isinstance(function, CheckpointedRow):
-            vars(module)["_gradient_checkpointing_func"] = function.function
-    take_out_attention(model)
-
-
-def pack_model(model: nn.Module) -> PackedModel:
+def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None = None) -> PackedModel:
     """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
 
     Afterwards ``model(**batch.to_flattened())`` takes a packed row; a call without ``cu_seq_lens_q`` stays what it was.
@@ -92,40 +75,58 @@ def pack_model(model: nn.Module) -> PackedModel:
     parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a deep copy is packed too. Packing a
     model that is packed already changes nothing.
 
+    Args:
+        model: a transformers model, or what wraps it.
+        verify: a few samples, as ``RaggedBatch.from_samples`` takes them, of three or more lengths: ways are tried from
+            the finest on, and the first in which these sequences get what they get alone is taken
+            (:mod:`ullage.mixers.proof`). None: the way is chosen by what the model is made of, and a model with parts
+            that are not known runs by lengths.
+
     Returns a handle with ``undo()``, which is a context manager as well; the model stays packed until each of its
-    handles is undone. Reads no weights and does not wait for the
-    device. Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for
-    one with a learned prompt.
+    handles is undone. Without ``verify`` it reads no weights and does not wait for the device.
+
+    Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for one with
+    a learned prompt; ``SequencesMeet`` where no way is accepted, with the first module in which a difference appears.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
     >>> with pack_model(model) as packed:
     ...     str(packed.way)
     'native'
+    >>> with pack_model(model, verify=[{"input_ids": [3, 1, 4]}, {"input_ids": [1, 5]}]) as packed:
+    ...     str(packed.way)
+    'native'
     """
     model = bare(model)
     refuse_learned_prompt(model)
-    forward = vars(model).get("forward")
-    if isinstance(forward, ModelForward):
-        return PackedModel(model, forward.way)
-    way = _native(model)
-    if way is None:
-        way = way_by_lengths(model)
-    if way.needs_forward:
-        _put_in(model, way)
-    return PackedModel(model, way)
+    if is_put_in(model):
+        forward = forward_of(model)
+        return PackedModel(model, Way("native") if forward is None else forward.way)
+    found = ways_of(model)
+    if verify is None:
+        put_in(model, found.sure, is_proved=found.is_certain)
+        return PackedModel(model, found.sure)
+    trial = trial_of(model, verify)
+    return PackedModel(model, first_accepted(model, found.ways, lambda: problem_of(lambda: prove(model, trial))))
+
+
+def problem_of(proving: Callable[[], Proof]) -> str | None:
+    """Why a proof does not accept a model, in one clause; None if it does. An error of the model is a problem too."""
+    try:
+        return proving().problem()
+    except Exception as error:  # whatever a model raises on a packed row, it cannot be packed in this way
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether :func:`pack_model` has given this model, or the one that it wraps, another forward or attention."""
-    model = bare(model)
-    return isinstance(vars(model).get("forward"), ModelForward) or is_attention_put_in(model)
+    return is_put_in(bare(model))
 
 
 def runs_whole(model: nn.Module) -> bool:
     """Whether a packed model runs by lengths with its head, so that its logits are joined from several calls."""
-    forward = vars(bare(model)).get("forward")
-    return isinstance(forward, ModelForward) and forward.runs_whole
+    forward = forward_of(bare(model))
+    return forward is not None and forward.runs_whole
 
 
 def call_equally_often(model: nn.Module) -> bool:
@@ -134,40 +135,11 @@ def call_equally_often(model: nn.Module) -> bool:
     Where parameters are sharded, ranks gather them in each call, and would wait for ever for one that makes fewer.
     """
     model = bare(model)
-    forward = vars(model).get("forward")
-    if not isinstance(forward, ModelForward):
+    forward = forward_of(model)
+    if forward is None:
         return True
     for path in forward.way.paths if forward.way.kind == "mixers" else ():
         part = vars(model.get_submodule(path))["forward"]
         if isinstance(part, PartForward):
             part.in_one_call = True
     return forward.way.kind in ("native", "mixers")
-
-
-def _native(model: nn.Module) -> Way | None:
-    """The native way, where it is one, with the packed attention in place."""
-    # A head of transformers for whole sequences would find one in the row.
-    if spans_sequences(model) and package_of(type(model)) != "ullage":
-        return None
-    if mixing_problem(model) is not None:
-        put_in_attention(model)
-    if mixing_problem(model) is None:
-        return Way("native", first_position=first_position(model), both_ways=attends_both_ways(model))
-    take_out_attention(model)
-    return None
-
-
-def _put_in(model: nn.Module, way: Way) -> None:
-    current = CurrentRow()
-    for path in way.paths:
-        part = model.get_submodule(path)
-        if type(part).__name__ in BIASED_ATTENTION:
-            BiasedForward(part, current).put_in()
-        elif path:
-            PartForward(part, current, is_causal=way.kind == "mixers").put_in()
-    ModelForward(model, current, way=way).put_in()
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if way.kind in ("native", "mixers") and not is_encoder_decoder:
-        # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.
-        put_in_attention(model)
-        remember_packable(model)

@@ -7,7 +7,10 @@ There are three ways, the finest that a model allows is taken:
 - *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
   model whose rows do not see each other, whatever it is made of, and computes no padding either.
 
-A model in which the rows of a batch do see each other, by design, is refused.
+What a model is made of decides whether the finest way is taken as it is, or tried first: parts of other authors than
+torch, transformers and this library may let tokens meet (:mod:`ullage.attention.parts`), and then only a way is sure
+in which these parts get sequences as the rows of a batch. A model in which the rows of a batch do see each other, by
+design, is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from ullage.attention.heads import works_by_token
+from ullage.attention.heads import package_of_forward, spans_sequences, works_by_token
+from ullage.attention.parts import UnknownPart, unknown_parts
+from ullage.attention.support import (
+    attends_both_ways,
+    first_position,
+    is_attention_put_in,
+    mixing_problem,
+    names_lengths,
+    put_in_attention,
+    take_out_attention,
+)
 from ullage.errors import InputError
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
@@ -59,6 +72,10 @@ _RANDOM = {
     "reformer": "hashes its tokens at random",
     "yoso": "hashes its tokens at random",
 }
+#: Adapters in which they do, by the module of their layers.
+_ADAPTERS = {
+    "peft.tuners.lily.": "averages the choice of its adapters over all tokens",
+}
 
 
 class CompetingSequences(InputError):
@@ -92,21 +109,80 @@ class Way:
         return f"{self.kind} by lengths"
 
 
-def way_by_lengths(model: nn.Module) -> Way:
-    """The way of a model whose attention alone does not keep sequences apart. Reads no weights.
+@dataclass(frozen=True)
+class Candidates:
+    """The ways that a model may keep sequences apart in, and what is known about them without trying.
+
+    Attributes:
+        ways: the finest first. The last runs the whole model by lengths, but for an own forward that needs the lengths.
+        is_certain: whether the first is exact by what the model is made of, so that none has to be tried.
+        sure: what to take without trying: the finest in which every unknown part gets sequences as rows of a batch, or
+            the native way of a model whose own forward names the lengths, which answers for itself.
+        unknown: the parts of other authors.
+        doubts: those that no way runs by lengths: hooks around the model's own call.
+    """
+
+    ways: tuple[Way, ...]
+    is_certain: bool
+    sure: Way
+    unknown: tuple[UnknownPart, ...] = ()
+    doubts: tuple[UnknownPart, ...] = ()
+
+
+def ways_of(model: nn.Module) -> Candidates:
+    """The ways of a bare model. Reads no weights, runs nothing, and leaves the model as it was.
 
     Raises ``CompetingSequences`` for a model whose sequences compete, with the path of the part in which they do.
     """
     require_independent_rows(model)
+    native, by_lengths = _native(model), _by_lengths(model)
+    ways = by_lengths if native is None else (native, *by_lengths)
+    unknown = tuple(unknown_parts(model))
+    if not unknown:
+        return Candidates(ways, True, ways[0])
+    doubts = tuple(part for part in unknown if part.is_hook and not part.path)
+    if native is not None and names_lengths(model):
+        return Candidates(ways, False, native, unknown, doubts)
+    sure = next(way for way in by_lengths if way.kind == "whole" or _runs_within(unknown, way))
+    return Candidates(ways, False, sure, unknown, doubts)
+
+
+def _runs_within(parts: tuple[UnknownPart, ...], way: Way) -> bool:
+    """Whether all parts run within a backbone by lengths, beside known ones that work on single tokens."""
+    return way.kind == "backbone" and all(part.is_within(path) for part in parts for path in way.paths)
+
+
+def _native(model: nn.Module) -> Way | None:
+    """The native way, where nothing that is known of the model speaks against it."""
+    # A head of transformers for whole sequences would find one in the row.
+    if spans_sequences(model) and package_of_forward(model) != "ullage":
+        return None
+    before = mixing_problem(model)
+    if before is not None and not is_attention_put_in(model):
+        put_in_attention(model)
+        try:
+            problem = mixing_problem(model)
+        finally:
+            take_out_attention(model)
+    else:
+        problem = before
+    return None if problem else Way("native", first_position=first_position(model), both_ways=attends_both_ways(model))
+
+
+def _by_lengths(model: nn.Module) -> tuple[Way, ...]:
+    """The ways of a model whose attention alone does not keep sequences apart, the finest first."""
     config: Any = getattr(model, "config", None)
+    whole = Way("whole", ("",))
     if getattr(config, "is_encoder_decoder", False):
-        return _by_biased_attention(model) or Way("whole", ("",))
+        biased = _by_biased_attention(model)
+        return (whole,) if biased is None else (biased, whole)
+    ways: list[Way] = []
     if getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
-        return Way("mixers", tuple(path for path, _ in mixers_of(model)))
+        ways.append(Way("mixers", tuple(path for path, _ in mixers_of(model))))
     backbone = _backbone(model)
     if backbone is not None and works_by_token(model) and config.model_type not in _WITH_THEIR_HEADS:
-        return Way("backbone", (backbone,))
-    return Way("whole", ("",))
+        ways.append(Way("backbone", (backbone,)))
+    return (*ways, whole)
 
 
 def _by_biased_attention(model: nn.Module) -> Way | None:
@@ -114,7 +190,12 @@ def _by_biased_attention(model: nn.Module) -> Way | None:
     config: Any = model.config
     if config.model_type not in BIASED or not works_by_token(model) or config._attn_implementation != "sdpa":
         return None
-    return Way("mixers", tuple(path for path, part in model.named_modules() if type(part).__name__ in BIASED_ATTENTION))
+    return Way("mixers", tuple(path for path, part in model.named_modules() if is_biased_attention(part)))
+
+
+def is_biased_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention of T5, also under a class that a wrapper made of it."""
+    return any(kind.__name__ in BIASED_ATTENTION for kind in type(module).__mro__)
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -136,10 +217,21 @@ def require_independent_rows(model: nn.Module) -> None:
         raise _competes(type(model).__name__, reason)
     for path, module in _text_modules(model):
         where = f"{path} ({type(module).__name__})"
+        for kind, reason in _ADAPTERS.items():
+            if type(module).__module__.startswith(kind):
+                raise _competes(where, reason)
+        if any(type(each).__name__ == "ALoraLinearVariant" for each in _variants(module)):
+            raise _competes(where, "looks for its invocation tokens once per row")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise _competes(where, "normalises over the tokens of all sequences")
-        if isinstance(getattr(module, "expert_capacity", None), int):
+        if isinstance(vars(module).get("expert_capacity"), int):
             raise _competes(where, "gives each expert a limited number of tokens")
+
+
+def _variants(module: nn.Module) -> Iterator[Any]:
+    """The variants of a layer of PEFT's LoRA."""
+    variants = vars(module).get("lora_variant")
+    yield from variants.values() if isinstance(variants, dict) else ()
 
 
 def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

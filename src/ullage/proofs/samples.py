@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,10 +16,16 @@ from ullage.attention.heads import loss_shifts, works_by_sequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.mixers.trial import Trial
 from ullage.schema import IGNORED_LABEL
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
 _TARGETS = (5, 4, 2, 6, 3, 4)
+#: Lengths of the longest sequence, of which the first is taken that a model takes.
+_LENGTHS = (72, 40, 24, 16)
+#: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
+_MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
+_POSITIONS = re.compile(r"pos|wpe")
 _EXPERTS_BY = "_experts_implementation"
 
 
@@ -55,6 +62,8 @@ class Samples:
         self.by_sequence = works_by_sequence(model)
         #: Whether the model computes a loss of text alone; some take labels with images only.
         self.has_loss = True
+        #: Tokens of the shortest and of the longest sequence that the model takes, as :meth:`settle` finds.
+        self.least, self.most = 1, 16
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         table: Any = _embedding(model)
         self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
@@ -66,6 +75,8 @@ class Samples:
             for name, value in vars(part).items()
             if name.endswith("token_id") and isinstance(value, int)
         }
+        #: Tokens to draw from, in order.
+        self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
 
     @property
     def is_routed(self) -> bool:
@@ -74,13 +85,12 @@ class Samples:
 
     def draw(self, lengths: Sequence[int]) -> list[Sample]:
         """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts."""
-        random = torch.Generator().manual_seed(self.seed)
-        usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
+        random, usable = torch.Generator().manual_seed(self.seed), self.usable
         samples = []
         for place, length in enumerate(lengths):
             tokens = usable[torch.randint(len(usable), (length,), generator=random)]
             if self.is_encoder_decoder:
-                size = _TARGETS[place % len(_TARGETS)] if length else 0
+                size = max(_TARGETS[place % len(_TARGETS)], length // 3 if length > 16 else 0) if length else 0
                 labels = usable[torch.randint(len(usable), (size,), generator=random)]
             elif self.by_sequence:
                 labels = torch.randint(int(self.config.num_labels), (), generator=random)
@@ -91,10 +101,15 @@ class Samples:
         return samples
 
     def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
-        """The row with other tokens in one sequence, of the same length."""
-        other = self._again(self.seed + 1).draw([len(sample.input_ids) for sample in row])[place]
-        labels = other.labels if self.is_encoder_decoder else row[place].labels
-        return [*row[:place], replace(other, labels=labels), *row[place + 1 :]]
+        """The row with another token everywhere in one sequence, of the same length."""
+        random, sample = torch.Generator().manual_seed(self.seed + 1), row[place]
+        labels = self._other(sample.labels, random) if self.is_encoder_decoder else sample.labels
+        return [*row[:place], Sample(self._other(sample.input_ids, random), labels), *row[place + 1 :]]
+
+    def _other(self, tokens: Tensor, random: torch.Generator) -> Tensor:
+        usable = self.usable.to(self.device)
+        at = torch.searchsorted(usable, tokens)
+        return usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
 
     # Runs.
 
@@ -105,29 +120,68 @@ class Samples:
             if not len(sample.input_ids):
                 logits.append(sample.input_ids.new_zeros(0, dtype=self.dtype))
                 continue
-            outputs = self.model(input_ids=sample.input_ids[None], **self._labels(sample), **self._without_cache())
+            outputs = self.model(**self._alone(sample), **self._without_cache())
             found = _logits(outputs)[0]
-            logits.append(found.detach())
-            count = 1 if self.by_sequence else int((sample.labels != IGNORED_LABEL).sum())
+            logits.append(found)
+            count = self._count(sample)
             loss = _loss(outputs) if self.has_loss else self._stand_in(found, len(logits) - 1)
             if loss is not None and count:
                 losses.append(loss * count)
                 counts.append(count)
         return Outcome(logits, torch.stack(losses).sum() / sum(counts) if counts else None)
 
-    def settle(self) -> int:
-        """Find out how short a sequence of this model may be, in tokens, and whether it has a loss of text alone."""
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Find out how short and how long a sequence may be, in tokens, and whether there is a loss of text alone."""
         failure: Exception | None = None
-        for least in (1, 2, 4, 8, 16):
-            for has_loss in (True, False):
-                self.has_loss = has_loss
+        for self.least in (1, 2, 4, 8, 16):
+            for self.has_loss in (True, False):
                 try:
-                    self.alone(self.draw([least, max(least, 7)]))
-                    return least
+                    self.alone(self.draw([self.least, max(self.least, 7)]))
                 except Exception as error:  # whatever it is: another length is tried
                     failure = failure or error
+                    continue
+                self.most = self._longest()
+                return
         assert failure is not None
         raise failure
+
+    def _longest(self) -> int:
+        """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        told = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+                told.append(module.num_embeddings)
+        # A table may begin behind the index of padding.
+        lengths = [length for length in _LENGTHS if length + 2 <= min(told, default=length + 2)] or [16]
+        for length in lengths if self.device.type == "cpu" else ():
+            try:
+                self.alone(self.draw([length]))
+                return length
+            except Exception:  # the next, shorter one
+                continue
+        return lengths[0] if self.device.type != "cpu" else 16
+
+    def trial(self, row: Sequence[Sample]) -> Trial:
+        """The same calls, for the proof of a run."""
+        return Trial(
+            [self._alone(sample) for sample in row],
+            self._row(row),
+            [len(sample.input_ids) for sample in row],
+            [len(sample.labels) for sample in row] if self.is_encoder_decoder else None,
+            [float(self._count(sample)) for sample in row] if self.has_loss else None,
+            is_strict=True,
+        )
+
+    def for_trials(self) -> list[dict[str, Tensor]]:
+        """Three sequences, as ``pack_model(model, verify=...)`` takes them."""
+        row = self.draw([min(max(length, self.least), self.most) for length in (24, 3, 9)])
+        with_labels = self.has_loss or self.is_encoder_decoder
+        return [{"input_ids": each.input_ids} | ({"labels": each.labels} if with_labels else {}) for each in row]
+
+    def _count(self, sample: Sample) -> int:
+        return 1 if self.by_sequence else int((sample.labels != IGNORED_LABEL).sum())
 
     def _stand_in(self, logits: Tensor, place: int) -> Tensor:
         """A loss of one sequence's logits, for a model without one: their distance from random numbers."""
@@ -141,7 +195,7 @@ class Samples:
         logits, loss = _logits(outputs), _loss(outputs)
         if self.by_sequence:
             there = [len(sample.input_ids) > 0 for sample in row]
-            return Outcome([each.detach() if some else each[:0].detach() for each, some in zip(logits, there)], loss)
+            return Outcome([each if some else each[:0] for each, some in zip(logits, there)], loss)
         sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
         flat = logits[0] if logits.ndim == 3 else logits
         if len(flat) != sum(sizes):
@@ -152,34 +206,10 @@ class Samples:
             )
         parts = flat.split(sizes)
         if not self.has_loss:
-            counts = [int((each.labels != IGNORED_LABEL).sum()) for each in row]
+            counts = [self._count(each) for each in row]
             losses = [self._stand_in(part, at) * count for at, (part, count) in enumerate(zip(parts, counts)) if count]
             loss = torch.stack(losses).sum() / sum(counts)
-        return Outcome([part.detach() for part in parts], loss)
-
-    def gradients_differ(self, packed: Tensor | None, alone: Tensor | None) -> float:
-        """Largest difference of any parameter's gradient, relative to the largest of that parameter.
-
-        Gradients that are rounding noise beside the largest of all are compared with a thousandth of that.
-        """
-        if packed is None or alone is None:
-            return 0.0
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
-        ours, theirs = (
-            torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True) for loss in (packed, alone)
-        )
-        largest = max(float(each.abs().max()) for each in theirs if each is not None)
-        worst = 0.0
-        for mine, other in zip(ours, theirs):
-            if mine is None and other is None:
-                continue
-            shape = mine if mine is not None else other
-            assert shape is not None
-            mine, other = (torch.zeros_like(shape) if each is None else each for each in (mine, other))
-            scale = max(float(other.abs().max()), 1e-3 * largest)
-            difference = float((mine - other).abs().max()) / scale
-            worst = max(worst, difference if difference == difference else float("inf"))
-        return worst
+        return Outcome([*parts], loss)
 
     @contextmanager
     def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:
@@ -226,10 +256,13 @@ class Samples:
 
     def _again(self, seed: int) -> Samples:
         again = Samples(self.model, self.collate, seed)
-        again.has_loss = self.has_loss
+        again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
         return again
 
     # Keywords.
+
+    def _alone(self, sample: Sample) -> dict[str, Any]:
+        return {"input_ids": sample.input_ids[None], **self._labels(sample)}
 
     def _labels(self, sample: Sample) -> dict[str, Tensor]:
         if not self.has_loss:

@@ -74,6 +74,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "loss is used: the logits of a long row are never held. Off: as transformers does."
         },
     )
+    packing_verify: bool = field(
+        default=True,
+        metadata={
+            "help": "Under packing, run a few sequences of the first batch alone and as one packed row through the "
+            "model before the first step: outputs, loss and gradients must be the same. Off: the model is believed."
+        },
+    )
     packing_peak_flops: float | None = field(
         default=None,
         metadata={
@@ -164,6 +171,7 @@ class PackingOptions:
         oversize: what becomes of a sequence over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
         coalesce_gradients: whether ZeRO reduces gradients once per step.
         chunked_loss: whether head and loss run in chunks, where nobody asks for logits.
+        verify: whether the model is proved to keep sequences apart before the first step.
         peak_flops: FLOP/s that one device could do, for ``mfu``; None without it.
     """
 
@@ -172,6 +180,7 @@ class PackingOptions:
     oversize: str
     coalesce_gradients: bool
     chunked_loss: bool
+    verify: bool
     peak_flops: float | None
 
     @property
@@ -213,6 +222,7 @@ class PackingOptions:
             arguments.packing_oversize,
             arguments.packing_coalesce_gradients,
             arguments.packing_chunked_loss,
+            getattr(arguments, "packing_verify", True),
             peak_flops_of(arguments),
         )
 

@@ -40,6 +40,7 @@ _SAME = (
     "packing_oversize",
     "packing_loss_weighting",
     "packing_chunked_loss",
+    "packing_verify",
     "empty_step",
 )
 #: Samples at either end whose lengths are compared.

@@ -83,7 +83,7 @@ class Evaluator:
         trainer.callback_handler.eval_dataloader = dataloader
 
         def evaluate(inputs: Any) -> None:
-            for microbatch, frame in self._microbatches(inputs):
+            for microbatch, frame in self._microbatches(model, inputs):
                 with self.predictor.framed(frame):
                     self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
@@ -111,7 +111,7 @@ class Evaluator:
         self._packer.metrics.merge(record.metrics(), "eval")
         return self._output(record, totals, metric_key_prefix, metrics)
 
-    def _microbatches(self, inputs: Any) -> Iterator[tuple[Any, Frame | None]]:
+    def _microbatches(self, model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Frame | None]]:
         """A collated batch as the model takes it, and the padded rows that packing takes its samples out of."""
         frame = None
         if self._packer.options is not None:
@@ -121,6 +121,7 @@ class Evaluator:
         if not isinstance(inputs, RaggedBatch):
             yield inputs, None
             return
+        self._packer.proof.before_evaluation(model, inputs)
         microbatches, first = self._packer.within_capacity(inputs), 0
         if frame is None and len(microbatches) > 1 and not self.predictor.by_sample:
             frame = Frame.of_ragged(inputs, self.predictor.labels_in(inputs))

@@ -49,7 +49,6 @@ from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.loss.rule import LossRule
 from ullage.training.metering import TokenMeter
 from ullage.training.noise import NoiseHooks
-from ullage.training.packable import make_packable
 from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.rehearsal import Rehearsal
@@ -175,6 +174,7 @@ class RaggedTrainerMixin(_Base):
             model: Any = self.accelerator.unwrap_model(self.model)
             self.neftune_hook_handle = NoiseHooks(model, bare(model).get_input_embeddings())  # pyright: ignore
         self._capacity.begin_run()
+        self._packer.proof.begin_run()
         options, world = self._packer.options, self.args.world_size
         self.meter.begin_run(
             self.args.device,
@@ -222,7 +222,7 @@ class RaggedTrainerMixin(_Base):
         self._reader.forget_model()
         self._packer.forget_model()
         if self._packer.options is not None:
-            make_packable(bare(model))
+            self._packer.proof.pack(bare(model))
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:

@@ -11,29 +11,48 @@ from transformers import PreTrainedModel
 from ullage.attention import packing_problem, require_packing
 from ullage.attention.heads import is_multiple_choice
 from ullage.errors import InputError
-from ullage.mixers import call_equally_often, pack_model
+from ullage.mixers import call_equally_often, is_packed, pack_model
+from ullage.mixers.placing import forward_of, put_in
+from ullage.mixers.ways import Candidates, ways_of
+
+#: Ways in which a model calls each layer once for a row.
+_EQUAL_CALLS = ("native", "mixers")
 
 
-def make_packable(model: nn.Module) -> None:
+def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool = False) -> Candidates | None:
     """Make a bare model keep the sequences of a packed row apart, in place; one that does so already stays as it is.
 
+    Args:
+        model: bare.
+        is_sharded: whether ranks gather its parameters in each call, so that only some ways will do.
+        is_proved: whether its way is proved before the first step: then one that is not certain will do until that.
+
+    Returns the ways that it may be packed in; None for one that was packed before, or that is nobody's but the user's.
     Raises ``InputError`` for a transformers model whose sequences compete by design, and for a model of anybody else
     whose ``forward`` names no ``cu_seq_lens_q``.
     """
+    if is_packed(model):
+        return None
+    if not isinstance(model, PreTrainedModel):
+        problem = packing_problem(model)
+        if problem is not None and "attn_implementation" not in problem:
+            # Whatever its own collator gives it, PackedSequence for example, is what it trains on.
+            raise InputError(
+                f"this model would let packed sequences see each other: {problem}",
+                where=type(model).__name__,
+                hint="leave packing_capacity out: it trains on the batches of its collator",
+            )
+        require_packing(model)
+        return None
+    found = ways_of(model)
     if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
-        return
-    if isinstance(model, PreTrainedModel):
+        return found
+    equal = [way for way in found.ways if way.kind in _EQUAL_CALLS]
+    if is_sharded and is_proved and equal:
+        put_in(model, equal[0], is_proved=True)
+    else:
         pack_model(model)
-        return
-    problem = packing_problem(model)
-    if problem is not None and "attn_implementation" not in problem:
-        # Whatever its own collator gives it, PackedSequence for example, is what it trains on.
-        raise InputError(
-            f"this model would let packed sequences see each other: {problem}",
-            where=type(model).__name__,
-            hint="leave packing_capacity out: it trains on the batches of its collator",
-        )
-    require_packing(model)
+    return found
 
 
 def require_equal_calls(model: nn.Module) -> None:
@@ -43,13 +62,13 @@ def require_equal_calls(model: nn.Module) -> None:
     """
     if call_equally_often(model):
         return
-    way = vars(model)["forward"].way
+    forward = forward_of(model)
     raise InputError(
         "this model cannot be packed where its parameters are sharded: its layers run once per length of a row, so "
         "ranks would gather them unequally often",
         where=type(model).__name__,
         expected="DDP, or ZeRO 1 or 2",
-        found=f"{way}, under ZeRO 3 or FSDP",
+        found=f"{None if forward is None else forward.way}, under ZeRO 3 or FSDP",
         hint="leave packing_capacity and pack_model out: the batches are padded then",
     )
 

@@ -38,7 +38,7 @@ from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.loss.divisions import Division, division_of
 from ullage.training.loss.second_labels import adds_two_losses, uncounted
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.packable import make_packable, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.packable import refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.planned_step import StepPlanner
 from ullage.training.reading import BatchReader
@@ -46,6 +46,7 @@ from ullage.training.reducing import gradients_meet_once
 from ullage.training.trl.known import padded_loss_of
 from ullage.training.trl.metrics import CallMetrics
 from ullage.training.trl.padded import PaddedLoss
+from ullage.training.verifying import PackingProof
 
 logger = logging.get_logger(__name__)
 
@@ -72,6 +73,7 @@ class Packer:
         #: Sequences of the running step, over all ranks.
         self.sequences_of_step = 1
         self.weigher = SequenceWeigher(trainer, reader)
+        self.proof = PackingProof(trainer, reader, self)
 
     @property
     def options(self) -> PackingOptions | None:
@@ -111,7 +113,7 @@ class Packer:
         """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
         options, args = self.options, self._trainer.args
         if options is None:
-            if self._meets_every_microbatch:  # it may have been packed by hand
+            if self.meets_every_microbatch:  # it may have been packed by hand
                 require_equal_calls(self._reader.model)
             return
         if self._reader.evaluates_itself and self.padded_loss is None:
@@ -144,11 +146,11 @@ class Packer:
         if options.oversize == "truncate" and problem is not None:
             raise problem
         refuse_images(self._trainer)
-        make_packable(self._reader.model)
+        self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
         if self.padded_loss is not None:
             self.padded_loss.require_packable()
-        if self._meets_every_microbatch:
+        if self.meets_every_microbatch:
             require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
             raise InputError(
@@ -177,7 +179,7 @@ class Packer:
         return 0 if plugin is None else int(plugin.zero_stage)
 
     @property
-    def _meets_every_microbatch(self) -> bool:
+    def meets_every_microbatch(self) -> bool:
         """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
         return self._zero_stage == 3 or self._trainer.is_fsdp_enabled
 
@@ -195,7 +197,7 @@ class Packer:
         assert self.options is not None
         meter = self._trainer.meter
         meter.times.steps += 1
-        meets = self._meets_every_microbatch
+        meets = self.meets_every_microbatch
         planner = StepPlanner(
             self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
         )
@@ -214,6 +216,7 @@ class Packer:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
+        self.proof.before_step(model, inputs)
         division = self._division(inputs, count)
         self.sequences_of_step = len(inputs.plan.order)
         shares = self._shares(inputs, division, count)
@@ -388,7 +391,7 @@ class Packer:
         # Sharded models run equally often on every rank.
         if (
             options is None
-            or self._meets_every_microbatch
+            or self.meets_every_microbatch
             or int(targets.num_tokens_each(batch).sum()) <= options.capacity
         ):
             return [batch]

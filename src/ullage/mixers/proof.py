@@ -1,0 +1,325 @@
+"""The proof that a packed row gives each sequence what it gets alone, made on the model itself.
+
+A few sequences run one by one, as the model takes them without packing, and once more as one packed row, forward and
+backward, with the model at rest (:mod:`ullage.mixers.at_rest`). Three things are compared: every output by token or by
+sequence; the loss; and the gradients of the outputs, weighed by numbers that are drawn once, with respect to what the
+model embeds. Gradients are added up by id, so nothing has to be known of the calls that a way makes of a row.
+
+How large a difference may be (:func:`limits_of`): products of other shapes are added up in another order, which changes
+the last digits of a result, and every layer adds its own. Differences are relative to the largest number compared.
+
+=========  =========  =========  ==============================================================================
+precision  outputs    gradients  why
+=========  =========  =========  ==============================================================================
+float64    1e-8       1e-7       a part of many models (norms, rotary angles, losses) is float32 by itself
+float32    1e-4       5e-4       some hundred times the rounding of a deep model; a leak of 1e-3 is ten times that
+TF32       1e-2       5e-2       products have 10 bits
+bfloat16   6e-2       2e-1       8 bits; what a layer rounds grows with the depth
+float16    2e-2       1e-1       11 bits, and gradients near the smallest number
+=========  =========  =========  ==============================================================================
+
+The precision is the lowest of any product of the calls, so autocast counts. One sequence is run twice first: where a
+model differs from itself by more than that (random routing), eight times this difference is the limit, and the proof is
+*weak*. Where a loss is not a mean over labels or sequences (a balance of experts, two losses at once), it is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ullage.mixers.at_rest import at_rest, own_attention
+from ullage.mixers.first_module import first_module
+from ullage.mixers.outcome import Outcome, TrialRun
+from ullage.mixers.trial import Trial, trial_of
+
+__all__ = ["Difference", "Limits", "Proof", "Trial", "largest", "limits_of", "prove", "trial_of"]
+
+#: A model that differs from itself may differ so many times more from one call to the next.
+_BY_CHANCE = 8.0
+
+
+class Limits(NamedTuple):
+    """Largest relative difference of outputs, of gradients, and of the loss."""
+
+    outputs: float
+    gradients: float
+    loss: float
+
+
+_LIMITS = {
+    torch.float64: Limits(1e-8, 1e-7, 1e-6),
+    torch.float32: Limits(1e-4, 5e-4, 1e-4),
+    torch.bfloat16: Limits(6e-2, 2e-1, 6e-2),
+    torch.float16: Limits(2e-2, 1e-1, 2e-2),
+}
+_TF32 = Limits(1e-2, 5e-2, 1e-2)
+
+
+def limits_of(dtype: torch.dtype | None, device: torch.device | str = "cpu") -> Limits:
+    """The limits of a precision, which the module's table explains. An unknown one counts as bfloat16."""
+    on_cuda = torch.device(device).type == "cuda"
+    if dtype == torch.float32 and on_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return _TF32
+    return _LIMITS.get(dtype or torch.float32, _LIMITS[torch.bfloat16])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One comparison.
+
+    Attributes:
+        kind: "outputs", "loss" or "gradients".
+        name: which output, or which embedding.
+        value: largest difference, relative to the largest number compared.
+        limit: above which sequences do not get what they get alone.
+        sequence: the one that differs most, where that is known.
+    """
+
+    kind: str
+    name: str
+    value: float
+    limit: float
+    sequence: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within its limit. nan is not."""
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        where = "" if self.sequence is None else f" of sequence {self.sequence}"
+        return f"{self.name}{where} by {self.value:.0e} (limit {self.limit:.0e})"
+
+
+@dataclass
+class Proof:
+    """What a proof has found.
+
+    Attributes:
+        model: class of the model.
+        differences: all comparisons.
+        module: the first module in which a difference appears, with its class; None without one.
+        weak: whether the model differs from itself, so that only large differences count.
+        left_out: what was not compared, and why.
+        seconds: that it took.
+        tokens: that were run, forward and backward.
+        lengths: of the sequences.
+    """
+
+    model: str
+    differences: list[Difference] = field(default_factory=list)
+    module: str | None = None
+    weak: bool = False
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every sequence gets what it gets alone."""
+        return all(each.passed for each in self.differences)
+
+    def problem(self) -> str | None:
+        """What differs and where it begins, in one clause; None if nothing does."""
+        failed = [each for each in self.differences if not each.passed]
+        if not failed:
+            return None
+        kinds = " and ".join(dict.fromkeys(each.kind for each in failed))
+        where = f", first in {self.module}" if self.module is not None else ""
+        return f"{kinds} of packed sequences are not those of each alone: {failed[0]}{where}"
+
+
+def prove(
+    model: nn.Module,
+    trial: Trial,
+    *,
+    call: nn.Module | None = None,
+    training: bool = True,
+    backward: bool = True,
+    dtype: torch.dtype | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> Proof:
+    """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
+
+    Args:
+        model: bare, packed in the way that is to be proved.
+        trial: the keywords of the calls.
+        call: what is called, where that is not the model itself: what wraps it.
+        training: whether in training mode.
+        backward: whether gradients are compared too.
+        dtype: the precision of the model's products; found out if None.
+        agree: whether something holds on any rank, asked on all of them, where they make their calls together.
+
+    Runs twice the row's tokens and those of its shortest sequence, forward and backward. Where something differs, the
+    row runs again, and once more all of it. Trials of as many sequences make as many calls. Raises what the model
+    raises.
+    """
+    begun = time.perf_counter()
+    call = model if call is None else call
+    sizes, proof = list(trial.sizes), Proof(type(model).__name__)
+    proof.lengths = sizes
+    with at_rest(call, training=training) as precision:
+        run = TrialRun(model, trial, call=call, backward=backward)
+        shortest = sizes.index(min(sizes))
+        again, alone, packed = _run_all(run, shortest)
+        if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
+            # What has no entry for each token or sequence would count in the gradients of one side alone.
+            run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
+            again, alone, packed = _run_all(run, shortest)
+        proof.tokens = 2 * sum(sizes) + sizes[shortest]
+        limits = limits_of(dtype or precision.dtype, _device(model))
+        limits = _settle(proof, limits, _repeated(alone[shortest], again))
+        proof.differences = list(_compared(proof, trial, alone, packed, limits))
+        if agree(not proof.passed):
+            # One sequence may have been the same twice by chance.
+            repeated = run.packed(alone)
+            proof.tokens += sum(sizes)
+            if not proof.passed and not proof.weak:
+                limits = _settle(proof, limits, _repeated(packed, repeated))
+                proof.differences = list(_compared(proof, trial, alone, packed, limits))
+            if agree(not proof.passed):
+                in_forward = agree(any(not each.passed for each in proof.differences if each.kind != "gradients"))
+                proof.module = first_module(run, limits.outputs / 4, backward=not in_forward)
+                proof.tokens += 2 * sum(sizes)
+    proof.seconds = time.perf_counter() - begun
+    return proof
+
+
+def _run_all(run: TrialRun, shortest: int) -> tuple[Outcome, list[Outcome], Outcome]:
+    """The shortest sequence, every sequence alone, and the row."""
+    with own_attention(run.model):
+        again = run.alone(shortest)
+        alone = [run.alone(place) for place in range(len(run.trial.alone))]
+    return again, alone, run.packed(alone)
+
+
+def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest difference of any number, relative to the largest number expected; nan and infinity count as infinite."""
+    if [each.shape for each in found] != [each.shape for each in expected]:
+        return inf
+    scale = _most(expected)
+    difference = _most([ours.detach().double() - theirs.detach().double() for ours, theirs in zip(found, expected)])
+    return difference / max(scale, 1e-30) if isfinite(difference) and isfinite(scale) else inf
+
+
+def _most(values: Sequence[Tensor]) -> float:
+    """Largest absolute number; nan where one is."""
+    each = [value.detach().abs().max().double() for value in values if value.numel()]
+    return float(torch.stack(each).max()) if each else 0.0
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
+def _settle(proof: Proof, limits: Limits, repeated: tuple[float, float]) -> Limits:
+    """The limits, wider for a model that differs from itself."""
+    outputs, gradients = repeated
+    if outputs <= limits.outputs and gradients <= limits.gradients:
+        return limits
+    proof.weak = True
+    wide = max(_BY_CHANCE * outputs, limits.outputs)
+    return Limits(wide, max(_BY_CHANCE * gradients, limits.gradients), max(wide, limits.loss))
+
+
+def _repeated(first: Outcome, again: Outcome) -> tuple[float, float]:
+    """How much two runs of one call differ, in outputs and in gradients."""
+    outputs = max((largest(again.outputs[name], first.outputs[name]) for name in first.outputs), default=0.0)
+    gradients = max((value for _, value in _gradients_differ([again], [first])), default=0.0)
+    return outputs, gradients
+
+
+def _compared(
+    proof: Proof, trial: Trial, alone: Sequence[Outcome], packed: Outcome, limits: Limits
+) -> Iterator[Difference]:
+    """All comparisons of a row with its sequences; what cannot be compared is noted."""
+    left: list[str] = []
+    if not packed.outputs:
+        left.append("outputs: none has an entry for each token or sequence")
+    agrees = True
+    for name, parts in packed.outputs.items():
+        expected = [each.outputs[name][0] for each in alone]
+        if not isfinite(_most(expected)):
+            left.append(f"{name}: not finite for a sequence alone")
+            continue
+        scale = max(_most(expected), 1e-30)
+        each = [_most([ours.double() - theirs.double()]) / scale for ours, theirs in zip(parts, expected)]
+        worst = max(range(len(each)), key=lambda place: each[place] if isfinite(each[place]) else inf)
+        value = each[worst] if isfinite(each[worst]) else inf
+        agrees = agrees and value <= limits.outputs
+        yield Difference("outputs", name, value, limits.outputs, worst)
+    for name, value in _gradients_differ([packed], alone):
+        agrees = agrees and value <= limits.gradients
+        yield Difference("gradients", f"gradients at {name}", value, limits.gradients)
+    yield from _losses_compared(trial, alone, packed, limits, agrees, left)
+    proof.left_out = list(dict.fromkeys(left))
+
+
+def _losses_compared(
+    trial: Trial, alone: Sequence[Outcome], packed: Outcome, limits: Limits, agrees: bool, left: list[str]
+) -> Iterator[Difference]:
+    left.extend(packed.parts)
+    counts = trial.counts
+    if packed.loss is None:
+        return
+    if counts is None or not sum(counts):
+        left.append("the loss: no mean over labels, or over sequences")
+        return
+    counted = [(each.loss, count) for each, count in zip(alone, counts) if count and each.loss is not None]
+    expected = sum(float(loss) * count for loss, count in counted) / sum(counts)
+    value = abs(float(packed.loss) - expected) / max(abs(expected), 1e-30)
+    # A mean over labels adds up what the outputs differ by; it may itself be near zero.
+    limit = max(limits.loss, limits.loss / max(abs(expected), 1e-30))
+    if agrees and not value <= limit and not trial.is_strict:
+        left.append("the loss: by the model's own rule it is no mean over labels")
+        return
+    yield Difference("loss", "the loss", value if isfinite(value) else inf, limit)
+
+
+def _gradients_differ(found: Sequence[Outcome], expected: Sequence[Outcome]) -> Iterator[tuple[str, float]]:
+    """By embedding, the largest difference of the gradients of its ids, relative to the largest of them."""
+    ours, theirs = _by_embedding(found), _by_embedding(expected)
+    names = [name for name in theirs if name in ours]
+    sums = {name: _added_up(ours[name], theirs[name]) for name in names}
+    most = max((_most([wanted]) for _, wanted in sums.values()), default=0.0)
+    for name, (given, wanted) in sums.items():
+        if not isfinite(_most([wanted])):
+            continue
+        # What is rounding noise beside the largest of all is compared with a thousandth of that.
+        scale = max(_most([wanted]), 1e-3 * most, 1e-30)
+        value = _most([given - wanted]) / scale if given.shape == wanted.shape else inf
+        yield name, value if isfinite(value) else inf
+
+
+def _by_embedding(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
+    found: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
+    for outcome in outcomes:
+        for leaf, gradient in zip(outcome.leaves, outcome.gradients):
+            if gradient is not None:
+                found.setdefault(leaf.name, []).append((leaf.ids, gradient))
+    return found
+
+
+def _added_up(
+    ours: Sequence[tuple[Tensor | None, Tensor]], theirs: Sequence[tuple[Tensor | None, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Gradients [ids, d] of both sides, added up by id; those of numbers lie end to end."""
+    if any(ids is None for ids, _ in (*ours, *theirs)):
+        first, second = (torch.cat([gradient.double() for _, gradient in side], 1) for side in (ours, theirs))
+        return first, second
+    ids = torch.cat([each.flatten() for each, _ in (*ours, *theirs) if each is not None])
+    known, place = ids.unique(return_inverse=True)
+    number = sum(each.numel() for each, _ in ours if each is not None)
+    sums = []
+    for side, places in ((ours, place[:number]), (theirs, place[number:])):
+        rows = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for _, gradient in side]).double()
+        sums.append(rows.new_zeros(len(known), rows.shape[1]).index_add(0, places, rows))
+    return sums[0], sums[1]

@@ -1,0 +1,372 @@
+"""The way that a model gets: sure without a proof, native only where all parts are known, and what a proof may try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import ullage
+import ullage.attention
+from tests.support.own_models import LEAKING, ShiftLlamaForCausalLM, bert_config, llama_config
+from ullage import RaggedBatch, pack_model
+from ullage.errors import InputError
+from ullage.mixers import CompetingSequences
+from ullage.mixers.placing import put_in, take_out
+from ullage.mixers.ways import Way, ways_of
+from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
+
+LENGTHS = (7, 3, 12, 1, 3)
+
+
+def rows(lengths=LENGTHS, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=random) for length in lengths]
+
+
+def packed_row():
+    return RaggedBatch.from_samples([{"input_ids": row} for row in rows()]).to_flattened()
+
+
+def alone(model):
+    return torch.cat([model(input_ids=row[None]).logits[0] for row in rows()])
+
+
+def difference(model):
+    """Of the logits of a packed row from those of its sequences alone; ``model`` is packed."""
+    found, expected = model(**packed_row()).logits[0], alone(model)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().eval()
+
+
+# Models of one's own.
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_model_of_ones_own_does_not_leak_without_a_proof(name):
+    make, kind = LEAKING[name]
+    model = made(make)
+    found = ways_of(model)
+    assert (found.is_certain, found.sure.kind) == (False, kind)
+    with torch.no_grad():
+        with pack_model(model) as packed:
+            assert packed.way == found.sure
+            assert difference(model) < 1e-6
+        # The ways that were taken before do leak: the finest that can be tried.
+        put_in(model, found.ways[0], is_proved=True)
+        assert difference(model) > 1e-3
+        take_out(model)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_way_that_leaks_is_not_found_packable_by_hand(name):
+    model = made(LEAKING[name][0])
+    model.set_attn_implementation("ullage")
+    problem = ullage.attention.packing_problem(model)
+    assert problem is not None
+    with pytest.raises(InputError), torch.no_grad():
+        model(**packed_row())
+
+
+def test_what_is_unknown_is_named():
+    found = ways_of(made(lambda: ShiftLlamaForCausalLM(llama_config())))
+    assert [part.path for part in found.unknown] == ["model.layers.0", "model.layers.1"]
+    assert str(found.unknown[0]) == "model.layers.0 (ShiftLayer), a class of tests.support.own_models"
+    assert [way.kind for way in found.ways] == ["native", "backbone", "whole"]
+
+
+def test_a_subclass_that_changes_no_forward_keeps_its_way():
+    class Mine(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = nn.Linear(2, 2)
+
+        def prepare_inputs_for_generation(self, *arguments, **keywords):
+            return super().prepare_inputs_for_generation(*arguments, **keywords)
+
+    found = ways_of(made(lambda: Mine(llama_config())))
+    assert found.is_certain
+    assert found.sure == Way("native")
+
+
+def test_a_name_is_not_believed_where_the_forward_is_of_another_head():
+    class MineForTokenClassification(transformers.BertForSequenceClassification):
+        pass
+
+    assert ways_of(made(lambda: MineForTokenClassification(bert_config()))).sure.kind == "whole"
+
+
+@pytest.mark.regression
+def test_a_pool_put_into_a_hybrid_ends_its_certainty():
+    from ullage.proofs.tiny import tiny_model
+
+    model = tiny_model("qwen3_next", "causal")
+    assert ways_of(model).sure.kind == "mixers"
+    model.model.norm = nn.Sequential(model.model.norm, nn.AvgPool1d(3, 1, 1))
+    found = ways_of(model)
+    assert (found.is_certain, found.sure.kind) == (False, "backbone")
+    model.lm_head = nn.Sequential(nn.ConstantPad2d((0, 0, 1, -1), 0.0), model.lm_head)
+    assert ways_of(model).sure.kind == "whole"
+
+
+# Hooks and functions put in the place of others.
+
+
+def test_a_hook_within_the_backbone_gets_sequences_as_rows():
+    model = made(lambda: LlamaForCausalLM(llama_config()))
+    model.model.layers[0].register_forward_hook(lambda module, given, rows: rows + rows.cumsum(1))
+    with pack_model(model) as packed, torch.no_grad():
+        assert packed.way.kind == "backbone"
+        assert difference(model) < 1e-6
+
+
+def test_a_hook_on_the_backbone_runs_around_it():
+    model = made(lambda: LlamaForCausalLM(llama_config()))
+    model.model.register_forward_pre_hook(lambda module, given: None)
+    found = ways_of(model)
+    assert (found.sure.kind, found.doubts) == ("whole", ())
+    model.register_forward_hook(lambda module, given, outputs: None)
+    assert [part.path for part in ways_of(model).doubts] == [""]
+
+
+@pytest.mark.regression
+def test_a_forward_put_into_an_instance_is_not_believed():
+    model = made(lambda: LlamaForCausalLM(llama_config()))
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda rows: own(rows + rows.roll(1, 1))
+    with pack_model(model) as packed, torch.no_grad():
+        assert packed.way.kind == "backbone"
+        assert difference(model) < 1e-6
+
+
+@pytest.mark.regression
+def test_an_attention_of_another_author_is_not_replaced():
+    def linear(module, query, key, value, attention_mask, **others):
+        scores = (query @ key.transpose(2, 3)).tril()
+        return (scores @ value).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("linear_of_mine", linear)
+    model = made(lambda: LlamaForCausalLM._from_config(llama_config(), attn_implementation="linear_of_mine"))
+    with torch.no_grad():
+        expected = alone(model)
+        with pack_model(model) as packed:
+            assert packed.way.kind == "backbone"
+            assert torch.allclose(model(**packed_row()).logits[0], expected, atol=1e-5)
+
+
+# Models that name the lengths.
+
+
+class Naming(nn.Module):
+    """Sums each sequence by its lengths."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(99, 4), norm
+
+    def forward(self, input_ids, cu_seq_lens_q=None, **others):
+        return self.norm(self.embedding(input_ids)[0])
+
+
+def test_a_model_that_names_the_lengths_is_believed_and_not_certain():
+    found = ways_of(Naming(nn.LayerNorm(4)))
+    assert (found.is_certain, found.sure.kind) == (False, "native")
+    assert [way.kind for way in found.ways] == ["native", "whole"]
+
+
+@pytest.mark.regression
+def test_statistics_over_the_row_are_refused_whatever_the_forward_names():
+    with pytest.raises(CompetingSequences, match=r"norm \(BatchNorm1d\)"):
+        ways_of(Naming(nn.BatchNorm1d(4)))
+    with pytest.raises(CompetingSequences, match="norm"):
+        pack_model(Naming(nn.BatchNorm1d(4)))
+
+
+# Wrappers that change nothing.
+
+
+def adapted(**settings):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(LlamaForCausalLM(llama_config()), LoraConfig(r=2, init_lora_weights=False, **settings))
+    return model.base_model.model
+
+
+def of_peft(kind, **settings):
+    import peft
+
+    model = peft.get_peft_model(LlamaForCausalLM(llama_config()), getattr(peft, kind)(**settings))
+    return model.base_model.model
+
+
+def parametrized():
+    model = LlamaForCausalLM(llama_config())
+    for layer in model.model.layers:
+        nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
+        nn.utils.parametrizations.orthogonal(layer.self_attn.q_proj)
+    return model
+
+
+def parametrized_by_ones_own():
+    class Symmetric(nn.Module):
+        def forward(self, weight):
+            return weight.triu() + weight.triu(1).T
+
+    model = LlamaForCausalLM(llama_config())
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].self_attn.q_proj, "weight", Symmetric())
+    return model
+
+
+def compiled_by_region():
+    model = LlamaForCausalLM(llama_config())
+    for place, layer in enumerate(model.model.layers):
+        model.model.layers[place] = torch.compile(layer, backend="eager")
+    model.model.compile(backend="eager")
+    return model
+
+
+def checkpointed():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = LlamaForCausalLM(llama_config())
+    for place, layer in enumerate(model.model.layers):
+        model.model.layers[place] = checkpoint_wrapper(layer)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def noisy():
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model = LlamaForCausalLM(llama_config())
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    return model
+
+
+def of_accelerate():
+    from accelerate import Accelerator
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(LlamaForCausalLM(llama_config()))
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    return model
+
+
+def quantised():
+    """torch's own; what wants a GPU is told by its module, below."""
+    model = LlamaForCausalLM(llama_config())
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+WRAPPED = {
+    "LoRA": lambda: adapted(target_modules="all-linear"),
+    "LoRA on embeddings": lambda: adapted(target_modules=["q_proj", "embed_tokens"]),
+    "DoRA": lambda: adapted(target_modules=["q_proj", "down_proj"], use_dora=True),
+    "modules to save": lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "trainable tokens": lambda: adapted(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "IA3": lambda: of_peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": lambda: of_peft("VeraConfig", target_modules=["q_proj", "v_proj"], r=4),
+    "AdaLoRA": lambda: of_peft("AdaLoraConfig", target_modules=["q_proj"], total_step=9),
+    "LoHa": lambda: of_peft("LoHaConfig", target_modules=["q_proj"], r=2),
+    "OFT": lambda: of_peft("OFTConfig", target_modules=["q_proj"], r=0, oft_block_size=4),
+    "LN tuning": lambda: of_peft("LNTuningConfig", target_modules=["input_layernorm"]),
+    "parametrized": parametrized,
+    "parametrized by a class of one's own": parametrized_by_ones_own,
+    "compiled by region": compiled_by_region,
+    "checkpointed": checkpointed,
+    "NEFTune": noisy,
+    "accelerate": of_accelerate,
+    "quantised": quantised,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_that_change_nothing_keep_the_native_way(name):
+    model = made(WRAPPED[name])
+    found = ways_of(model)
+    assert found.is_certain, [str(part) for part in found.unknown]
+    assert found.sure.kind == "native"
+
+
+def test_a_compiled_model_keeps_the_native_way():
+    model = torch.compile(made(lambda: LlamaForCausalLM(llama_config())), backend="eager")
+    assert str(pack_model(model).way) == "native"
+
+
+def test_adapters_that_average_over_tokens_are_refused():
+    with pytest.raises(CompetingSequences, match="averages the choice of its adapters"):
+        ways_of(of_peft("LilyConfig", target_modules=["q_proj"], r=2, num_B=2))
+    with pytest.raises(CompetingSequences, match="invocation tokens once per row"):
+        ways_of(adapted(target_modules=["q_proj"], alora_invocation_tokens=[5, 6]))
+
+
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp_makes_classes_whose_bases_are_known(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(model):
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    found = ways_of(sharded(made(lambda: LlamaForCausalLM(llama_config()))))
+    assert (found.is_certain, found.sure.kind) == (True, "native")
+    found = ways_of(sharded(made(lambda: ShiftLlamaForCausalLM(llama_config()))))
+    assert (found.is_certain, found.sure.kind) == (False, "backbone")
+    # Our own model's head for classes reads the lengths, under the class that FSDP makes of it too.
+    config = RecurrentConfig(cell="gru", vocab_size=99, hidden_size=8, num_labels=3)
+    found = ways_of(fully_shard(RecurrentForSequenceClassification(config)))
+    assert (found.is_certain, found.sure.kind) == (True, "native")
+
+
+def test_a_remote_code_model_is_native_once_it_is_proved(tmp_path, monkeypatch):
+    """The code of transformers' Llama, as a folder brings it: its classes are of nobody known."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    code = Path(transformers.models.llama.modeling_llama.__file__).read_text()
+    code = code.replace("from ...", "from transformers.").replace("from .", "from transformers.models.llama.")
+    folder = tmp_path / "llama_of_mine"
+    folder.mkdir()
+    (folder / "modeling_mine.py").write_text(code)
+    config = llama_config(auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
+    monkeypatch.setattr(config, "name_or_path", str(folder))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules.")
+    with pack_model(model) as packed, torch.no_grad():
+        assert packed.way.kind == "whole"
+        assert difference(model) < 1e-6
+    samples = [{"input_ids": row} for row in rows()]
+    with pack_model(model, verify=samples) as packed, torch.no_grad():
+        assert packed.way.kind == "native"
+        assert difference(model) < 1e-6
+        # What was proved is not asked again, by this or by anybody who asks whether it packs.
+        assert ullage.attention.supports_packing(model)
+    assert not ullage.attention.supports_packing(model)
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_proof_takes_no_way_that_leaks(name):
+    make, kind = LEAKING[name]
+    model = made(make)
+    with pack_model(model, verify=[{"input_ids": row} for row in rows()]) as packed:
+        assert packed.way.kind == kind
