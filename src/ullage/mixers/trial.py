@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ullage.attention.heads import (
     KNOWN_AUTHORS,
+    is_multiple_choice,
     loss_author,
     loss_shifts,
     package_of,
@@ -19,6 +20,7 @@ from ullage.attention.heads import (
 )
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.mixers.two_losses import has_two_losses
 from ullage.schema import IGNORED_LABEL, is_target
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
@@ -79,6 +81,8 @@ def trial_of(
     for name in targets:
         packed[name] = torch.nested.nested_tensor([sample[name] for sample in samples], layout=torch.jagged)
     alone = [{name: value[None] for name, value in sample.items()} for sample in samples]
+    if is_multiple_choice(model):  # each choice as a question of one
+        alone = [{name: value[None] for name, value in choice.items()} for choice in alone]
     sizes = [int(length) for length in batch.layout.lengths]
     counts, is_strict = counts_of(model, alone)
     return Trial(
@@ -102,7 +106,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
     if not all(isinstance(each, Tensor) for each in labels):
         of_spans = spans_sequences(model) and bool(per_sequence)
         return ([1.0] * len(alone), is_known) if of_spans else (None, False)
-    if per_sequence:
+    if per_sequence or has_two_losses(model, alone[0]):
         return None, False
     shifts = loss_shifts(model)
     counts = []

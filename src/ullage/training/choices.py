@@ -89,6 +89,11 @@ def apart(batch: RaggedBatch) -> tuple[RaggedBatch, Int64, dict[str, Tensor]]:
     return RaggedBatch(values, Layout(lengths)), np.bincount(question[begins], minlength=len(batch)), fields
 
 
+def last_choice(batch: RaggedBatch) -> RaggedBatch:
+    """The last choice of a batch of questions, without the fields by question. Waits for the device."""
+    return RaggedBatch.from_samples(apart(batch)[0].samples()[-1:])
+
+
 def flattened(batch: RaggedBatch) -> dict[str, Any]:
     """The keywords of a packed call on questions (:mod:`ullage.mixers.choices`)."""
     choices, numbers, fields = apart(batch)

@@ -25,7 +25,7 @@ from ullage.mixers.trial import Trial, trial_of
 from ullage.mixers.trying import first_accepted
 from ullage.mixers.ways import Candidates, Way
 from ullage.schema import IGNORED_LABEL, fill_value
-from ullage.training import targets
+from ullage.training import choices, targets
 from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
@@ -209,7 +209,8 @@ class PackingProof:
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
-        each = [targets.apart(batch) for batch in chosen]
+        # A head of multiple choice scores each choice by itself: one of each question.
+        each = [choices.last_choice(batch) if choices.has_choices(batch) else targets.apart(batch) for batch in chosen]
         samples = [dict(sample) for batch in each for sample in batch.samples()]
         if self._packer.padded_loss is not None:
             # Its loss is made of rows; what the model makes of the tokens is what packing could change.
