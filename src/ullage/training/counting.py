@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
+from ullage.training.choices import apart, has_choices
 from ullage.training.targets import num_tokens_each
 
 
@@ -63,7 +64,8 @@ def knows_padding(inputs: Any, main_input: str) -> bool:
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
     """Elements of the same batch when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
-        return inputs.layout.num_items * inputs.max_seqlen
+        rows = apart(inputs)[0] if has_choices(inputs) else inputs
+        return rows.layout.num_items * rows.max_seqlen
     value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) * len(value.batch_sizes)
