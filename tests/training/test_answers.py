@@ -69,6 +69,23 @@ def test_without_packing_padded_samples_train_as_plain_ones(tmp_path):
 
 
 @pytest.mark.regression
+@pytest.mark.parametrize("capacity", [40, 4096])
+def test_answers_behind_their_sequences_do_not_count(tmp_path, capacity):
+    """As in padded rows of their length: the mean is over the others, where it was not a number."""
+    samples = samples_of(None)
+    for k in (1, 4, 5):
+        samples[k] |= {"start_positions": 600, "end_positions": 601}
+    model = packed_models.make_model("llama_answers").double()
+    counted = [sample for k, sample in enumerate(samples[:4]) if k != 1]
+    losses = [model(**RaggedCollator()([sample]).to_padded()).loss for sample in counted]
+    torch.stack(losses).mean().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    found = trained(tmp_path, samples, RaggedCollator(), packing_capacity=capacity)
+    assert found[0] == pytest.approx((float(sum(losses) / 3), float(torch.nn.utils.get_total_norm(grads))), rel=1e-6)
+    assert found[1][0] > 0.1
+
+
+@pytest.mark.regression
 def test_every_collator_moves_places(tmp_path):
     plain, left = samples_of(None), samples_of("left")
     batch = RaggedCollator()(left)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import is_multiple_choice, loss_divides_by_count, works_by_sequence
+from ullage.mixers.answers import loss_of_answers
 from ullage.mixers.by_lengths import call_by_lengths, join_outputs
 from ullage.mixers.choices import of_one_choice
 from ullage.mixers.rows import Groups, PackedRow
@@ -55,7 +56,9 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     if losses[0] is None:
         return joined
     counts = _counts(keywords.get("labels"), groups, by_sequence=by_sequence)
-    loss = _weighted(losses, counts)
+    loss = loss_of_answers(model, outputs, groups, keywords)
+    if loss is None:
+        loss = _weighted(losses, counts)
     if num_items is not None and loss_divides_by_count(model):
         loss = loss * (sum(counts) / num_items)
     if isinstance(joined, tuple):

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.schema import IGNORED_LABEL
+from ullage.schema import IGNORED_LABEL, POSITION_NAMES
+from ullage.training.choices import apart, has_choices
 from ullage.training.targets import num_tokens_each
 
 
@@ -63,7 +64,8 @@ def knows_padding(inputs: Any, main_input: str) -> bool:
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
     """Elements of the same batch when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
-        return inputs.layout.num_items * inputs.max_seqlen
+        rows = apart(inputs)[0] if has_choices(inputs) else inputs
+        return rows.layout.num_items * rows.max_seqlen
     value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) * len(value.batch_sizes)
@@ -108,6 +110,8 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
         return None
     if labels.is_nested:
         return torch.cat([row.flatten() for row in labels.unbind()])
+    if name in POSITION_NAMES and flattened and isinstance(inputs, RaggedBatch):
+        return _within_sequences(inputs, labels.reshape(-1))
     if isinstance(inputs, RaggedBatch):
         # In a flat row the model gets the labels of to_flattened, the first of each sequence -100, unless its loss is
         # known not to shift (forms.keywords_of). In padded rows a loss that shifts drops the first column: the same.
@@ -115,6 +119,12 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
             return labels.flatten()
         return inputs.to_flattened()["labels"].flatten()
     return (labels[..., 1:] if shifts and labels.ndim >= 2 else labels).flatten()
+
+
+def _within_sequences(batch: RaggedBatch, places: Tensor) -> Tensor:
+    """Places of answers, -100 for one behind its sequence, which heads ignore."""
+    lengths = torch.tensor(batch.layout.lengths.tolist(), device=places.device)
+    return places.masked_fill(places >= lengths, IGNORED_LABEL)
 
 
 def count_labels(elements: Tensor) -> Tensor:
