@@ -44,6 +44,8 @@ from ullage.errors import CheckpointError, InputError, require_int
 _SUB_GROUP_SIZE = 10**9
 #: More data-parallel ranks than any run has; each is a file.
 _MAX_RANKS = 1 << 16
+#: As many may be asked for whatever the model.
+_FEW_RANKS = 1024
 #: Part of the names of experts in DeepSpeed's own layers.
 _EXPERT = ".deepspeed_experts."
 _WEIGHTS_ONLY = "write the weights alone: --weights-only"
@@ -81,11 +83,12 @@ def zero_targets(
 
 
 def _require_elements(inventory: Inventory, ranks: int) -> None:
-    """Raise ``InputError`` for more ranks than any run has, or than there are elements for."""
+    """Raise ``InputError`` for more ranks than any run has; a large one has more elements than ranks."""
     numel = sum(t.numel for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32")
-    if ranks > min(_MAX_RANKS, max(numel, 1)):
-        expected = f"at most {_MAX_RANKS:,}" if numel > _MAX_RANKS else f"at most {max(numel, 1):,}, one per element"
-        raise InputError("too many ranks", expected=expected, found=f"{ranks:,}")
+    most = min(_MAX_RANKS, max(numel, _FEW_RANKS))
+    if ranks > most:
+        found = f"{ranks:,} for {numel:,} elements"
+        raise InputError("too many ranks", expected=f"at most {most:,}", found=found)
 
 
 def notes_on_rounded(targets: list[Target]) -> list[str]:
