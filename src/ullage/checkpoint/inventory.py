@@ -353,8 +353,8 @@ class Inventory(Paged):
             path = self.folder / file.name
             size = path.stat().st_size if path.exists() else -1
             if size != file.num_bytes:
-                facts = {"expected": f"{file.num_bytes} bytes", "found": "no file" if size < 0 else f"{size} bytes"}
-                found.append(Problem("a file changed", file.name, file.dp_rank, **facts))
+                wanted, there = f"{file.num_bytes} bytes", "no file" if size < 0 else f"{size} bytes"
+                found.append(Problem("a file changed", file.name, file.dp_rank, expected=wanted, found=there))
         for tensor in self.tensors:
             found += _tensor_problems(self, tensor, sizes)
         return found

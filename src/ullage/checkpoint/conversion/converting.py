@@ -136,7 +136,7 @@ def _report(inventory: Inventory, targets: list[Target], target: Path, format: s
         num_tensors=sum(len(t.payloads) for t in targets),
         num_files=len(targets),
         num_bytes=sum(t.num_bytes for t in targets),
-        notes=[*inventory.notes, *formats.notes(inventory, format)],
+        notes=[*inventory.notes, *formats.notes(inventory, format, targets)],
     )
 
 

@@ -17,13 +17,17 @@ from ullage.errors import InputError
 
 #: Bytes of the longest path of a file.
 _LONGEST_PATH = 4095
+#: Bytes of the longest name of a file or folder.
+_LONGEST_NAME = 255
 #: Bytes of the longest key of an object in the stores in use.
 _LONGEST_KEY = 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def partial_of(target: Path) -> Path:
-    """The folder in which a conversion to ``target`` works."""
+    """The folder in which a conversion to ``target`` works. Raises ``InputError`` for a target without a name."""
+    if not target.name:
+        raise InputError("the target is the root of the file system", where=str(target), hint="name a folder in it")
     return target.with_name(target.name + ".partial")
 
 
@@ -42,6 +46,14 @@ def require_paths(targets: list[Target], target: Path) -> None:
     longest = max(names, key=lambda name: len(os.fsencode(name)), default="")
     size = len(os.fsencode(str(partial_of(target) / longest)))
     limit = _LONGEST_KEY if is_remote(target) else _LONGEST_PATH
+    if not is_remote(target):
+        name = max(partial_of(target).parts, key=lambda part: len(os.fsencode(part)))
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            expected = f"{_LONGEST_NAME} bytes, those of .partial among them"
+            found = f"{len(os.fsencode(name))}"
+            raise InputError(
+                "the name of the target would be too long", where=name[:80], expected=expected, found=found
+            )
     if size > limit:
         raise InputError("a path would be too long", where=longest[:80], expected=f"{limit} bytes", found=f"{size}")
 

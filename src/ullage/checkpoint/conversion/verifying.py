@@ -66,10 +66,11 @@ def _pairs(ours: Inventory, theirs: Inventory) -> tuple[list[Pair], list[Problem
     pairs: list[Pair] = []
     problems: list[Problem] = []
     weights_only = not loaded.has_optimizer(theirs)
+    divided = any(tensor.group is not None for tensor in ours.tensors)
     for tensor in ours.tensors:
         if weights_only and tensor.kind == "parameter" and tensor.key != "fp32":
             continue
-        other = _find(theirs, tensor)
+        other = _find(theirs, tensor, divided)
         if other is None:
             problems.append(Problem(f"{tensor.key} is missing in the target", parameter=tensor.name))
         elif other.shape != tensor.shape:
@@ -96,8 +97,14 @@ def _pairs(ours: Inventory, theirs: Inventory) -> tuple[list[Pair], list[Problem
     return pairs, problems
 
 
-def _find(theirs: Inventory, tensor: Tensor) -> Tensor | None:
+def _find(theirs: Inventory, tensor: Tensor, divided: bool) -> Tensor | None:
+    """The tensor of the target that holds this one.
+
+    ``divided``: whether the source tells trained parameters from other weights. Where it does not, and of what has no
+    elements, a target may call a weight what it must be there.
+    """
+    free = tensor.kind != "parameter" or (tensor.key == "fp32" and (not divided or not tensor.numel))
     for kind in (tensor.key, "frozen", "buffer", "fp32"):
-        if (tensor.name, kind) in theirs and (kind == tensor.key or tensor.kind != "parameter"):
+        if (tensor.name, kind) in theirs and (kind == tensor.key or free):
             return theirs.tensor(tensor.name, kind)
     return None

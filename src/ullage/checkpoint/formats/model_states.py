@@ -26,6 +26,8 @@ from ullage.errors import CheckpointError
 DEEPSPEED = "0.19.8"
 #: What the source's model states say of its own layout, which is not the target's.
 _OWN = ("checkpoint_parallel_dimensions", "frozen_param_fragments")
+#: Names that torch gives to the buffers of BatchNorm and its kin; no optimizer has them.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,8 @@ class ModelParts:
 
 
 def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> ModelParts:
-    """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained.
+    """The tensors of an inventory, divided. Without groups every tensor of floats counts as trained, but for the
+    statistics of normalisations.
 
     Raises ``CheckpointError`` for optimizer state of a parameter that is in no group.
     """
@@ -65,7 +68,8 @@ def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGrou
         if tensor.kind == "parameter" and tensor.key != "fp32":
             continue
         kind = tensor.kind
-        if kind == "parameter" and not groups and tensor.dtype not in FLOATS:
+        is_statistic = tensor.name not in named and tensor.name.rpartition(".")[2] in _STATISTICS
+        if is_statistic or (kind == "parameter" and not groups and tensor.dtype not in FLOATS):
             kind = "buffer"
         elif kind == "parameter" and groups and tensor.name not in named:
             if tensor.name in stateful:
@@ -84,7 +88,8 @@ def module_dtype(inventory: Inventory) -> str | None:
     trained = {t.name for t in inventory.tensors if t.kind == "parameter" and t.numel}
     for model in models.values():
         for name, value in (model.module or {}).items():
-            if name in trained and isinstance(value, TensorRef) and value.dtype in FLOATS:
+            # An engine trains in no other dtype; a weight of float64 keeps it, whatever the others have.
+            if name in trained and isinstance(value, TensorRef) and value.dtype in FLOATS[1:]:
                 return value.dtype
     return None
 

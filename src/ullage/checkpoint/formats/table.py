@@ -14,6 +14,7 @@ from ullage.checkpoint.formats.dcp import dcp_targets
 from ullage.checkpoint.formats.dcp_reading import read_dcp
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import locate
+from ullage.checkpoint.formats.optimizer_groups import known_buffers
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
 from ullage.checkpoint.formats.torch_dist import torch_dist_targets
 from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
@@ -21,7 +22,7 @@ from ullage.checkpoint.formats.trainer_folder import trainer_targets
 from ullage.checkpoint.formats.trainer_reading import read_trainer
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
 from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
-from ullage.checkpoint.formats.zero_writing import zero_targets
+from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import let_go, path_of, reached
@@ -112,8 +113,16 @@ def universal_files(inventory: Inventory) -> list[Target]:
     return universal_targets_of_any(inventory)
 
 
-def notes(inventory: Inventory, format: str) -> list[str]:
-    """Facts about a conversion to ``format`` that hinder nothing: what the source lacks, or the target leaves out."""
+def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]:
+    """Facts about a conversion that hinder nothing: what the source lacks, or the target leaves out or rounds.
+
+    ``targets``: the files that the conversion writes.
+    """
+    if format in STAGES:
+        said = [*model_states.notes_on_missing(inventory), *notes_on_rounded(targets)]
+        if STAGES[format] == 3 and not inventory.groups and known_buffers(inventory) is None:
+            said.append("nothing says which tensors are buffers: those of floats are taken for parameters")
+        return said
     if format == "trainer":
         return trainer_folder.notes_on_missing(inventory)
     if format == "universal" and inventory.format == "zero" and inventory.written_by.stage:

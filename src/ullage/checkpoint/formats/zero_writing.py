@@ -37,10 +37,15 @@ from ullage.checkpoint.formats.universal import described, number
 from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.partitions import stage3_group, stage12_group
+from ullage.display import counted
 from ullage.errors import CheckpointError, InputError, require_int
 
 #: Elements of a sub-group at stage 3, unless the source's configuration says otherwise: DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
+#: More data-parallel ranks than any run has; each is a file.
+_MAX_RANKS = 1 << 16
+#: As many may be asked for whatever the model.
+_FEW_RANKS = 1024
 #: Part of the names of experts in DeepSpeed's own layers.
 _EXPERT = ".deepspeed_experts."
 _WEIGHTS_ONLY = "write the weights alone: --weights-only"
@@ -64,6 +69,7 @@ def zero_targets(
     if ranks is None:
         raise InputError("a ZeRO checkpoint is of a number of ranks", hint="give ranks, or --ranks, of the run to come")
     ranks = require_int(ranks, "ranks", least=1)
+    _require_elements(inventory, ranks)
     writer = _writer(inventory, stage, ranks, dtype, optimizer)
     prefix = "bf16_" if writer.parts.dtype == "bfloat16" else ""
     found = [
@@ -74,6 +80,32 @@ def zero_targets(
         return [*found, _archive(inventory, "mp_rank_00_model_states.pt", writer.model())]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
     return found + [_archive(inventory, name, writer.model(rank)) for rank, name in enumerate(names)]
+
+
+def _require_elements(inventory: Inventory, ranks: int) -> None:
+    """Raise ``InputError`` for more ranks than any run has; a large one has more elements than ranks."""
+    numel = sum(t.numel for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32")
+    most = min(_MAX_RANKS, max(numel, _FEW_RANKS))
+    if ranks > most:
+        found = f"{ranks:,} for {numel:,} elements"
+        raise InputError("too many ranks", expected=f"at most {most:,}", found=found)
+
+
+def notes_on_rounded(targets: list[Target]) -> list[str]:
+    """A note where tensors of float64 are rounded: as masters of weights, in a group or module of another dtype."""
+    found: dict[str, str] = {}
+    for target in targets:
+        for payload in target.payloads:
+            waiting = [(payload.tensor, payload.dtype)]
+            while waiting:
+                tensor, dtype = waiting.pop()
+                if tensor.dtype == "float64" and dtype in FLOATS[1:]:
+                    found.setdefault(tensor.name, dtype)
+                waiting += [(s.tensor, tensor.dtype) for s in tensor.merge.stretches if s.tensor is not None]
+    if not found:
+        return []
+    name, dtype = min(found.items())
+    return [f"{counted(len(found), 'tensor')} of float64 rounded, such as {name} to {dtype}: an engine has one dtype"]
 
 
 def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target:
@@ -126,7 +158,7 @@ def _require_no_experts(inventory: Inventory) -> None:
     said = inventory.written_by.experts or (model is not None and model.root.get("num_experts"))
     if named is not None or said:
         raise CheckpointError(
-            "shards of experts are not written: an engine looks for each expert in a file of its own, cut in another way",
+            "shards of experts are not written: an engine looks for each expert in a file of its own",
             where=f"{inventory.folder}, parameter {named}" if named else str(inventory.folder),
             hint="use --to universal, which DeepSpeed loads at any size of expert parallelism",
         )
