@@ -45,7 +45,8 @@ def preprocess_packed_dataset(processor: Any, examples: dict[str, list[Any]]) ->
     """
     if _theirs is None:  # a worker of the map that was not forked
         install()
-    return _theirs(processor, examples)
+    method: Any = _theirs
+    return method(processor, examples)
 
 
 def install() -> Replacements:

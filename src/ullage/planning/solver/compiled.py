@@ -101,7 +101,8 @@ def _compiles() -> bool:
     """Whether numba compiles at all. With ``NUMBA_DISABLE_JIT`` every kernel runs as Python: slower, equal plans."""
     import numba
 
-    return not numba.config.DISABLE_JIT
+    settings: Any = numba.config  # pyright: ignore[reportPrivateImportUsage]
+    return not settings.DISABLE_JIT
 
 
 def compile_all() -> None:
