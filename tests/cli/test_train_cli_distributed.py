@@ -106,6 +106,18 @@ def test_a_run_without_deepspeed_goes_on_under_zero(two):
 
 
 @pytest.mark.slow
+@pytest.mark.regression
+def test_a_new_model_under_zero_3_begins_with_the_weights_of_its_seed(two):
+    folder, *_ = two
+    arguments = ["--data", "a.jsonl", "--held_out", 0, "--model", "llama-32x1", "--max_steps", 2, "--logging_steps", 1]
+    for name, processes, batch, flags in (("drawn", 1, 8, []), ("drawn-3", 2, 4, ["--zero", 3])):
+        flags = [*flags, "--per_device_train_batch_size", batch, "--output_dir", name, "--save_steps", 2]
+        done = ullage_train(processes, folder, *arguments, *flags)
+        assert done.returncode == 0, done.stderr
+    assert losses(folder / "drawn-3") == pytest.approx(losses(folder / "drawn"), rel=2e-6)
+
+
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_no_process_hangs(two):
     folder, arguments, _ = two
     done = ullage_train(2, folder, *arguments, "--text_column", "body", "--output_dir", "bad")

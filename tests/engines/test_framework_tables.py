@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 import inspect
 import sys
 import types
@@ -20,6 +21,7 @@ UPSTREAM = {
     slime.build_dp_schedule: "args, train_parallel_config, total_lengths, global_batch_size, rollout_indices",
     slime.first_fit_pack: "total_lengths, max_tokens_per_bin",
     slime.get_seqlen_balanced_partitions: "seqlen_list, k_partitions, equal_size",
+    slime.get_minimum_num_micro_batch_size: "total_lengths, max_tokens_per_gpu",
     openrlhf.get_minimum_num_micro_batch_size: "total_lengths, max_tokens_per_gpu, ring_attn_size, "
     "ds_tensor_parallel_size",
     skyrl.make_seq_packer: "algorithm, bin_capacity, min_bin_count=None, bin_count_multiple=None",
@@ -134,6 +136,89 @@ def test_openrlhfs_two_functions_keep_the_cap_together(lengths):
     parts = openrlhf.get_seqlen_balanced_partitions(lengths, count, False)
     assert len(parts) == count
     assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 16 for part in parts)
+
+
+@pytest.mark.regression
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_miles_counts_what_its_partitions_need_to_keep_the_cap(lengths):
+    count = slime.get_minimum_num_micro_batch_size(lengths, 16)
+    parts = slime.get_seqlen_balanced_partitions(lengths, count, False)
+    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 16 for part in parts)
+
+
+#: Modules of the names of LLaMA-Factory and miles, which are not installed here: what theirs hold of what is replaced.
+NAMES = {
+    "llamafactory/data/processor/processor_utils.py": "def greedy_knapsack(numbers, capacity):\n    return [[9]]\n",
+    "llamafactory/data/processor/supervised.py": (
+        "from dataclasses import dataclass\n"
+        "from .processor_utils import greedy_knapsack\n"
+        "@dataclass\n"
+        "class PackedSupervisedDatasetProcessor:\n"
+        "    capacity: int\n"
+        "    def preprocess_dataset(self, examples):\n"
+        "        return {'packed': greedy_knapsack(list(examples['length']), self.capacity)}\n"
+    ),
+    "miles/utils/data.py": "def get_minimum_num_micro_batch_size(total_lengths, max_tokens_per_gpu): pass\n",
+    "miles/utils/dp_schedule.py": "def build_dp_schedule(): pass\n",
+    "miles/utils/seqlen_balancing.py": (
+        "def get_seqlen_balanced_partitions(): pass\ndef first_fit_decreasing_pack(): pass\n"
+    ),
+    "miles/backends/data.py": "from miles.utils.data import get_minimum_num_micro_batch_size\n",
+}
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    for name, text in NAMES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("llamafactory", "miles")]:
+        del sys.modules[name]
+
+
+@pytest.mark.regression
+def test_rows_that_were_packed_without_us_are_not_taken_from_the_cache(named, tmp_path, monkeypatch):
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    monkeypatch.setattr(llama_factory, "_theirs", None)
+    packer = importlib.import_module("llamafactory.data.processor.supervised").PackedSupervisedDatasetProcessor
+    datasets.Dataset.from_dict({"length": [5, 3, 4, 4]}).to_parquet(str(tmp_path / "lengths.parquet"))
+
+    def packed():
+        data = datasets.Dataset.from_parquet(str(tmp_path / "lengths.parquet"), cache_dir=str(tmp_path / "cache"))
+        mapped = data.map(packer(8).preprocess_dataset, batched=True, remove_columns=["length"])
+        return mapped["packed"][:], Hasher.hash(packer(8).preprocess_dataset)
+
+    theirs = packed()
+    made = llama_factory.install()
+    assert llama_factory.install().places == []
+    assert made.places == [
+        "llamafactory.data.processor.processor_utils.greedy_knapsack",
+        "llamafactory.data.processor.supervised.PackedSupervisedDatasetProcessor.preprocess_dataset",
+        "llamafactory.data.processor.supervised.greedy_knapsack",
+    ]
+    ours = packed()
+    assert (theirs[0], ours[0]) == ([[9]], [[5, 3], [4, 4]])
+    assert packed() == ours
+    assert ours[1] != theirs[1]
+    made.undo()
+    assert packed() == theirs
+
+
+@pytest.mark.regression
+def test_miles_second_count_is_replaced_where_it_was_imported(named):
+    importlib.import_module("miles.backends.data")
+    made = slime.install("miles")
+    for module in ("miles.utils.data", "miles.backends.data"):
+        count = importlib.import_module(module).get_minimum_num_micro_batch_size
+        assert count is slime.get_minimum_num_micro_batch_size
+    made.undo()
+    assert sys.modules["miles.backends.data"].get_minimum_num_micro_batch_size([], 1) is None
 
 
 def test_skyrls_caps_are_hard_and_soft(monkeypatch):

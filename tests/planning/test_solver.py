@@ -184,3 +184,28 @@ def test_a_kernel_on_another_thread_stays_there() -> None:
     assert compiled._interruptible(threading.current_thread) is not threading.main_thread()
     with pytest.raises(ZeroDivisionError):
         compiled._interruptible(lambda: 1 // 0)
+
+
+@pytest.mark.regression
+def test_where_numba_is_told_not_to_compile_plans_are_the_same() -> None:
+    """Of one large problem, and of so many small ones that a process would compile."""
+    code = (
+        "import ullage\n"
+        "from ullage.planning.solver import compiled\n"
+        "compiled._PATIENCE = 0.0\n"
+        "print(ullage.plan([i % 900 + 1 for i in range(4096)], ranks=32, capacity=4096).digest)\n"
+        "for k in range(7, 12):\n"
+        "    print(ullage.plan([i * k % 90 + 1 for i in range(300)], ranks=4, capacity=512).digest)\n"
+        "compiled.compile_all()\n"
+        "print(len(compiled._COMPILED))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    *digests, number = told.stdout.split()
+    assert number == "0"
+    lengths = [[i % 900 + 1 for i in range(4096)], *([i * k % 90 + 1 for i in range(300)] for k in range(7, 12))]
+    options = [{"ranks": 32, "capacity": 4096}, *[{"ranks": 4, "capacity": 512}] * 5]
+    compiled.compile_all()
+    assert digests == [ullage.plan(each, **how).digest for each, how in zip(lengths, options, strict=True)]

@@ -6,8 +6,8 @@ import ullage
 from tests.support import processes, ranks_cases
 from ullage.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology, agree, gather_agreed, raise_failures, report, together, tried
+from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import require_axis
-from ullage.ranks.wire import PeerLost
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,27 @@ from ullage.errors import InputError
 
 
 class Replacements:
-    """Global names of modules that stand for something else until :meth:`undo`."""
+    """Global names of modules, and methods of classes, that stand for something else until :meth:`undo`."""
 
     def __init__(self) -> None:
         self._made: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._methods: list[tuple[type, str, Any, Any]] = []
 
     @property
     def places(self) -> list[str]:
         """Dotted names of all places that were replaced: ``verl.trainer.ppo.ray_trainer.calculate_workload``."""
-        return sorted(f"{scope.get('__name__')}.{name}" for scope, name, _, _ in self._made)
+        methods = [f"{cls.__module__}.{cls.__qualname__}.{name}" for cls, name, _, _ in self._methods]
+        return sorted([*(f"{scope.get('__name__')}.{name}" for scope, name, _, _ in self._made), *methods])
 
     def put(self, scope: dict[str, Any], name: str, value: Any) -> None:
         """Let the global ``name`` of one module stand for ``value``. ``scope``: the module's ``vars``."""
         self._made.append((scope, name, scope[name], value))
         scope[name] = value
+
+    def put_method(self, cls: type, name: str, value: Any) -> None:
+        """Let the method ``name`` of a class be ``value``."""
+        self._methods.append((cls, name, vars(cls)[name], value))
+        setattr(cls, name, value)
 
     def put_everywhere(self, original: Any, value: Any, package: str | None = None) -> None:
         """Let every name of a loaded module that stands for ``original`` stand for ``value``.
@@ -45,7 +52,11 @@ class Replacements:
         for scope, name, original, value in reversed(self._made):
             if scope.get(name) is value:
                 scope[name] = original
+        for cls, name, original, value in reversed(self._methods):
+            if vars(cls).get(name) is value:
+                setattr(cls, name, original)
         self._made.clear()
+        self._methods.clear()
 
 
 def replace(table: Mapping[str, Any]) -> Replacements:

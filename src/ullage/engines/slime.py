@@ -20,6 +20,7 @@ from typing import Any
 
 from ullage.engines.lists import bins, partitions, schedule
 from ullage.engines.lists.filling import work_of
+from ullage.engines.openrlhf import get_minimum_num_micro_batch_size as _least_parts
 from ullage.engines.replacing import Replacements, replace
 from ullage.engines.verl import get_seqlen_balanced_partitions as get_seqlen_balanced_partitions
 from ullage.errors import InputError, require_one_of
@@ -37,6 +38,15 @@ class ScheduleError(InputError, AssertionError):
 def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> list[list[int]]:
     """Indices of as few bins as can be found; a sample above ``max_tokens_per_bin`` is alone in its bin."""
     return bins(total_lengths, max_tokens_per_bin, oversize="alone")
+
+
+def get_minimum_num_micro_batch_size(total_lengths: Sequence[int], max_tokens_per_gpu: int) -> int:
+    """Least number of parts into which :func:`get_seqlen_balanced_partitions` divides without exceeding the cap.
+
+    miles counts the microbatches of a rank so where no schedule comes with a rollout, and divides the samples into the
+    largest number that a rank has counted. A sample above the cap is alone.
+    """
+    return _least_parts(total_lengths, max_tokens_per_gpu, 1, 1)
 
 
 def build_dp_schedule(
@@ -145,10 +155,12 @@ def install(package: str = "slime") -> Replacements:
     require_one_of(package, tuple(FLOPS_FLAGS), "package")
     # miles fills microbatches by the second of these; its plain first fit is left for comparison.
     packing = {"slime": "first_fit_pack", "miles": "first_fit_decreasing_pack"}[package]
-    return replace(
-        {
-            f"{package}.utils.seqlen_balancing.get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
-            f"{package}.utils.seqlen_balancing.{packing}": first_fit_pack,
-            f"{package}.utils.dp_schedule.build_dp_schedule": build_dp_schedule,
-        }
-    )
+    table: dict[str, Any] = {
+        f"{package}.utils.seqlen_balancing.get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
+        f"{package}.utils.seqlen_balancing.{packing}": first_fit_pack,
+        f"{package}.utils.dp_schedule.build_dp_schedule": build_dp_schedule,
+    }
+    if package == "miles":
+        # Its training process counts by a first fit of its own and then asks for even parts, which may exceed the cap.
+        table["miles.utils.data.get_minimum_num_micro_batch_size"] = get_minimum_num_micro_batch_size
+    return replace(table)

@@ -2,7 +2,8 @@
 
 A :class:`Topology` says where a process stands among the others; each of its axes is an :class:`Axis`. Within
 :func:`together` either every rank along an axis comes through a block of code or every rank raises. The collectives
-that samples travel by are in ``ranks.wire``, the end of process groups in ``ranks.ending``.
+that samples travel by are in ``ranks.wire``, the making of process groups in ``ranks.groups``, their end in
+``ranks.ending``.
 """
 
 from ullage.ranks.agreement import agree, gather_agreed, raise_failures, report, together, tried

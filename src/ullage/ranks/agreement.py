@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ullage.errors import DistributedError, UllageError
+from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import Axis, Topology
-from ullage.ranks.wire import PeerLost, dumps, gather_records, settling
+from ullage.ranks.wire import dumps, gather_records, settling
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ullage.errors import InputError, require_one_of
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.ranks.groups import make_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -306,20 +307,11 @@ class Topology:
 
         Every rank of the world must call it, in the same place of its program. Axes of one rank get no group.
         """
-        groups: dict[str, ProcessGroup | None] = {}
-        for axis in self.axes:
-            if axis.size > 1:
-                # ``use_local_synchronization``: without it every rank of the world would have to create every group,
-                # also those of other ranks, in one order.
-                group = dist.new_group(
-                    list(axis.ranks),
-                    timeout=timeout,
-                    backend="gloo",
-                    use_local_synchronization=True,
-                    group_desc=f"ullage exchange {axis.name}",
-                )
-                assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-                groups[axis.name] = group
+        groups: dict[str, ProcessGroup | None] = {
+            axis.name: make_group(axis.ranks, name=f"exchange {axis.name}", timeout=timeout)
+            for axis in self.axes
+            if axis.size > 1
+        }
         return self.with_groups(groups)
 
     def _require_world(self) -> None:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.errors import DistributedError, UllageError
+from ullage.errors import UllageError
 from ullage.layout import Int64
+from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import Axis
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Per thread: an iterator's thread exchanges while the caller's may do so too.
 _scratch = threading.local()
-
-
-class PeerLost(DistributedError):
-    """A collective could not finish: no further one will, so nobody waits for an agreement."""
 
 
 def dumps(record: Any) -> bytes:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ullage.errors import InputError
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
+from ullage.ranks.groups import make_group
 from ullage.training.agreement import agreement, meeting_over
 from ullage.training.snapshot import HostMemory, Snapshot
 
@@ -70,7 +71,7 @@ class BackgroundSave:
         self._require_possible()
         if self._axis is None and self._several:
             # On the host, whatever training talks over: a group of NCCL would share the device's stream.
-            group: Any = dist.new_group(backend="gloo")  # every rank is in it
+            group = make_group(range(dist.get_world_size()), name="savers")
             self._axis = Axis.from_group(group, "savers")
         self.is_on = True
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from ullage.cli.train.drawing import drawn
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.settings import ModelArguments, TrainCommand
 from ullage.cli.train.weights import load_weights, read_config, require_decoder, trust_hint, why_not
@@ -72,7 +73,8 @@ def load_model(
         _refuse_sizes(arguments)
         model = load_weights(found.path, arguments, say)
     else:
-        model = _new(_config(arguments, found, tokenizer), arguments)
+        config = _config(arguments, found, tokenizer)
+        model = drawn(lambda: _new(config, arguments))
     require_causal(model)
     return model
 

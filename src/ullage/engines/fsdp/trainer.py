@@ -36,6 +36,7 @@ from ullage.errors import CheckpointError, InputError
 from ullage.exchange import PackedIterator, PackedStep
 from ullage.mixers.wrappers import bare
 from ullage.ranks import Topology
+from ullage.ranks.groups import make_group
 from ullage.ranks.wire import device_of
 from ullage.training.arguments import form_process_group, peak_flops_of
 from ullage.training.costing import cost_of, model_flops, num_parameters
@@ -151,7 +152,7 @@ class Trainer:
         self._host_group = None
         world = dist.group.WORLD if args.world_size > 1 else None
         if world is not None and device_of(world).type != "cpu":
-            self._host_group = dist.new_group(backend="gloo")
+            self._host_group = make_group(range(args.world_size), name="stop flag")
 
     def _first_state(self) -> TrainerState:
         state, steps = TrainerState(), self.args.max_steps

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ullage.errors import InputError
 from ullage.ranks import Axis
+from ullage.ranks.groups import make_group
 from ullage.ranks.wire import gather_objects
 
 if TYPE_CHECKING:
@@ -114,11 +115,9 @@ def _make(axis: Axis, degree: int) -> ProcessGroup | None:
     block = _block(axis, degree)
     if not block or not dist.is_initialized():
         return None
-    backend = None if axis.group is None else dist.get_backend(axis.group)
-    # ``use_local_synchronization``: the ranks of the block wait for one another, and for nobody else.
-    group = dist.new_group(block, backend=backend, use_local_synchronization=True, group_desc=f"ullage cp {degree}")
-    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    return group
+    backend = dist.get_backend(axis.group)  # the world's for ``None``
+    # The ranks of the block wait for one another, and for nobody else.
+    return make_group(block, name=f"context parallelism of {degree}", backend=backend)
 
 
 def _make_everywhere(axis: Axis, degrees: list[int], held: dict[int, ProcessGroup | None]) -> None:

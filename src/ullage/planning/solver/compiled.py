@@ -67,7 +67,7 @@ def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
     # kernel that is compiled already is always run so.
     ready = _COMPILED.get(function)
     if ready is None:
-        if work <= _SMALL and _Spent.seconds < _PATIENCE:
+        if (work <= _SMALL and _Spent.seconds < _PATIENCE) or not _compiles():
             return _interpret(function, arguments)
         return _interruptible(lambda: compiled(function)(*arguments))
     if work < _LONG:
@@ -96,8 +96,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return _COMPILED[function]
 
 
+@cache
+def _compiles() -> bool:
+    """Whether numba compiles at all. With ``NUMBA_DISABLE_JIT`` every kernel runs as Python: slower, equal plans."""
+    import numba
+
+    settings: Any = numba.config  # pyright: ignore[reportPrivateImportUsage]
+    return not settings.DISABLE_JIT
+
+
 def compile_all() -> None:
-    """Compile every kernel that is not on disk yet, or load it. Takes half a minute the first time."""
+    """Compile every kernel that is not on disk yet, or load it. Takes half a minute the first time.
+
+    Nothing is compiled where numba is told not to.
+    """
+    if not _compiles():
+        return
     for path in Path(__file__).parent.glob("*.py"):
         importlib.import_module(f"{__package__}.{path.stem}")
     for function in list(_KERNELS):
