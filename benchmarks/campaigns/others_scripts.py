@@ -139,15 +139,15 @@ _ALWAYS = (
 _SMALL = "--per_device_train_batch_size {batch} --per_device_eval_batch_size 16 --num_train_epochs {epochs}"
 SETTINGS = {
     "plain": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
-    "two processes": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
-    "best": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy epoch --load_best_model_at_end"
-    " --metric_for_best_model {metric}",
     "trl": _ALWAYS.replace(" --overwrite_cache --cache_dir {out}/cache", "").replace(" --do_train", "")
     + f" {_SMALL} --save_strategy epoch",
     "peft": _ALWAYS.replace(" --overwrite_cache --cache_dir {out}/cache", "").replace(" --do_train", "") + f" {_SMALL}",
     "as it is written": "",
+    "best": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy epoch --load_best_model_at_end"
+    " --metric_for_best_model {metric}",
     "train only": f"{_ALWAYS} {_SMALL} --save_strategy no",
     "each epoch": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy no",
+    "two processes": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
 }
 #: The setting whose run of the script as it is says what another setting's training and evaluation must give.
 _REFERENCE = {"train only": "plain", "two processes": "plain", "each epoch": "best"}
