@@ -62,7 +62,8 @@ class Script:
         options: beside those of every run; ``{data}``, ``{models}`` and ``{out}`` stand for folders.
         settings: names of :data:`SETTINGS` that it runs in.
         edits: texts replaced in every way of running it; ``packing``: in the packed one alone.
-        left_out: results that are no client's to compare, packed.
+        left_out: "*" where a packed run is not to be compared.
+        is_drawn: batches are drawn by each process, so two of them train on other ones.
     """
 
     project: str
@@ -72,6 +73,7 @@ class Script:
     edits: tuple[tuple[str, str], ...] = ()
     packing: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
+    is_drawn: bool = False
 
 
 def _example(folder: str, name: str, model: str, options: str, **more: Any) -> Script:
@@ -90,7 +92,9 @@ _TRL_SETTINGS = ("trl",)
 
 SCRIPTS = {
     "run_ner": _example("token-classification", "run_ner", _BERT, _files("ner")),
-    "run_mlm": _example("language-modeling", "run_mlm", _BERT, _files("lines", "txt") + " --line_by_line"),
+    "run_mlm": _example(
+        "language-modeling", "run_mlm", _BERT, _files("lines", "txt") + " --line_by_line", is_drawn=True
+    ),
     "run_clm": _example("language-modeling", "run_clm", _LLAMA, _files("lines", "txt") + " --block_size 32"),
     "run_glue": _example("text-classification", "run_glue", _BERT, _files("glue") + " --max_seq_length 64"),
     # Upstream's softmax over positions runs over padding too, so its loss is another: so is what is trained.
@@ -135,15 +139,15 @@ _ALWAYS = (
 _SMALL = "--per_device_train_batch_size {batch} --per_device_eval_batch_size 16 --num_train_epochs {epochs}"
 SETTINGS = {
     "plain": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
-    "train only": f"{_ALWAYS} {_SMALL} --save_strategy no",
-    "each epoch": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy no",
-    "best": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy epoch --load_best_model_at_end"
-    " --metric_for_best_model {metric}",
-    "two processes": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
     "trl": _ALWAYS.replace(" --overwrite_cache --cache_dir {out}/cache", "").replace(" --do_train", "")
     + f" {_SMALL} --save_strategy epoch",
     "peft": _ALWAYS.replace(" --overwrite_cache --cache_dir {out}/cache", "").replace(" --do_train", "") + f" {_SMALL}",
     "as it is written": "",
+    "best": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy epoch --load_best_model_at_end"
+    " --metric_for_best_model {metric}",
+    "train only": f"{_ALWAYS} {_SMALL} --save_strategy no",
+    "each epoch": f"{_ALWAYS} {_SMALL} --do_eval --eval_strategy epoch --save_strategy no",
+    "two processes": f"{_ALWAYS} {_SMALL} --do_eval --save_strategy no",
 }
 #: The setting whose run of the script as it is says what another setting's training and evaluation must give.
 _REFERENCE = {"train only": "plain", "two processes": "plain", "each epoch": "best"}
@@ -303,30 +307,29 @@ def main(
         here = Path(temporary) if keep is None else keep
         here.mkdir(parents=True, exist_ok=True)
         _set_up(here, seed)
-        for name, script in chosen.items():
-            theirs: dict[str, Result] = {}
-            for which in script.settings:
-                if setting and which not in setting and which not in {_REFERENCE.get(each) for each in setting}:
-                    continue
-                for way in (AS_IT_IS, IMPORT, PACKED):
+        theirs: dict[tuple[str, str], Result] = {}
+        wanted = {*(setting or SETTINGS), *(_REFERENCE[each] for each in setting or SETTINGS if each in _REFERENCE)}
+        for which in (each for each in SETTINGS if each in wanted):
+            for name, script in chosen.items():
+                for way in (AS_IT_IS, IMPORT, PACKED) if which in script.settings else ():
                     if way == AS_IT_IS and which in _REFERENCE:
                         continue
                     found = _run(script, trees[script.project], way, which, name, here, seed)  # pyright: ignore
-                    row: dict[str, Any] = {"script": name, "setting": which, "way": way, "status": found.status}
-                    row |= {"error": found.error, "results": found.results, "losses": found.losses}
-                    row["evaluations"] = found.evaluations
+                    row: dict[str, Any] = {"script": name, "setting": which, "way": way, **vars(found)}
                     if way == AS_IT_IS:
-                        theirs[which] = found
+                        theirs[name, which] = found
                     else:
-                        left_out = script.left_out if way == PACKED else ()
-                        reference = theirs[_REFERENCE.get(which, which)]
+                        drawn = script.is_drawn and which == "two processes"
+                        left_out = (*(script.left_out if way == PACKED else ()), *("*" if drawn else ()))
+                        reference = theirs[name, _REFERENCE.get(which, which)]
                         row["differences"] = _differences(found, reference, left_out, which)
                     rows.append(row)
-                    note = found.error or ", ".join(
-                        f"{k}: {a:g} for {b:g}" for k, (a, b) in row.get("differences", {}).items()
-                    )
+                    unlike = row.get("differences", {}).items()
+                    note = found.error or ", ".join(f"{k}: {a:g} for {b:g}" for k, (a, b) in unlike)
                     console.print(f"{name:18} {which:14} {way:12} status {found.status}  {note}"[:400], soft_wrap=True)
-    _report(console, rows, trees, seed, out, whole=only is None and setting is None)
+            # A long run that is stopped leaves what it has found.
+            _write(rows, trees, seed, None if only else out)
+    _report(console, rows)
 
 
 def _set_up(here: Path, seed: int) -> None:
@@ -345,15 +348,37 @@ def _set_up(here: Path, seed: int) -> None:
     torch.set_num_threads(1)
 
 
-def _report(
-    console: Console, rows: list[dict[str, Any]], trees: dict[str, Path | None], seed: int, out: Path, *, whole: bool
-) -> None:
+def _write(rows: list[dict[str, Any]], trees: dict[str, Path | None], seed: int, out: Path | None) -> None:
+    """The record of the runs so far, as dated JSON."""
     import datasets
     import torch
     import transformers
 
     import ullage
 
+    record = {
+        "date": date.today().isoformat(),
+        "hardware": {"processor": processor(), "cores": os.cpu_count()},
+        "versions": {each.__name__: each.__version__ for each in (ullage, torch, transformers, datasets)},
+        "commits": {name: _commit(tree) for name, tree in trees.items() if tree is not None},
+        "settings": {"seed": seed, "of scripts": list(dict.fromkeys(row["setting"] for row in rows))},
+        "summary": {
+            "runs": len(rows),
+            "runs of ours": sum(row["way"] != AS_IT_IS for row in rows),
+            "failed or unequal": [f"{r['script']}, {r['setting']}, {r['way']}" for r in _bad(rows)],
+        },
+        "runs": rows,
+    }
+    if out is not None:
+        path = out / f"others_scripts_{date.today().isoformat()}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["status"] or row.get("differences")]
+
+
+def _report(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table("script", "runs of ours", "status 0", "equal to theirs")
     for name in dict.fromkeys(row["script"] for row in rows):
         mine = [row for row in rows if row["script"] == name and row["way"] != AS_IT_IS]
@@ -361,21 +386,7 @@ def _report(
         equal = [row for row in ended if not row["differences"]]
         table.add_row(name, str(len(mine)), str(len(ended)), str(len(equal)))
     console.print(table)
-    bad = [row for row in rows if row["status"] or row.get("differences")]
-    record = {
-        "date": date.today().isoformat(),
-        "hardware": {"processor": processor(), "cores": os.cpu_count()},
-        "versions": {each.__name__: each.__version__ for each in (ullage, torch, transformers, datasets)},
-        "commits": {name: _commit(tree) for name, tree in trees.items() if tree is not None},
-        "settings": {"seed": seed},
-        "summary": {"runs": len(rows), "others": [f"{r['script']}, {r['setting']}, {r['way']}" for r in bad]},
-        "runs": rows,
-    }
-    if whole:
-        path = out / f"others_scripts_{date.today().isoformat()}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"written to {path.name}")
-    if bad:
+    if _bad(rows):
         raise typer.Exit(1)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.support.launch import torchrun
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import (
@@ -229,3 +233,58 @@ def test_generated_sequences_are_those_of_transformers(form, tmp_path):
     assert_same(mine.label_ids, theirs.label_ids, exactly=True)
     assert mine.metrics["test_length"] == theirs.metrics["test_length"]
     assert mine.metrics["test_labels"] == theirs.metrics["test_labels"]
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("form", ["padded", "packed ragged"])
+def test_metrics_batch_by_batch_get_what_transformers_gives_them(form, tmp_path):
+    seen = {}
+    for kind, arguments, how in (
+        (transformers.Trainer, transformers.TrainingArguments, "padded"),
+        (Trainer, TrainingArguments, form),
+    ):
+        calls = seen[kind] = []
+
+        def compute(given, compute_result, calls=calls):
+            calls.append((given, compute_result))
+            return {}
+
+        options = {"batch_eval_metrics": True, "include_for_metrics": ["inputs"]}
+        options |= {"packing_capacity": 14} if how.startswith("packed") else {}
+        torch.manual_seed(0)
+        args = arguments(str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, **options)
+        trainer = kind(
+            MODELS["tagger"]().eval(), args, data_collator=collator("tagger", how), compute_metrics=compute,
+            eval_dataset=samples("tagger"), preprocess_logits_for_metrics=chosen,
+        )  # fmt: skip
+        trainer.evaluate()
+    assert [last for _, last in seen[Trainer]] == [False, False, True]
+    for (mine, _), (theirs, _) in zip(seen[Trainer], seen[transformers.Trainer], strict=True):
+        assert isinstance(mine.predictions, torch.Tensor)
+        assert (mine.predictions.dtype, mine.predictions.shape) == (theirs.predictions.dtype, theirs.predictions.shape)
+        there = mine.label_ids != -100
+        assert torch.equal(mine.label_ids, theirs.label_ids)
+        assert torch.equal(mine.predictions[there], theirs.predictions[there])
+        assert torch.equal(mine.inputs["input_ids"][there], theirs.inputs["input_ids"][there])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["tagger", "classes"])
+def test_two_processes_give_the_arrays_of_one(name, tmp_path):
+    torchrun(2, __file__, name, tmp_path)
+    alone = run(Trainer, TrainingArguments, name, "ragged", tmp_path)
+    for rank in (0, 1):
+        found = np.load(tmp_path / f"found{rank}.npz")
+        assert_same(found["predictions"], alone.predictions, exactly=True)
+        assert_same(found["labels"], alone.label_ids, exactly=True)
+
+
+def main():
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    found = run(Trainer, TrainingArguments, name, "ragged", folder)
+    np.savez(folder / f"found{os.environ['RANK']}.npz", predictions=found.predictions, labels=found.label_ids)
+
+
+if __name__ == "__main__":
+    main()
