@@ -22,19 +22,19 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
 os.environ.update(COLUMNS="120", NO_COLOR="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", HF_DATASETS_OFFLINE="1")
 
-import argparse  # noqa: E402
-import importlib  # noqa: E402
-import platform  # noqa: E402
-import shutil  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from collections import Counter  # noqa: E402
-from datetime import UTC, datetime  # noqa: E402
-from importlib.metadata import version  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import importlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -46,7 +46,9 @@ PARTS = ("plans", "signatures", "exchanges", "checkpoints", "commands", "trainin
 LIBRARIES = ("torch", "numpy", "transformers", "accelerate", "trl", "peft", "deepspeed", "megatron-core", "datasets")
 
 
-def measure(parts: list[str], seed: int, jobs: int, keep: Path | None) -> tuple[dict[str, Cases], dict[str, float]]:
+def measure(
+    parts: list[str], seed: int, jobs: int, keep: Path | None, only: str = ""
+) -> tuple[dict[str, Cases], dict[str, float]]:
     """The cases of each part, and the seconds of processor time that each took."""
     found, seconds = {}, {}
     folder = keep or Path(tempfile.mkdtemp(prefix="unchanged-"))
@@ -54,7 +56,7 @@ def measure(parts: list[str], seed: int, jobs: int, keep: Path | None) -> tuple[
         for part in parts:
             began = _spent()
             module = importlib.import_module(f"benchmarks.unchanged.{part}")
-            found[part] = module.run(folder / part, seed, jobs)
+            found[part] = module.run(folder / part, seed, jobs, only)
             seconds[part] = round(_spent() - began, 1)
     finally:
         if keep is None:
@@ -77,6 +79,8 @@ def against(record: dict[str, Any], path: Path) -> int:
             for case, fields in held.get("unstable", {}).get(part, {}).items():
                 unstable.setdefault(part, {}).setdefault(case, []).extend(fields)
     now = {part: record["parts"][part] for part in parts}
+    if record.get("cases"):
+        before["parts"] = {part: {c: f for c, f in before["parts"][part].items() if c in now[part]} for part in parts}
     found = list(records.differences(before["parts"], now, unstable))
     if before["seed"] != record["seed"]:
         print(f"the seeds differ: {before['seed']} and {record['seed']}")
@@ -107,6 +111,7 @@ def main() -> int:
     """Run the parts, write the record, compare it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
+    parser.add_argument("--cases", default="", help="only cases with this text in their name, where a part has few")
     parser.add_argument("--against", type=Path, help="a record of an earlier commit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
@@ -119,16 +124,17 @@ def main() -> int:
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     began = time.monotonic()
-    found, seconds = measure(parts, options.seed, options.jobs, options.keep)
+    found, seconds = measure(parts, options.seed, options.jobs, options.keep, options.cases)
     unstable: Unstable = {}
     if options.twice:
-        unstable = records.disagreements(found, measure(parts, options.seed, options.jobs, None)[0])
+        unstable = records.disagreements(found, measure(parts, options.seed, options.jobs, None, options.cases)[0])
     now = datetime.now(UTC)
     record = {
         "date": now.isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
         "seed": options.seed,
+        "cases": options.cases,
         "seconds of processor time": seconds,
         "run twice": options.twice,
         "unstable": unstable,

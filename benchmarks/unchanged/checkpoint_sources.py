@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 MODEL = [
-    {"embed.weight": (10, 3), "layers.0.weight": (7, 3), "layers.0.bias": (7,), "layers.1.weight": (7, 3), "head": (11,)},
+    {
+        "embed.weight": (10, 3),
+        "layers.0.weight": (7, 3),
+        "layers.0.bias": (7,),
+        "layers.1.weight": (7, 3),
+        "head": (11,),
+    },
     {"norm.weight": (7,), "norm.bias": (7,), "scale": (1,)},
 ]
 #: Told apart by their shapes, where DeepSpeed saves the optimizer by number.
@@ -66,8 +72,8 @@ RUNS: dict[str, tuple[int, int, dict[str, Any], str]] = {
 }
 
 
-def sources(folder: Path, note: Callable[[str], Any] = print) -> dict[str, Path | str]:
-    """Every checkpoint by name: its folder, or why it could not be made."""
+def sources(folder: Path, only: str, note: Callable[[str], Any]) -> dict[str, Path | str]:
+    """Every checkpoint with ``only`` in its name: its folder, or why it could not be made."""
     from tests.support import real_zero, zero_grids
     from tests.support.real_zero import Recipe
 
@@ -84,6 +90,8 @@ def sources(folder: Path, note: Callable[[str], Any] = print) -> dict[str, Path 
     makers |= {"8 bits": _eight_bits, "Hugging Face folder": _hugging_face, "dcp of torch": _dcp}
     makers |= {"Trainer's folder": _trainer, "torch_dist of Megatron-Core": _megatron}
     for name, make in makers.items():
+        if only not in name:
+            continue
         note(name)
         try:
             made[name] = make(folder / name.replace(" ", "_").replace(",", "").replace("'", ""))

@@ -99,13 +99,13 @@ def differing(first: Path, second: Path) -> dict[str, Any]:
     return {"said": digest(normal("\n".join(map(str, checkpoint.diff(first, second).tensors))))}
 
 
-def run(folder: Path, seed: int, jobs: int) -> Cases:
+def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
     """The sources one after the other, since their writers are processes, and then a fork for each."""
     import ullage.checkpoint
 
     assert ullage.checkpoint.convert is not None  # and what it loads, before the forks
     with tqdm(desc="sources", unit="source") as bar:
-        made = sources(folder / "sources", lambda name: (bar.set_postfix_str(name), bar.update()))
+        made = sources(folder / "sources", only, lambda name: (bar.set_postfix_str(name), bar.update()))
     tasks = []
     for i, (name, source) in enumerate(made.items()):
         if isinstance(source, Path):
@@ -113,7 +113,7 @@ def run(folder: Path, seed: int, jobs: int) -> Cases:
             tasks.append(Task(name, lambda _, s=source, p=place: one(s, p), place))
     pairs = (("stage 1", "stage 1, elastic"), ("stage 2", "stage 3"), ("dcp of torch", "Trainer's folder"))
     for first, second in pairs:
-        if isinstance(made[first], Path) and isinstance(made[second], Path):
+        if isinstance(made.get(first), Path) and isinstance(made.get(second), Path):
             place, both = folder / f"diff {first}", (made[first], made[second])
             tasks.append(Task(f"diff: {first} and {second}", lambda _, b=both: differing(*b), place))
     found = run_all(tasks, jobs, "checkpoints")

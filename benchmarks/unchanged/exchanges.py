@@ -159,7 +159,7 @@ def on_rank(seed: int) -> dict[str, Any]:
     return found
 
 
-def run(folder: Path, seed: int, jobs: int) -> Cases:
+def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
     """Both numbers of ranks, one after the other."""
     import ullage
     import ullage.exchange

@@ -110,7 +110,7 @@ def packed(seed: int, number: int) -> dict[str, Any]:
     return {"bins": digest(*(repr(list(map(int, part))) for part in bins))}
 
 
-def run(folder: Path, seed: int, jobs: int) -> Cases:
+def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
     """All plans, in as many forks as there are ``jobs``."""
     import ullage.errors
     import ullage.planning

@@ -55,9 +55,7 @@ def described(value: Any) -> dict[str, Any]:
     found["signature"] = signature(value)
     if dataclasses.is_dataclass(value):
         found["fields"] = ", ".join(f"{each.name}: {each.type}" for each in dataclasses.fields(value))
-    for name, held in sorted(members(value).items()):
-        found[name] = held
-    return found
+    return found | dict(sorted(members(value).items()))
 
 
 def members(kind: type) -> dict[str, str]:
@@ -115,7 +113,7 @@ def resolve(name: str) -> Any:
     raise ModuleNotFoundError(name)
 
 
-def run(folder: Path, seed: int, jobs: int) -> Cases:
+def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
     """In one fork, since every package is imported, some of which put things in others' places."""
 
     def ask(_: int) -> dict[str, Any]:
