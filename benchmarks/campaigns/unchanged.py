@@ -6,7 +6,7 @@
     python benchmarks/campaigns/unchanged.py --twice                      # every part twice: which cases are exact?
 
 *plans*: 250 drawn by a seed over every argument, and bins. *checkpoints*: every kind that the tests build, converted to
-each format and back, the bytes of each file. *training*: eight steps of our Trainer and of TRL's trainers on one and two
+each format and back, the bytes of each file. *training*: eight steps of our Trainer and TRL's trainers on one and two
 processes, losses, gradient norms and weights by their bits. *exchanges*: what each of 2 and 3 ranks gets. *commands*:
 what the examples of the docs and forty wrong commands print, and their status. *signatures*: every public name.
 

@@ -55,7 +55,7 @@ _TIMES = (
     (re.compile(r"(?<![\w.])(?:\d+:)?\d+:\d\d(?![\w.])"), "TIME"),
 )
 _FIGURES = re.compile(
-    r"(?<![\w.])[\d.,]+(?:e[+-]?\d+)?(?= ?(?:s|ms|us|min|h|seconds?|minutes?|it/s|s/it|\w+/s|(?:k|M|G|T)?(?:B|iB|FLOP)/s|"
+    r"(?<![\w.])[\d.,]+(?:e[+-]?\d+)?(?= ?(?:s|ms|us|min|h|seconds?|minutes?|s/it|\w+/s|(?:k|M|G|T)?(?:B|iB|FLOP)/s|"
     r"MB of memory|(?:k|M|G)i?B free)(?![\w/]))"
 )
 

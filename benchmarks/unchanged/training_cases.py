@@ -1,7 +1,8 @@
 """Small models, data and settings of a Trainer and of TRL's trainers, by public names only.
 
 A case is the name of what trains, and settings: those of its arguments, and ``model``, ``data``, ``lora``,
-``collator``, ``resume`` (stop after so many steps, and go on in a new Trainer), ``worlds`` (numbers of processes; 1 and 2).
+``collator``, ``resume`` (stop after so many steps, and go on in a new Trainer), ``worlds`` (numbers of processes; else 1
+and 2).
 """
 
 from __future__ import annotations
