@@ -1,8 +1,8 @@
 """Small models, data and settings of a Trainer and of TRL's trainers, by public names only.
 
 A case is the name of what trains, and settings: those of its arguments, and ``model``, ``data``, ``lora``,
-``collator``, ``resume`` (stop after so many steps, and go on in a new Trainer), ``worlds`` (numbers of processes; else 1
-and 2).
+``collator``, ``resume`` (stop after so many steps, and go on in a new Trainer), ``worlds`` (numbers of processes;
+else 1 and 2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, packed, truncated": ("Trainer", {"packing_capacity": 16, "packing_oversize": "truncate"}),
     "llama, packed, dropped": ("Trainer", {"packing_capacity": 16, "packing_oversize": "drop"}),
     "llama, packed, head whole": ("Trainer", {**PACKED, "packing_chunked_loss": False}),
-    "llama, packed, accumulated": ("Trainer", {**PACKED, "gradient_accumulation_steps": 2}),
+    "llama, padded, accumulated": ("Trainer", {"gradient_accumulation_steps": 2}),
     "llama, packed, clipped": ("Trainer", {**PACKED, "max_grad_norm": 0.1}),
     "llama, packed, smoothed labels": ("Trainer", {**PACKED, "label_smoothing_factor": 0.1}),
     "llama, packed, recomputed": ("Trainer", {**PACKED, "gradient_checkpointing": True}),
