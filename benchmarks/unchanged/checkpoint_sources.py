@@ -65,7 +65,6 @@ RUNS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "hpz": (2, 3, {"kind": "plain", "zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_kinds"),
     "offloaded": (2, 3, {"kind": "plain", "zero_optimization": CPU}, "zero_kinds"),
     "lora": (2, 3, {"kind": "lora"}, "zero_kinds"),
-    "muon": (2, 2, {"kind": "muon"}, "zero_kinds"),
     "automatic tensor parallel": (2, 1, {"kind": "autotp", "options": {"tp": 2}}, "zero_kinds"),
     "tied pipeline": (2, 1, {"kind": "pipeline"}, "zero_kinds"),
     "experts of a run": (2, 1, {"ep": 2}, "moe_worker"),
@@ -87,7 +86,7 @@ def sources(folder: Path, only: str, note: Callable[[str], Any]) -> dict[str, Pa
         )
     for name, run in RUNS.items():
         makers[name] = lambda to, run=run: _run(to, *run)
-    makers |= {"8 bits": _eight_bits, "Hugging Face folder": _hugging_face, "dcp of torch": _dcp}
+    makers |= {"muon": _muon, "8 bits": _eight_bits, "Hugging Face folder": _hugging_face, "dcp of torch": _dcp}
     makers |= {"Trainer's folder": _trainer, "torch_dist of Megatron-Core": _megatron}
     for name, make in makers.items():
         if only not in name:
@@ -120,6 +119,32 @@ def _eight_bits(folder: Path) -> Path:
     truth = real_zero.write(folder, real_zero.Recipe(stage=2, dp=2, groups=GROUPS))
     for rank, path in enumerate(sorted(truth.tag_folder.glob("*optim_states.pt"))):
         to_8bit(path, rank)
+    return truth.folder
+
+
+def _muon(folder: Path) -> Path:
+    """Muon's momentum: each rank has all of every matrix of which its partition holds an element."""
+    import torch
+
+    from tests.checkpoint.test_bad_checkpoints import edit
+    from tests.support import real_zero
+    from ullage import checkpoint
+
+    truth = real_zero.write(folder, real_zero.Recipe(stage=2, dp=3, groups=[{"a": (9, 4), "b": (5, 7), "c": (3, 3)}]))
+    group = checkpoint.read(truth.folder).groups[0]
+
+    def change(content: dict[str, Any], rank: int) -> None:
+        held = sorted(set(group.pieces.item[group.pieces.shard == rank].tolist()))
+        base = content["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"][0]["use_muon"] = True
+        state = base["state"][0]
+        del state["exp_avg"], state["exp_avg_sq"]
+        parts = [torch.from_numpy(truth.tensor(group.names[i], "momentum")).reshape(-1) for i in held]
+        state["momentum_buffer"] = torch.cat(parts)
+
+    for rank in range(3):
+        path = truth.tag_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        edit(path, lambda content, r=rank: change(content, r))
     return truth.folder
 
 
