@@ -51,7 +51,7 @@ def measure(
 ) -> tuple[dict[str, Cases], dict[str, float]]:
     """The cases of each part, and the seconds of processor time that each took."""
     found, seconds = {}, {}
-    folder = keep or Path(tempfile.mkdtemp(prefix="unchanged-"))
+    folder = keep / "unchanged-kept0000" if keep else Path(tempfile.mkdtemp(prefix="unchanged-"))
     try:
         for part in parts:
             began = _spent()

@@ -20,7 +20,7 @@ from benchmarks.unchanged.wrong_commands import WRONG, make_files
 
 #: What is no line of a command's own: progress bars, warnings of libraries that place them, and log times.
 _NOISE = re.compile(
-    r"\d%\||it/s\]|s/it\]|^\s*warnings\.warn\(|^W?\d{4,} |Setting ds_accelerator|^\[20\d\d-|torch_dtype"
+    r"\d%\||\w+ +━|it/s\]|s/it\]|^\s*warnings\.warn\(|^W?\d{4,} |Setting ds_accelerator|^\[20\d\d-|torch_dtype"
 )
 #: Characters of an output that are kept to be read; the digest is of all of it.
 SHOWN = 1200
