@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ LIMIT = 400.0
 
 @dataclass
 class Task:
-    """``call(rank)`` on each of ``ranks`` processes, in the folder ``place``; what each returns is JSON."""
+    """``call(rank)`` on each of ``ranks`` processes, in the folder ``place``; what each returns is JSON.
+
+    ``launched``: a single process too has the environment that a launcher gives to ranks, as DeepSpeed needs it.
+    """
 
     name: str
     call: Callable[[int], Any]
     place: Path
     ranks: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
+    launched: bool = False
 
 
 @dataclass
@@ -82,11 +85,10 @@ def _start(task: Task) -> _Running:
 def _be(task: Task, rank: int, port: str) -> None:
     """The fork, which never returns."""
     try:
-        if task.ranks > 1:
+        if task.ranks > 1 or task.launched:
             world = str(task.ranks)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-        os.environ.update(task.environment)
         os.chdir(task.place)
         log = os.open(task.place / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -111,7 +111,9 @@ def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
         for world in settings.get("worlds", (1, 2)):
             label, place = f"{name}, {world} process{'es' * (world > 1)}", folder / f"case{number:02}-{world}"
             if only in label:
-                tasks.append(Task(label, lambda rank, n=name, p=place: one(n, p, rank), place, world))
+                tasks.append(
+                    Task(label, lambda rank, n=name, p=place: one(n, p, rank), place, world, "zero" in settings)
+                )
     cases: Cases = {}
     for name, values in run_all(tasks, jobs, "training").items():
         cases[name] = dict(values[0])
