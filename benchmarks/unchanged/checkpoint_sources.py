@@ -179,7 +179,7 @@ def _dcp(folder: Path) -> Path:
 
     model, optimizer = _trained()
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder), no_dist=True)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=str(folder), no_dist=True)
     return folder
 
 
