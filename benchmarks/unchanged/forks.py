@@ -49,7 +49,17 @@ class _Running:
 
 def run_all(tasks: Iterable[Task], jobs: int, title: str) -> dict[str, list[Any]]:
     """What each rank of each task returned, ``{"error": ...}`` where it raised or died; at most ``jobs`` processes."""
-    waiting, running, found = list(tasks)[::-1], [], {}
+    waiting: list[Task] = list(tasks)[::-1]
+    running: list[_Running] = []
+    try:
+        return _run_all(waiting, running, jobs, title)
+    finally:
+        for child in (child for each in running for child in each.alive):
+            os.kill(child, signal.SIGKILL)
+
+
+def _run_all(waiting: list[Task], running: list[_Running], jobs: int, title: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
     with tqdm(total=len(waiting), desc=title, unit="case", leave=True) as bar:
         while waiting or running:
             busy = sum(len(each.alive) for each in running)
