@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,11 @@ def of_page(page: Path, folder: Path) -> dict[str, Any]:
         for line in lines:
             name = f"{page.name}: {' '.join(line.split())[:110]}"
             if line == text or _SHELL.search(line) or not line.startswith("ullage "):
-                done = run_shell(line, place, folder)
-                cases[name] = found(done.returncode, done.stdout)
+                try:
+                    done = run_shell(line, place, folder, timeout=600)
+                    cases[name] = found(done.returncode, done.stdout)
+                except subprocess.TimeoutExpired:
+                    cases[name] = {"error": "not done in ten minutes"}
             else:
                 cases[name] = call(shlex.split(line)[1:], place, folder)
     return cases
