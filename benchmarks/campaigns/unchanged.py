@@ -81,6 +81,8 @@ def against(record: dict[str, Any], path: Path) -> int:
     now = {part: record["parts"][part] for part in parts}
     if record.get("cases"):
         before["parts"] = {part: {c: f for c, f in before["parts"][part].items() if c in now[part]} for part in parts}
+    if before.get("complete") is False:  # a run that was stopped: what it has not measured differs from nothing
+        now = {part: {c: f for c, f in now[part].items() if c in before["parts"][part]} for part in parts}
     found = list(records.differences(before["parts"], now, unstable))
     if before["seed"] != record["seed"]:
         print(f"the seeds differ: {before['seed']} and {record['seed']}")
