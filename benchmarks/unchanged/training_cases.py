@@ -89,8 +89,8 @@ def make_model(name: str) -> Any:
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
         return hf.BertForTokenClassification(hf.BertConfig(num_labels=44, **quiet, **SIZES))
     if name == "seq2seq":
-        sizes = {"vocab_size": 44, "hidden_size": 16, "cell": "gru", "is_encoder_decoder": True}
-        return ours.RecurrentEncoderDecoder(ours.RecurrentConfig(decoder_start_token_id=1, **sizes, **SPECIAL))
+        config = ours.RecurrentEncoderDecoderConfig(cell="gru", vocab_size=44, hidden_size=16, **SPECIAL)
+        return ours.RecurrentEncoderDecoder(config)
     if name in ("lstm", "gru", "mingru", "minlstm"):
         return ours.RecurrentForCausalLM(ours.RecurrentConfig(cell=name, vocab_size=44, hidden_size=16, **SPECIAL))
     kind = hf.LlamaForSequenceClassification if name == "reward" else hf.LlamaForCausalLM
