@@ -12,7 +12,7 @@ the last digits of a result, and every layer adds its own. Differences are relat
 precision  outputs    gradients  why
 =========  =========  =========  ==============================================================================
 float64    1e-8       1e-7       a part of many models (norms, rotary angles, losses) is float32 by itself
-float32    1e-4       5e-4       some hundred times the rounding of a deep model; a leak of 1e-3 is ten times that
+float32    2e-5       2e-4       a hundred times the rounding of a shallow model, ten times that of a deep one
 TF32       1e-2       5e-2       products have 10 bits
 bfloat16   6e-2       2e-1       8 bits; what a layer rounds grows with the depth
 float16    2e-2       1e-1       11 bits, and gradients near the smallest number
@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 
 _LIMITS = {
     torch.float64: Limits(1e-8, 1e-7, 1e-6),
-    torch.float32: Limits(1e-4, 5e-4, 1e-4),
+    torch.float32: Limits(2e-5, 2e-4, 2e-5),
     torch.bfloat16: Limits(6e-2, 2e-1, 6e-2),
     torch.float16: Limits(2e-2, 1e-1, 2e-2),
 }

@@ -185,20 +185,22 @@ class PackingProof:
             return [_placeholder(microbatches[0])] * _SEQUENCES
         vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
         most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
-        places = [(which, place) for which, each in enumerate(there) for place in range(len(each))]
+        places = [(batch, place) for batch in there for place in range(len(batch))]
         lengths = np.concatenate([each.layout.lengths for each in there])
         order = [int(each) for each in np.argsort(lengths, kind="stable") if lengths[each]]
-        taken, left = [], most
-        # The longest that leaves room for others, the shortest, and what lies between.
-        for share in (0.6, 0.0, 0.5, 0.8):
-            fitting = [each for each in order if lengths[each] <= max(left * 0.7, 1)] or order[:1]
-            fresh = [each for each in fitting if each not in taken] or fitting
-            fresh = [each for each in fresh if lengths[each] not in lengths[taken]] or fresh
-            at = len(fresh) - 1 if not taken else int(share * (len(fresh) - 1))
-            taken.append(fresh[at])
-            left -= int(lengths[fresh[at]])
-        # The longest stands between others.
-        return [_one(there[places[each][0]], places[each][1], most) for each in (taken[1], taken[0], *taken[2:])]
+        # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
+        fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
+        long, short = fitting[-1], fitting[0]
+        others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
+        middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
+        taken = [short, long, middle]
+        chosen = [_one(*places[each], most=most) for each in taken]
+        # And one more of a length that is there: by lengths, these two share a call.
+        alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
+        longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
+        if not alike and longer and not there[0].per_sequence:
+            return [*chosen, _one(*places[longer[0]], most=int(lengths[middle]))]
+        return [*chosen, _one(*places[alike[-1] if alike else middle], most=most)]
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
@@ -245,7 +247,7 @@ def _is_wrapper(model: nn.Module) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
 
 
-def _one(batch: RaggedBatch, place: int, most: int) -> RaggedBatch:
+def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     """One sequence of a batch, cut to what a row may have where it can be cut."""
     sample = batch.samples()[place]
     length = int(batch.layout.lengths[place])
