@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -293,7 +294,8 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_that_change_nothing_keep_the_native_way(name):
+def test_wrappers_that_change_nothing_keep_the_native_way(name, monkeypatch):
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     model = made(WRAPPED[name])
     found = ways_of(model)
     assert found.is_certain, [str(part) for part in found.unknown]
