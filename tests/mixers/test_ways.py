@@ -86,6 +86,13 @@ def test_what_is_unknown_is_named():
     assert [way.kind for way in found.ways] == ["native", "backbone", "whole"]
 
 
+def test_a_part_that_stands_in_the_backbone_and_before_the_head_too_is_not_within():
+    model = made(LEAKING["norm over the row"][0])
+    assert ways_of(model).sure.kind == "backbone"
+    model.lm_head = nn.Sequential(model.model.norm, model.lm_head)
+    assert ways_of(model).sure.kind == "whole"
+
+
 def test_a_subclass_that_changes_no_forward_keeps_its_way():
     class Mine(LlamaForCausalLM):
         def __init__(self, config):
