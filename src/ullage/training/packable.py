@@ -12,7 +12,7 @@ from ullage.attention import require_packing
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
 from ullage.mixers.placing import forward_of, put_in
-from ullage.mixers.ways import Candidates, ways_of
+from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
 
 #: Ways in which a model calls each layer once for a row.
 _EQUAL_CALLS = ("native", "mixers")
@@ -33,6 +33,7 @@ def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool
     if is_packed(model):
         return None
     if not isinstance(model, PreTrainedModel):
+        require_independent_rows(model)
         require_packing(model)
         return None
     found = ways_of(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from torch import nn
 
 from ullage.batch import RaggedBatch
 from ullage.display import counted
-from ullage.errors import InputError
 from ullage.mixers import call_equally_often
 from ullage.mixers.placing import forward_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import first_accepted
+from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
 from ullage.schema import IGNORED_LABEL, fill_value
 from ullage.training import targets
@@ -30,9 +29,6 @@ from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
-
-if TYPE_CHECKING:
-    from ullage.training.packing import Packer
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class PackingProof:
         found: the last proof of this rank, None before.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
         self.found: Proof | None = None
@@ -110,7 +106,7 @@ class PackingProof:
     def before_evaluation(self, model: nn.Module, batch: RaggedBatch) -> None:
         """Prove the packing of a model that is evaluated and was not trained, forward only.
 
-        Not collective, and as many calls on every rank. Raises ``InputError`` on a rank where something differs.
+        Not collective, and as many calls on every rank. Raises ``SequencesMeet`` on a rank where something differs.
         """
         capacity = self._capacity
         if self._is_done or capacity is None or not len(batch) or self._reader.form != "flattened":
@@ -120,7 +116,7 @@ class PackingProof:
             proof = self._proved(model, [targets.joined(batch)], capacity, None, training=False)
         problem = proof.problem()
         if problem is not None:
-            raise InputError(
+            raise SequencesMeet(
                 "packed, the sequences of this model do not get what they get alone",
                 where=type(self._reader.model).__name__,
                 found=problem,
@@ -191,6 +187,13 @@ class PackingProof:
         # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
         fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
         long, short = fitting[-1], fitting[0]
+        if len(set(lengths[fitting])) < 3 and not there[0].per_sequence and lengths[long] > 3:
+            # Of too few lengths: cut to others.
+            size = int(lengths[long])
+            sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
+            return [
+                _one(*places[fitting[-1 - at % len(fitting)]], most=min(each, most)) for at, each in enumerate(sizes)
+            ]
         others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
         middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
         taken = [short, long, middle]
