@@ -28,9 +28,9 @@ Made on {today} by `ullage audit --all --output docs/models.md`, with {versions}
 
 Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 72 tokens in one row
 are then compared with each of them alone: logits to 1e-5, every gradient to 1e-4, in other orders and beside one-token
-and empty neighbours; and again in training mode, by the proof that a packed run makes. Other tokens in one sequence must
-not change a bit of the others, nor of the gradients that come from them (with routed experts: 1e-12 and 1e-9 in float64),
-and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
+and empty neighbours; and again in training mode, by the proof that a packed run makes. Other tokens in one sequence
+must not change a bit of the others, nor of the gradients that come from them (with routed experts: 1e-12 and 1e-9 in
+float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
 
 *Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
 lengths and its attention reads them; **backbone** or **whole**, the backbone or all of the model runs by lengths.
