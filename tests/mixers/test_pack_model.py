@@ -16,7 +16,9 @@ import ullage
 from ullage import RaggedBatch, pack_model
 from ullage.errors import InputError
 from ullage.mixers import is_packed
+from ullage.mixers.placing import put_in, take_out
 from ullage.mixers.rows import Segments
+from ullage.mixers.ways import Way
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -374,6 +376,9 @@ def test_a_model_that_calls_another_part_is_refused():
 
     model = tiny_model("gpt_neo", "causal")
     model.__class__ = Other
-    pack_model(model)
+    put_in(model, Way("backbone", ("transformer",)))
     with pytest.raises(InputError, match="did not call the part that keeps its sequences apart"):
         model(**packed_row())
+    take_out(model)
+    # A class of one's own is packed as a whole unless it is proved.
+    assert str(pack_model(model).way) == "whole by lengths"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -83,6 +84,13 @@ def test_what_is_unknown_is_named():
     assert [part.path for part in found.unknown] == ["model.layers.0", "model.layers.1"]
     assert str(found.unknown[0]) == "model.layers.0 (ShiftLayer), a class of tests.support.own_models"
     assert [way.kind for way in found.ways] == ["native", "backbone", "whole"]
+
+
+def test_a_part_that_stands_in_the_backbone_and_before_the_head_too_is_not_within():
+    model = made(LEAKING["norm over the row"][0])
+    assert ways_of(model).sure.kind == "backbone"
+    model.lm_head = nn.Sequential(model.model.norm, model.lm_head)
+    assert ways_of(model).sure.kind == "whole"
 
 
 def test_a_subclass_that_changes_no_forward_keeps_its_way():
@@ -293,7 +301,8 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_that_change_nothing_keep_the_native_way(name):
+def test_wrappers_that_change_nothing_keep_the_native_way(name, monkeypatch):
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     model = made(WRAPPED[name])
     found = ways_of(model)
     assert found.is_certain, [str(part) for part in found.unknown]

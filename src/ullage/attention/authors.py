@@ -12,11 +12,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 #: Packages whose functions, as hooks, in the place of a ``forward`` or around one, leave a token's neighbours alone:
-#: they cast, move, gather, checkpoint, add noise to embeddings, or call a kernel for the same computation.
+#: they cast, move, gather, checkpoint, log, add noise to embeddings, or call a kernel for the same computation.
 _FUNCTIONS = frozenset(
     (
         *("accelerate", "builtins", "contextlib", "deepspeed", "functools", "liger_kernel", "peft", "torch", "torchao"),
-        *("transformers", "trl", "ullage"),
+        *("transformers", "trl", "ullage", "wandb"),
     )
 )
 #: Modules of torch whose classes wrap others. Not listed: torch.jit and torch.fx, whose code is made of anybody's.
@@ -58,6 +58,7 @@ _QUANTIZED = (
     "optimum.quanto.nn",
     "torchao.float8.float8_linear",
     "torchao.quantization",
+    "transformer_engine.pytorch.module",
     "vptq.layers.vqlinear",
 )
 _CLASSES = (

@@ -366,8 +366,8 @@ def _modules(model: nn.Module, name: str) -> str | None:
 def _held(module: nn.Module, name: str) -> Any:
     """An attribute of a module or its class; None if there is none, at a tenth of what torch's search costs then."""
     own = vars(module)
-    for place in (own, own["_parameters"], own["_modules"], own["_buffers"]):
-        if name in place:
+    for place in (own, own.get("_parameters"), own.get("_modules"), own.get("_buffers")):
+        if place and name in place:
             return place[name]
     return getattr(module, name) if hasattr(type(module), name) else None
 

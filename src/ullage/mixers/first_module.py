@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.mixers.at_rest import own_attention
-from ullage.mixers.outcome import Outcome, TrialRun
+from ullage.mixers.outcome import CallOutcome, TrialRun
 from ullage.mixers.trial import Trial
 
 
@@ -43,7 +43,7 @@ def first_module(run: TrialRun, limit: float, *, backward: bool = False) -> str 
         backward: whether only gradients differ; then going backward, from outputs to inputs.
     """
     model, trial = run.model, run.trial
-    outcomes: list[Outcome] = []
+    outcomes: list[CallOutcome] = []
     alone: list[dict[str, list[_Call]]] = []
     with own_attention(model):
         for place in range(len(trial.alone)):
@@ -115,7 +115,7 @@ def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
     return alike if len(alike) == value.shape[0] else None
 
 
-class _Calls(list[_Call]):
+class _WatchedCalls(list[_Call]):
     """Calls in the order in which they began; ``ended`` in that in which they ended."""
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class _Calls(list[_Call]):
 
 
 @contextmanager
-def _watched(model: nn.Module, backward: bool) -> Iterator[_Calls]:
+def _watched(model: nn.Module, backward: bool) -> Iterator[_WatchedCalls]:
     """Watch all modules, or the gradients of what goes through them."""
-    calls, open_calls = _Calls(), []
+    calls, open_calls = _WatchedCalls(), []
 
     def began(path: str, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         call = _Call(path)

@@ -15,7 +15,7 @@ from ullage.mixers.trial import Trial
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What one call gave.
 
     Attributes:
@@ -47,7 +47,7 @@ class TrialRun:
         taken = inspect.signature(model.forward).parameters
         self._without_cache = {"use_cache": False} if "use_cache" in taken else {}
 
-    def alone(self, place: int) -> Outcome:
+    def alone(self, place: int) -> CallOutcome:
         """One sequence in a call of its own."""
         with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
             given = self._with_leaves(self.trial.alone[place], embedded.leaves)
@@ -58,9 +58,9 @@ class TrialRun:
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
             gradients = self._gradients(named, [place], embedded.leaves)
         loss, parts = self._loss(outputs)
-        return Outcome(_detached(named), loss, embedded.leaves, gradients, parts)
+        return CallOutcome(_detached(named), loss, embedded.leaves, gradients, parts)
 
-    def packed(self, alone: Sequence[Outcome]) -> Outcome:
+    def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
         with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
             given = self._with_leaves(self.trial.packed, embedded.leaves)
@@ -72,7 +72,7 @@ class TrialRun:
                     named[name] = parts
             gradients = self._gradients(named, range(len(alone)), embedded.leaves)
         loss, left = self._loss(outputs)
-        return Outcome(_detached(named), loss, embedded.leaves, gradients, left)
+        return CallOutcome(_detached(named), loss, embedded.leaves, gradients, left)
 
     def _is_told(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""

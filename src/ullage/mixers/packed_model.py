@@ -7,6 +7,7 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from ullage.mixers.proof import Proof, prove, trial_of
 from ullage.mixers.trying import first_accepted
 from ullage.mixers.ways import Way, ways_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
+
+_logger = logging.getLogger(__name__)
 
 #: Handles of each packed model that were not undone. A copy of a model has none, whatever the model has.
 _OPEN: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -104,6 +107,12 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
         return PackedModel(model, Way("native") if forward is None else forward.way)
     found = ways_of(model)
     if verify is None:
+        for part in found.doubts:
+            _logger.warning(
+                "%s may let packed sequences see each other: %s; pack_model(model, verify=samples) tells",
+                type(model).__name__,
+                part,
+            )
         put_in(model, found.sure, is_proved=found.is_certain)
         return PackedModel(model, found.sure)
     trial = trial_of(model, verify)

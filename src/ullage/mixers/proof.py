@@ -12,7 +12,7 @@ the last digits of a result, and every layer adds its own. Differences are relat
 precision  outputs    gradients  why
 =========  =========  =========  ==============================================================================
 float64    1e-8       1e-7       a part of many models (norms, rotary angles, losses) is float32 by itself
-float32    1e-4       5e-4       some hundred times the rounding of a deep model; a leak of 1e-3 is ten times that
+float32    2e-5       2e-4       a hundred times the rounding of a shallow model, ten times that of a deep one
 TF32       1e-2       5e-2       products have 10 bits
 bfloat16   6e-2       2e-1       8 bits; what a layer rounds grows with the depth
 float16    2e-2       1e-1       11 bits, and gradients near the smallest number
@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from ullage.mixers.at_rest import at_rest, own_attention
 from ullage.mixers.first_module import first_module
-from ullage.mixers.outcome import Outcome, TrialRun
+from ullage.mixers.outcome import CallOutcome, TrialRun
 from ullage.mixers.trial import Trial, trial_of
 
-__all__ = ["Difference", "Limits", "Proof", "Trial", "largest", "limits_of", "prove", "trial_of"]
+__all__ = ["Limits", "Proof", "Trial", "TrialDifference", "largest", "limits_of", "prove", "trial_of"]
 
 #: A model that differs from itself may differ so many times more from one call to the next.
 _BY_CHANCE = 8.0
@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 
 _LIMITS = {
     torch.float64: Limits(1e-8, 1e-7, 1e-6),
-    torch.float32: Limits(1e-4, 5e-4, 1e-4),
+    torch.float32: Limits(2e-5, 2e-4, 2e-5),
     torch.bfloat16: Limits(6e-2, 2e-1, 6e-2),
     torch.float16: Limits(2e-2, 1e-1, 2e-2),
 }
@@ -71,7 +71,7 @@ def limits_of(dtype: torch.dtype | None, device: torch.device | str = "cpu") -> 
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrialDifference:
     """One comparison.
 
     Attributes:
@@ -114,7 +114,7 @@ class Proof:
     """
 
     model: str
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TrialDifference] = field(default_factory=list)
     module: str | None = None
     weak: bool = False
     left_out: list[str] = field(default_factory=list)
@@ -193,7 +193,7 @@ def prove(
     return proof
 
 
-def _run_all(run: TrialRun, shortest: int) -> tuple[Outcome, list[Outcome], Outcome]:
+def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcome], CallOutcome]:
     """The shortest sequence, every sequence alone, and the row."""
     with own_attention(run.model):
         again = run.alone(shortest)
@@ -230,7 +230,7 @@ def _settle(proof: Proof, limits: Limits, repeated: tuple[float, float]) -> Limi
     return Limits(wide, max(_BY_CHANCE * gradients, limits.gradients), max(wide, limits.loss))
 
 
-def _repeated(first: Outcome, again: Outcome) -> tuple[float, float]:
+def _repeated(first: CallOutcome, again: CallOutcome) -> tuple[float, float]:
     """How much two runs of one call differ, in outputs and in gradients."""
     outputs = max((largest(again.outputs[name], first.outputs[name]) for name in first.outputs), default=0.0)
     gradients = max((value for _, value in _gradients_differ([again], [first])), default=0.0)
@@ -238,8 +238,8 @@ def _repeated(first: Outcome, again: Outcome) -> tuple[float, float]:
 
 
 def _compared(
-    proof: Proof, trial: Trial, alone: Sequence[Outcome], packed: Outcome, limits: Limits
-) -> Iterator[Difference]:
+    proof: Proof, trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits
+) -> Iterator[TrialDifference]:
     """All comparisons of a row with its sequences; what cannot be compared is noted."""
     left: list[str] = []
     if not packed.outputs:
@@ -255,17 +255,17 @@ def _compared(
         worst = max(range(len(each)), key=lambda place: each[place] if isfinite(each[place]) else inf)
         value = each[worst] if isfinite(each[worst]) else inf
         agrees = agrees and value <= limits.outputs
-        yield Difference("outputs", name, value, limits.outputs, worst)
+        yield TrialDifference("outputs", name, value, limits.outputs, worst)
     for name, value in _gradients_differ([packed], alone):
         agrees = agrees and value <= limits.gradients
-        yield Difference("gradients", f"gradients at {name}", value, limits.gradients)
+        yield TrialDifference("gradients", f"gradients at {name}", value, limits.gradients)
     yield from _losses_compared(trial, alone, packed, limits, agrees, left)
     proof.left_out = list(dict.fromkeys(left))
 
 
 def _losses_compared(
-    trial: Trial, alone: Sequence[Outcome], packed: Outcome, limits: Limits, agrees: bool, left: list[str]
-) -> Iterator[Difference]:
+    trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits, agrees: bool, left: list[str]
+) -> Iterator[TrialDifference]:
     left.extend(packed.parts)
     counts = trial.counts
     if packed.loss is None:
@@ -281,10 +281,10 @@ def _losses_compared(
     if agrees and not value <= limit and not trial.is_strict:
         left.append("the loss: by the model's own rule it is no mean over labels")
         return
-    yield Difference("loss", "the loss", value if isfinite(value) else inf, limit)
+    yield TrialDifference("loss", "the loss", value if isfinite(value) else inf, limit)
 
 
-def _gradients_differ(found: Sequence[Outcome], expected: Sequence[Outcome]) -> Iterator[tuple[str, float]]:
+def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutcome]) -> Iterator[tuple[str, float]]:
     """By embedding, the largest difference of the gradients of its ids, relative to the largest of them."""
     ours, theirs = _by_embedding(found), _by_embedding(expected)
     names = [name for name in theirs if name in ours]
@@ -299,7 +299,7 @@ def _gradients_differ(found: Sequence[Outcome], expected: Sequence[Outcome]) -> 
         yield name, value if isfinite(value) else inf
 
 
-def _by_embedding(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
+def _by_embedding(outcomes: Sequence[CallOutcome]) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
     found: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
     for outcome in outcomes:
         for leaf, gradient in zip(outcome.leaves, outcome.gradients):

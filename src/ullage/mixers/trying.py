@@ -51,10 +51,24 @@ def first_accepted(
         "packed, the sequences of this model do not get what they get alone",
         where=type(model).__name__,
         expected="outputs, loss and gradients of each sequence alone",
-        found="; ".join(f"{way}: {reason}" for way, reason in refused),
+        found=_told(refused),
         hint="train it on padded batches (leave packing out), or take from that module what looks at other tokens of "
         "the row; packing_verify=False packs it all the same",
     )
+
+
+def _told(refused: Sequence[tuple[Way, str]]) -> str:
+    """The finest way with its reason, and the others with theirs where that is another."""
+    told, place = [f"{refused[0][0]}: {refused[0][1]}"], _place(refused[0][1])
+    for way, reason in refused[1:]:
+        same = place is not None and _place(reason) == place
+        told.append(f"{way}: in the same module" if same else f"{way}: {reason}")
+    return "; ".join(told)
+
+
+def _place(reason: str) -> str | None:
+    _, found, place = reason.partition(", first in ")
+    return place if found else None
 
 
 def _adverb(way: Way) -> str:

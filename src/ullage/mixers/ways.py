@@ -143,13 +143,18 @@ def ways_of(model: nn.Module) -> Candidates:
     doubts = tuple(part for part in unknown if part.is_hook and not part.path)
     if native is not None and names_lengths(model):
         return Candidates(ways, False, native, unknown, doubts)
-    sure = next(way for way in by_lengths if way.kind == "whole" or _runs_within(unknown, way))
+    sure = next(way for way in by_lengths if way.kind == "whole" or _holds_all(model, way, unknown))
     return Candidates(ways, False, sure, unknown, doubts)
 
 
-def _runs_within(parts: tuple[UnknownPart, ...], way: Way) -> bool:
-    """Whether all parts run within a backbone by lengths, beside known ones that work on single tokens."""
-    return way.kind == "backbone" and all(part.is_within(path) for part in parts for path in way.paths)
+def _holds_all(model: nn.Module, way: Way, parts: tuple[UnknownPart, ...]) -> bool:
+    """Whether a backbone by lengths holds all unknown parts, and what stands around it none of them."""
+    if way.kind != "backbone" or not all(part.is_within(path) for part in parts for path in way.paths):
+        return False
+    backbone = model.get_submodule(way.paths[0])
+    held = {id(module) for module in backbone.modules()}
+    around = (module for module in model.modules() if id(module) not in held)
+    return not any(id(part) in held and part is not backbone for module in around for part in module.children())
 
 
 def _native(model: nn.Module) -> Way | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ullage.mixers.at_rest import Leaf, at_rest, embedded_inputs
 from ullage.mixers.proof import largest, prove
 from ullage.mixers.wrappers import bare
-from ullage.proofs.samples import Outcome, Sample, Samples
+from ullage.proofs.samples import RowOutputs, Sample, Samples
 
 #: Lengths of the row that is compared; of those with one-token and empty neighbours; of the long one, where no sequence
 #: has one token: statistics over it, which training mode may ask for, would be those of a constant.
@@ -118,11 +118,11 @@ def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -
 def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> list[float]:
     """Largest difference that other tokens in some sequences make to the others: of outputs, of gradients."""
     with torch.set_grad_enabled(backward):
-        before = _Run(samples, row)
+        before = _PackedCall(samples, row)
         worst = [0.0, 0.0]
         for changed in range(len(row)):
             kept = [place for place in range(len(row)) if place != changed]
-            after = _Run(samples, samples.with_other_tokens(row, changed))
+            after = _PackedCall(samples, samples.with_other_tokens(row, changed))
             outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
             worst[0] = max(worst[0], outputs)
             if backward:
@@ -130,14 +130,14 @@ def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> li
     return worst if backward else worst[:1]
 
 
-class _Run:
+class _PackedCall:
     """One packed call, and the gradients that come from some of its sequences."""
 
     def __init__(self, samples: Samples, row: list[Sample]) -> None:
         torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
         self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
         with embedded_inputs(samples.model) as inputs:
-            outcome: Outcome = samples.packed(row)
+            outcome: RowOutputs = samples.packed(row)
         self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, inputs.leaves
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class _Run:
         return dense[: len(parameters)], dense[len(parameters) :]
 
 
-def _gradients_of_others(samples: Samples, before: _Run, after: _Run, kept: Sequence[int]) -> float:
+def _gradients_of_others(samples: Samples, before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
     """Largest difference of what comes back from the sequences that are kept; and what reaches those that changed."""
     (parameters, embedded), (parameters_after, embedded_after) = before.gradients(kept), after.gradients(kept)
     worst = max((largest([ours], [theirs]) for ours, theirs in zip(parameters_after, parameters)), default=0.0)

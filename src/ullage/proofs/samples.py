@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutputs:
     """What a model made of a row: for each sequence its logits, and the loss of all; None without labels."""
 
     logits: list[Tensor]
@@ -113,7 +113,7 @@ class Samples:
 
     # Runs.
 
-    def alone(self, row: Sequence[Sample]) -> Outcome:
+    def alone(self, row: Sequence[Sample]) -> RowOutputs:
         """Each sequence in a call of its own, and the mean of their losses over all labels."""
         logits, losses, counts = [], [], []
         for sample in row:
@@ -128,7 +128,7 @@ class Samples:
             if loss is not None and count:
                 losses.append(loss * count)
                 counts.append(count)
-        return Outcome(logits, torch.stack(losses).sum() / sum(counts) if counts else None)
+        return RowOutputs(logits, torch.stack(losses).sum() / sum(counts) if counts else None)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -189,13 +189,13 @@ class Samples:
         aim = torch.randn(logits.shape, generator=random, dtype=torch.float64)
         return (logits - aim.to(logits)).square().mean()
 
-    def packed(self, row: Sequence[Sample]) -> Outcome:
+    def packed(self, row: Sequence[Sample]) -> RowOutputs:
         """All sequences in one row."""
         outputs = self.model(**self._row(row), **self._without_cache())
         logits, loss = _logits(outputs), _loss(outputs)
         if self.by_sequence:
             there = [len(sample.input_ids) > 0 for sample in row]
-            return Outcome([each if some else each[:0] for each, some in zip(logits, there)], loss)
+            return RowOutputs([each if some else each[:0] for each, some in zip(logits, there)], loss)
         sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
         flat = logits[0] if logits.ndim == 3 else logits
         if len(flat) != sum(sizes):
@@ -209,7 +209,7 @@ class Samples:
             counts = [self._count(each) for each in row]
             losses = [self._stand_in(part, at) * count for at, (part, count) in enumerate(zip(parts, counts)) if count]
             loss = torch.stack(losses).sum() / sum(counts)
-        return Outcome([*parts], loss)
+        return RowOutputs([*parts], loss)
 
     @contextmanager
     def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:

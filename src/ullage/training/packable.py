@@ -13,7 +13,7 @@ from ullage.attention.heads import is_multiple_choice
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
 from ullage.mixers.placing import forward_of, put_in
-from ullage.mixers.ways import Candidates, ways_of
+from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
 
 #: Ways in which a model calls each layer once for a row.
 _EQUAL_CALLS = ("native", "mixers")
@@ -34,6 +34,7 @@ def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool
     if is_packed(model):
         return None
     if not isinstance(model, PreTrainedModel):
+        require_independent_rows(model)
         problem = packing_problem(model)
         if problem is not None and "attn_implementation" not in problem:
             # Whatever its own collator gives it, PackedSequence for example, is what it trains on.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from torch import nn
 
 from ullage.batch import RaggedBatch
 from ullage.display import counted
-from ullage.errors import InputError
 from ullage.mixers import call_equally_often
 from ullage.mixers.placing import forward_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import first_accepted
+from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
 from ullage.schema import IGNORED_LABEL, fill_value
 from ullage.training import choices, targets
@@ -30,9 +29,6 @@ from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
-
-if TYPE_CHECKING:
-    from ullage.training.packing import Packer
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class PackingProof:
         found: the last proof of this rank, None before.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
         self.found: Proof | None = None
@@ -110,7 +106,7 @@ class PackingProof:
     def before_evaluation(self, model: nn.Module, batch: RaggedBatch) -> None:
         """Prove the packing of a model that is evaluated and was not trained, forward only.
 
-        Not collective, and as many calls on every rank. Raises ``InputError`` on a rank where something differs.
+        Not collective, and as many calls on every rank. Raises ``SequencesMeet`` on a rank where something differs.
         """
         capacity = self._capacity
         # A run proves its first step, forward and backward, and may take another way then.
@@ -127,7 +123,7 @@ class PackingProof:
             proof = self._proved(model, [targets.joined(batch)], capacity, None, training=False)
         problem = proof.problem()
         if problem is not None:
-            raise InputError(
+            raise SequencesMeet(
                 "packed, the sequences of this model do not get what they get alone",
                 where=type(self._reader.model).__name__,
                 found=problem,
@@ -192,20 +188,29 @@ class PackingProof:
             return [_placeholder(microbatches[0])] * _SEQUENCES
         vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
         most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
-        places = [(which, place) for which, each in enumerate(there) for place in range(len(each))]
+        places = [(batch, place) for batch in there for place in range(len(batch))]
         lengths = np.concatenate([each.layout.lengths for each in there])
         order = [int(each) for each in np.argsort(lengths, kind="stable") if lengths[each]]
-        taken, left = [], most
-        # The longest that leaves room for others, the shortest, and what lies between.
-        for share in (0.6, 0.0, 0.5, 0.8):
-            fitting = [each for each in order if lengths[each] <= max(left * 0.7, 1)] or order[:1]
-            fresh = [each for each in fitting if each not in taken] or fitting
-            fresh = [each for each in fresh if lengths[each] not in lengths[taken]] or fresh
-            at = len(fresh) - 1 if not taken else int(share * (len(fresh) - 1))
-            taken.append(fresh[at])
-            left -= int(lengths[fresh[at]])
-        # The longest stands between others.
-        return [_one(there[places[each][0]], places[each][1], most) for each in (taken[1], taken[0], *taken[2:])]
+        # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
+        fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
+        long, short = fitting[-1], fitting[0]
+        if len(set(lengths[fitting])) < 3 and not there[0].per_sequence and lengths[long] > 3:
+            # Of too few lengths: cut to others.
+            size = int(lengths[long])
+            sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
+            return [
+                _one(*places[fitting[-1 - at % len(fitting)]], most=min(each, most)) for at, each in enumerate(sizes)
+            ]
+        others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
+        middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
+        taken = [short, long, middle]
+        chosen = [_one(*places[each], most=most) for each in taken]
+        # And one more of a length that is there: by lengths, these two share a call.
+        alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
+        longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
+        if not alike and longer and not there[0].per_sequence:
+            return [*chosen, _one(*places[longer[0]], most=int(lengths[middle]))]
+        return [*chosen, _one(*places[alike[-1] if alike else middle], most=most)]
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
@@ -253,7 +258,7 @@ def _is_wrapper(model: nn.Module) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
 
 
-def _one(batch: RaggedBatch, place: int, most: int) -> RaggedBatch:
+def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     """One sequence of a batch, cut to what a row may have where it can be cut."""
     sample = batch.samples()[place]
     length = int(batch.layout.lengths[place])

@@ -1,0 +1,108 @@
+"""Packed training with and without the proof before it, on several processes; ``verify_script.py FOLDER '[[engine, model], ...]'``.
+
+Writes for each case, by rank, the losses, what the weights are, and what was logged of the proof.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.support import own_models, packing_script
+from ullage.errors import UllageError
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+
+STEPS = 3
+#: Lengths of the samples: each of two ranks draws half of every eight.
+LENGTHS = [5, 23, 1, 17, 9, 40, 12, 3, 30, 2, 9, 21, 8, 8, 19, 1, 44, 7, 6, 33, 5, 28, 11, 4]
+
+
+class Meeting(torch.nn.Module):
+    """A part in which all tokens of a call meet, also those of other rows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        hidden = self.inner(hidden)
+        return hidden + 0.5 * hidden.mean((0, 1))
+
+
+def make_model(name):
+    torch.manual_seed(0)
+    if name == "layers that mix in the token before":
+        return own_models.LEAKING[name][0]()
+    model = packing_script.make_model("llama")
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    if name == "meeting":
+        model.model.layers[1].mlp = Meeting(model.model.layers[1].mlp)
+    if name == "lora":
+        return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+def digest(model):
+    """What the weights of this rank are, to the last bit."""
+    made = hashlib.sha256()
+    for parameter in model.parameters():
+        held = getattr(parameter, "ds_tensor", parameter)
+        held = held.to_local() if hasattr(held, "to_local") else held
+        made.update(held.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def train(folder, engine, name, verify):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    stage = int(engine[4:]) if engine.startswith("zero") else 0
+    options = {"deepspeed": packing_script.zero(stage)} if stage else {"fsdp": True} if engine == "fsdp" else {}
+    checkpointing = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    trainer = Trainer(
+        make_model(name),
+        TrainingArguments(
+            folder, packing_capacity=64, packing_verify=verify, per_device_train_batch_size=8 // world, max_steps=STEPS,
+            learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", optim="adamw_torch",
+            train_sampling_strategy="sequential", ddp_timeout=120, **options,
+            **({} if engine == "fsdp" else checkpointing),
+        ),
+        data_collator=RaggedCollator(labels_from="input_ids"),
+        train_dataset=packing_script.make_samples(LENGTHS),
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": digest(trainer.model_wrapped),
+        "proved": trainer._packer.proof.found is not None,
+    }
+
+
+def run(folder, engine, name, verify):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ullage").addHandler(handler)
+    logging.getLogger("ullage").setLevel(logging.INFO)
+    try:
+        return {**train(folder, engine, name, verify), "said": said}
+    except UllageError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        logging.getLogger("ullage").removeHandler(handler)
+
+
+def main():
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    packing_script.leave(folder, [run(folder, *case) for case in cases])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The proof before the first step of a packed run: what it takes, what it refuses, and that it changes nothing."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.support import own_models
+from ullage.mixers import SequencesMeet, is_packed
+from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+LENGTHS = [5, 23, 1, 17, 9, 40, 12, 3, 30, 2, 9, 21, 8, 8, 19, 1]
+OPTIONS = {
+    "packing_capacity": 64,
+    "max_steps": 2,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "train_sampling_strategy": "sequential",
+}
+
+
+def samples(labels=None):
+    draw = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, own_models.SIZES["vocab_size"], (length,), generator=draw) for length in LENGTHS]
+    return [{"input_ids": each, "labels": each if labels is None else labels(each)} for each in ids]
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(own_models.llama_config(attention_dropout=0.1, **options))
+
+
+def make(folder, model, data=None, *, trainer=Trainer, arguments=TrainingArguments, **options):
+    return trainer(
+        model,
+        arguments(str(folder), **{**OPTIONS, **options}),
+        train_dataset=data or samples(),
+        eval_dataset=data or samples(),
+    )
+
+
+def weights(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+class Meeting(nn.Module):
+    """A part in which all tokens of a call meet, also those of other rows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        hidden = self.inner(hidden)
+        return hidden + 0.5 * hidden.mean((0, 1))
+
+
+def meeting():
+    model = llama()
+    model.model.layers[1].mlp = Meeting(model.model.layers[1].mlp)
+    return model
+
+
+def lora():
+    return get_peft_model(llama(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+
+
+KINDS = {
+    "plain": (llama, {}),
+    "bfloat16": (llama, {"bf16": True}),
+    "noise on embeddings": (llama, {"neftune_noise_alpha": 5}),
+    "adapters": (lora, {}),
+    "checkpointing": (llama, {"gradient_checkpointing": True}),
+    "reentrant checkpointing": (
+        llama,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "another loss per sequence": (llama, {"packing_loss_weighting": "sequence"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_with_the_proof_is_the_run_without_it_to_the_last_bit(kind, tmp_path, caplog):
+    make_model, options = KINDS[kind]
+    found = []
+    for verify in (True, False):
+        trainer = make(tmp_path, make_model(), packing_verify=verify, **options)
+        with caplog.at_level(logging.INFO, "ullage"):
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, weights(trainer.model), trainer._packer.proof.found))
+    (losses, trained, proof), (expected, other, none) = found
+    assert losses == expected
+    assert torch.equal(trained, other)
+    assert proof.passed
+    assert not proof.weak
+    assert len(set(proof.lengths)) >= 3
+    assert none is None
+    assert caplog.text.count("packing proved on 4 sequences of") == 1
+    assert "native" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_proved_without_compiling_it(tmp_path):
+    trainer = make(tmp_path, llama(), torch_compile=True, torch_compile_backend="eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    trainer._packer.proof.before_step(trainer.model, trainer._packer.pack([RaggedCollator()(samples()[:8])]))
+    assert trainer._packer.proof.found.passed
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+HEADS = {
+    "classes of tokens": (BertForTokenClassification, lambda ids: ids % 3),
+    "a class of each sequence": (BertForSequenceClassification, lambda ids: int(ids[0]) % 3),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_are_proved(head, tmp_path):
+    kind, labels = HEADS[head]
+    trainer = make(tmp_path, kind(BertConfig(**own_models.SIZES, num_labels=3)), samples(labels))
+    trainer.train()
+    found = trainer._packer.proof.found
+    assert {each.kind for each in found.differences} == {"outputs", "gradients", "loss"}
+
+
+def test_pairs_are_proved(tmp_path):
+    config = T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    data = samples(lambda ids: ids[: 1 + len(ids) // 2])
+    kinds = {"trainer": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments}
+    trainer = make(tmp_path, T5ForConditionalGeneration(config), data, **kinds, packing_capacity=96)
+    trainer.train()
+    names = {each.name for each in trainer._packer.proof.found.differences}
+    assert {"logits", "encoder_last_hidden_state", "the loss"} <= names
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("name", own_models.LEAKING)
+def test_a_model_of_ones_own_trains_packed_as_it_does_alone(name, tmp_path):
+    """Each trained with sequences that saw each other, and nobody said so."""
+    labels = {"lstm before a tagging head": lambda ids: ids % 4}.get(name)
+    runs = []
+    for capacity in (64, None):
+        torch.manual_seed(0)
+        model = own_models.LEAKING[name][0]()
+        batch = {"packing_capacity": 64} if capacity else {"packing_capacity": None, "per_device_train_batch_size": 1}
+        trainer = make(
+            tmp_path, model.double(), samples(labels), **batch, gradient_accumulation_steps=1 if capacity else 8
+        )
+        if capacity is None:
+            trainer.data_collator = RaggedCollator()
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+@pytest.mark.regression
+def test_a_model_that_no_way_keeps_apart_is_refused_with_the_module(tmp_path):
+    trainer = make(tmp_path, meeting())
+    before = weights(trainer.model).clone()
+    with pytest.raises(SequencesMeet, match=r"first in model\.layers\.1\.mlp \(Meeting\).*packing_verify=False"):
+        trainer.train()
+    assert torch.equal(weights(trainer.model), before)
+    make(tmp_path, meeting(), packing_verify=False).train()
+
+
+def test_evaluation_alone_is_proved_forward(tmp_path):
+    trainer = make(tmp_path, llama())
+    trainer.evaluate()
+    found = trainer._packer.proof.found
+    assert {each.kind for each in found.differences} == {"outputs", "loss"}
+    with pytest.raises(SequencesMeet, match=r"model\.layers\.1\.mlp \(Meeting\)"):
+        make(tmp_path, meeting()).evaluate()
+
+
+def test_a_part_of_ones_own_that_works_on_tokens_trains_natively(tmp_path, caplog):
+    class Doubled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return 2 * self.inner(hidden)
+
+    model = llama()
+    model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
+    with caplog.at_level(logging.INFO, "ullage"):
+        make(tmp_path, model).train()
+    assert "LlamaForCausalLM, native;" in caplog.text
+    assert is_packed(model)
+
+
+def test_rows_of_preference_losses_are_proved_by_their_logits(tmp_path):
+    from tests.support import trl_cases
+
+    trainer = trl_cases.make_sft("llama", str(tmp_path), packing_capacity=64, max_steps=1)
+    trainer.train()
+    assert trainer._packer.proof.found.passed
