@@ -84,7 +84,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
 
     def _padded_as_generated(self, inputs: Any) -> Tensor:
         """Labels [N, L], behind which transformers lays as much padding as it allows a generated sequence."""
-        labels = self._evaluator.predictor.field_rows(inputs, str(self._reader.label_name))
+        labels: Any = self._evaluator.predictor.field_rows(inputs, str(self._reader.label_name))
         settings: Any = self.model.generation_config  # pyright: ignore[reportOptionalMemberAccess]
         if labels.shape[-1] < settings.max_length:
             return self._pad_tensors_to_max_len(labels, settings.max_length)
