@@ -92,7 +92,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
             return self._pad_tensors_to_max_len(labels, settings.max_new_tokens + 1)
         return labels
 
-    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Any:
         ids = (getattr(self.processing_class, "pad_token_id", None), getattr(self._reader.model, "config", None))
         if self._evaluator.predictor.by_sample or (ids[0] is None and getattr(ids[1], "pad_token_id", None) is None):
             return tensor  # without an id of padding, it is padded with -100 beside longer ones
