@@ -73,7 +73,7 @@ def run(name: str, verify: bool, folder: str) -> dict[str, Any]:
     capacity, draw = made["capacity"], torch.Generator().manual_seed(1)
     lengths = (torch.randn(64, generator=draw) * 0.8).exp().mul(capacity / 10).int().clamp(4, capacity // 2)
     words = made["sizes"]["vocab_size"]
-    samples = [{"input_ids": torch.randint(0, words, (int(n),), generator=draw).tolist()} for n in lengths]
+    samples: Any = [{"input_ids": torch.randint(0, words, (int(n),), generator=draw).tolist()} for n in lengths]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     trainer = Trainer(
         model,
