@@ -79,8 +79,8 @@ def compare(kind: str, name: str) -> Comparison:
         report.reason = f"not run: {error}"
         return report
     samples = Samples(model, None, 0)
-    least = samples.settle()
-    row = samples.draw([max(least, length) for length in LENGTHS])
+    samples.settle()
+    row = samples.draw([max(samples.least, length) for length in LENGTHS])
     if not samples.has_loss:
         report.reason = "not run: no loss of text alone"
         return report

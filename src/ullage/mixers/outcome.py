@@ -44,6 +44,8 @@ class TrialRun:
         self.model, self.trial, self._call, self._backward = model, trial, call, backward
         #: Names of the outputs that are looked at; all if None.
         self.only: frozenset[str] | None = None
+        #: Whether the loss is differentiated too, where it is known what it is a mean of.
+        self.with_loss = True
         taken = inspect.signature(model.forward).parameters
         self._without_cache = {"use_cache": False} if "use_cache" in taken else {}
 
@@ -56,9 +58,10 @@ class TrialRun:
                 name: [_with_rows(value)] for name, value in _tensors(outputs).items() if self._is_told(value, place)
             }
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
-            gradients = self._gradients(named, [place], embedded.leaves)
-        loss, parts = self._loss(outputs)
-        return CallOutcome(_detached(named), loss, embedded.leaves, gradients, parts)
+            loss, parts = self._loss(outputs)
+            count = 0.0 if self.trial.counts is None else self.trial.counts[place]
+            gradients = self._gradients(named, [place], embedded.leaves, (loss, count))
+        return CallOutcome(_detached(named), None if loss is None else loss.detach(), embedded.leaves, gradients, parts)
 
     def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
@@ -70,9 +73,9 @@ class TrialRun:
                 parts = self._parts(value, [each.outputs[name][0] for each in alone if name in each.outputs])
                 if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
-            gradients = self._gradients(named, range(len(alone)), embedded.leaves)
-        loss, left = self._loss(outputs)
-        return CallOutcome(_detached(named), loss, embedded.leaves, gradients, left)
+            loss, left = self._loss(outputs)
+            gradients = self._gradients(named, range(len(alone)), embedded.leaves, (loss, sum(self.trial.counts or ())))
+        return CallOutcome(_detached(named), None if loss is None else loss.detach(), embedded.leaves, gradients, left)
 
     def _is_told(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
@@ -109,14 +112,22 @@ class TrialRun:
         return given
 
     def _gradients(
-        self, named: Mapping[str, Sequence[Tensor]], places: Sequence[int], leaves: Sequence[Leaf]
+        self,
+        named: Mapping[str, Sequence[Tensor]],
+        places: Sequence[int],
+        leaves: Sequence[Leaf],
+        loss: tuple[Tensor | None, float],
     ) -> list[Tensor | None]:
+        """Gradients of weighed outputs and of the sum of losses, by what is embedded. ``loss``: a mean, and of what."""
         weighed = [
             _weighed(part) * (1 + place / 7)
             for _, parts in sorted(named.items())
             for place, part in zip(places, parts, strict=True)
             if part.requires_grad
         ]
+        mean, count = loss
+        if self.with_loss and mean is not None and mean.requires_grad and count:
+            weighed.append(mean * count)
         if not weighed or not leaves:
             return []
         total = torch.stack([each.float() for each in weighed]).sum()
@@ -132,8 +143,8 @@ class TrialRun:
         auxiliary = _entries(outputs).get("aux_loss")
         factor = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None)
         if isinstance(auxiliary, Tensor) and auxiliary.ndim == 0 and factor is not None:
-            return (loss - factor * auxiliary.to(loss)).detach(), ["the balance of experts, a mean over all tokens"]
-        return loss.detach(), []
+            return loss - factor * auxiliary.to(loss), ["the balance of experts, a mean over all tokens"]
+        return loss, []
 
 
 def _weighed(part: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 A few sequences run one by one, as the model takes them without packing, and once more as one packed row, forward and
 backward, with the model at rest (:mod:`ullage.mixers.at_rest`). Three things are compared: every output by token or by
-sequence; the loss; and the gradients of the outputs, weighed by numbers that are drawn once, with respect to what the
-model embeds. Gradients are added up by id, so nothing has to be known of the calls that a way makes of a row.
+sequence; the loss; and the gradients of the outputs, weighed by numbers that are always the same, and of the loss, with
+respect to what the model embeds. Gradients are added up by id, so nothing has to be known of the calls that a way makes
+of a row.
 
 How large a difference may be (:func:`limits_of`): products of other shapes are added up in another order, which changes
 the last digits of a result, and every layer adds its own. Differences are relative to the largest number compared.
@@ -174,8 +175,11 @@ def prove(
             # What has no entry for each token or sequence would count in the gradients of one side alone.
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
-        proof.tokens = 2 * sum(sizes) + sizes[shortest]
         limits = limits_of(dtype or precision.dtype, _device(model))
+        if agree(_has_own_loss(trial, alone, packed, limits)):
+            run.with_loss = False  # by a rule of its own, which says nothing of the sequences
+            again, alone, packed = _run_all(run, shortest)
+        proof.tokens = 2 * sum(sizes) + sizes[shortest]
         limits = _settle(proof, limits, _repeated(alone[shortest], again))
         proof.differences = list(_compared(proof, trial, alone, packed, limits))
         if agree(not proof.passed):
@@ -263,25 +267,39 @@ def _compared(
     proof.left_out = list(dict.fromkeys(left))
 
 
+def _has_own_loss(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits) -> bool:
+    """Whether the loss is not a mean over labels, or over sequences, and may well be so."""
+    found = None if trial.is_strict else _loss_difference(trial, alone, packed)
+    return found is not None and not found[0] <= limits.loss
+
+
+def _loss_difference(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome) -> tuple[float, float] | None:
+    """Relative difference of the losses, and the size of what was expected; None where they cannot be compared."""
+    if packed.loss is None or trial.counts is None or not sum(trial.counts):
+        return None
+    counted = [(each.loss, count) for each, count in zip(alone, trial.counts) if count and each.loss is not None]
+    expected = sum(float(loss) * count for loss, count in counted) / sum(trial.counts)
+    value = abs(float(packed.loss) - expected) / max(abs(expected), 1e-30)
+    return value if isfinite(value) else inf, abs(expected)
+
+
 def _losses_compared(
     trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits, agrees: bool, left: list[str]
 ) -> Iterator[TrialDifference]:
     left.extend(packed.parts)
-    counts = trial.counts
     if packed.loss is None:
         return
-    if counts is None or not sum(counts):
+    found = _loss_difference(trial, alone, packed)
+    if found is None:
         left.append("the loss: no mean over labels, or over sequences")
         return
-    counted = [(each.loss, count) for each, count in zip(alone, counts) if count and each.loss is not None]
-    expected = sum(float(loss) * count for loss, count in counted) / sum(counts)
-    value = abs(float(packed.loss) - expected) / max(abs(expected), 1e-30)
+    value, size = found
     # A mean over labels adds up what the outputs differ by; it may itself be near zero.
-    limit = max(limits.loss, limits.loss / max(abs(expected), 1e-30))
+    limit = max(limits.loss, limits.loss / max(size, 1e-30))
     if agrees and not value <= limit and not trial.is_strict:
         left.append("the loss: by the model's own rule it is no mean over labels")
         return
-    yield TrialDifference("loss", "the loss", value if isfinite(value) else inf, limit)
+    yield TrialDifference("loss", "the loss", value, limit)
 
 
 def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutcome]) -> Iterator[tuple[str, float]]:

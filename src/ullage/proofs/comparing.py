@@ -9,13 +9,14 @@ the one that was changed.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ullage.mixers.at_rest import Leaf, at_rest, embedded_inputs
+from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.proof import largest, prove
 from ullage.mixers.wrappers import bare
 from ullage.proofs.samples import RowOutputs, Sample, Samples
@@ -71,7 +72,8 @@ def _in_evaluation(samples: Samples) -> Iterator[Check]:
     row = samples.draw(_fitting(samples, LENGTHS))
     alone, packed = samples.alone(row), samples.packed(row)
     yield Check("logits", largest(packed.logits, alone.logits), limit)
-    yield Check("loss", _relative(packed.loss, alone.loss), _loss_limit(alone.loss, limit))
+    loss_limit = _loss_limit(alone.loss, limit)
+    yield Check("loss", _relative(packed.loss, alone.loss), loss_limit)
     yield Check("gradients", _gradients_differ(samples, packed.loss, alone.loss), gradient_limit)
     with torch.no_grad():
         # The same sequences in another order.
@@ -84,7 +86,9 @@ def _in_evaluation(samples: Samples) -> Iterator[Check]:
         )
         yield Check("neighbours", largest(found, expected), limit)
         long = samples.draw(_fitting(samples, LONG))
-        yield Check("long", largest(samples.packed(long).logits, samples.alone(long).logits), limit)
+        packed, alone = samples.packed(long), samples.alone(long)
+        yield Check("long", largest(packed.logits, alone.logits), limit)
+        yield Check("long: loss", _relative(packed.loss, alone.loss), loss_limit)
     yield from _others(samples, long, "", backward=False)
     # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
     if not samples.is_routed:
@@ -126,7 +130,7 @@ def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> li
             outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
             worst[0] = max(worst[0], outputs)
             if backward:
-                worst[1] = max(worst[1], _gradients_of_others(samples, before, after, kept))
+                worst[1] = max(worst[1], _gradients_of_others(before, after, kept))
     return worst if backward else worst[:1]
 
 
@@ -135,6 +139,7 @@ class _PackedCall:
 
     def __init__(self, samples: Samples, row: list[Sample]) -> None:
         torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
+        self.samples = samples
         self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
         with embedded_inputs(samples.model) as inputs:
             outcome: RowOutputs = samples.packed(row)
@@ -161,11 +166,18 @@ class _PackedCall:
         return dense[: len(parameters)], dense[len(parameters) :]
 
 
-def _gradients_of_others(samples: Samples, before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
+def _gradients_of_others(before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
     """Largest difference of what comes back from the sequences that are kept; and what reaches those that changed."""
     (parameters, embedded), (parameters_after, embedded_after) = before.gradients(kept), after.gradients(kept)
-    worst = max((largest([ours], [theirs]) for ours, theirs in zip(parameters_after, parameters)), default=0.0)
-    places = _places(before.leaves, after.leaves, samples.special)
+    # Gradients that are rounding noise beside the largest of all count by a thousandth of that.
+    most = max((float(each.abs().max()) for each in parameters if each.numel()), default=0.0)
+    worst = 0.0
+    for ours, theirs in zip(parameters_after, parameters):
+        own = float(theirs.abs().max()) if theirs.numel() else 0.0
+        worst = max(worst, largest([ours], [theirs]) * own / max(own, 1e-3 * most, 1e-30))
+        if not own and ours.any():
+            worst = max(worst, float(ours.abs().max()) / max(most, 1e-30))
+    places = _places(before, after)
     size = max((float(embedded[at].abs().max()) for at, _, _ in places), default=0.0)
     for found, found_after in ((embedded, embedded_after), (before.of_loss, after.of_loss)):
         for at, same, changed in places if found else ():
@@ -175,21 +187,31 @@ def _gradients_of_others(samples: Samples, before: _PackedCall, after: _PackedCa
     return worst
 
 
-def _places(before: Sequence[Leaf], after: Sequence[Leaf], special: set[int]) -> list[tuple[int, Tensor, Tensor]]:
-    """The calls of token embeddings, by their place; which of their tokens have stayed, and which have changed."""
-    pairs = [
-        (at, ours.ids, ours.ids != theirs.ids)
-        for at, (ours, theirs) in enumerate(zip(before, after))
-        if ours.ids is not None and theirs.ids is not None and ours.ids.shape == theirs.ids.shape
-    ]
-    changing = {before[at].name for at, _, changed in pairs if changed.any()}
-    # What begins a target is the same in every sequence, also in one that has changed.
-    fixed = torch.tensor(sorted(special))
-    return [
-        (at, ~changed & ~torch.isin(ids, fixed.to(ids)), changed)
-        for at, ids, changed in pairs
-        if before[at].name in changing
-    ]
+def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, Tensor]]:
+    """The calls of embeddings, by their place; which of their entries belong to other sequences, and which changed.
+
+    Where an embedding is called once, that is the packed row: other tokens stand in the changed sequence. Where it is
+    called more often, all of a row belongs to one sequence; but for an encoder-decoder, which may call it for both of
+    its rows, and whose targets all begin with one token.
+    """
+    before, after = first.leaves, second.leaves
+    fixed = torch.tensor(sorted(first.samples.special))
+    calls = Counter(leaf.name for leaf in before)
+    found = []
+    for at, (ours, theirs) in enumerate(zip(before, after)):
+        if ours.ids is None or theirs.ids is None or ours.ids.shape != theirs.ids.shape or ours.ids.ndim < 2:
+            continue
+        changed, same = ours.ids != theirs.ids, torch.ones_like(ours.ids, dtype=torch.bool)
+        if first.samples.is_encoder_decoder:
+            same = ~changed & ~torch.isin(ours.ids, fixed.to(ours.ids))
+        elif changed.any() and calls[ours.name] == 1 and len(changed) == 1:
+            here = changed[0].flatten(1).any(1).nonzero() if changed.ndim > 2 else changed[0].nonzero()
+            same[:, int(here.min()) : int(here.max()) + 1] = False
+        else:
+            same[changed.flatten(1).any(1)] = False
+        found.append((at, same, changed))
+    changing = {before[at].name for at, _, changed in found if changed.any()}
+    return [each for each in found if before[each[0]].name in changing]
 
 
 @torch.no_grad()

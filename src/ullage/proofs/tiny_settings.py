@@ -137,8 +137,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Experts that are full drop tokens: the capacity of 64 would not be reached by a few short sequences.
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 4},
     "vibevoice_acoustic_tokenizer_encoder": {"downsampling_ratios": [2, 2], "depths": [1, 1, 1], "num_filters": 8},
-    # Its kernels would otherwise compute in bfloat16.
-    "xlstm": {"autocast_kernel_dtype": "float32"},
+    # Its kernels would otherwise compute in bfloat16, and evaluate longer rows in pieces.
+    "xlstm": {"autocast_kernel_dtype": "float32", "max_inference_chunksize": 16384},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
