@@ -251,7 +251,9 @@ def test_models_that_leaked_are_packed_in_a_way_that_does_not(name):
 def test_without_a_way_the_first_module_is_named():
     model = llama()
     model.model.norm = Within(model.model.norm, lambda _, hidden: hidden + hidden.mean((0, 1)))
-    with pytest.raises(SequencesMeet, match=r"native: .*first in model\.norm \(Within\); .*whole by lengths: in the same module"):
+    with pytest.raises(
+        SequencesMeet, match=r"native: .*first in model\.norm \(Within\); .*whole by lengths: in the same module"
+    ):
         pack_model(model, verify=causal())
     assert not ullage.mixers.is_packed(model)
 
