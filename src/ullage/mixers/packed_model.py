@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ullage.mixers.forwards import PartForward
-from ullage.mixers.placing import forward_of, is_put_in, put_in, take_out
+from ullage.mixers.placing import forward_of, is_put_in, put_in, take_out, way_of
 from ullage.mixers.proof import Proof, prove, trial_of
 from ullage.mixers.trying import first_accepted
 from ullage.mixers.ways import Way, ways_of
@@ -103,8 +103,7 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     model = bare(model)
     refuse_learned_prompt(model)
     if is_put_in(model):
-        forward = forward_of(model)
-        return PackedModel(model, Way("native") if forward is None else forward.way)
+        return PackedModel(model, way_of(model))
     found = ways_of(model)
     if verify is None:
         for part in found.doubts:

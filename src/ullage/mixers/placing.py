@@ -47,6 +47,12 @@ def put_in(model: nn.Module, way: Way, *, is_proved: bool = False) -> None:
         remember_packable(model)
 
 
+def way_of(model: nn.Module) -> Way:
+    """The way of a bare model that is packed; native where nothing took its forward's place."""
+    forward = forward_of(model)
+    return Way("native") if forward is None else forward.way
+
+
 def take_out(model: nn.Module) -> None:
     """Make a bare model what it was before :func:`put_in`. More than once does nothing more."""
     for module in model.modules():

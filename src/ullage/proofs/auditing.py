@@ -19,6 +19,7 @@ from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest
+from ullage.mixers.placing import way_of
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
 from ullage.proofs.comparing import Check as Check
@@ -109,9 +110,11 @@ def audit(
     parameter = next(model.parameters(), None)
     report.device = "cpu" if parameter is None else str(parameter.device)
     samples = Samples(model, collate, seed)
-    handle, was_packed = None, is_packed(model)
+    handle = None
     try:
-        if pack:
+        if pack and is_packed(model):
+            report.way = str(way_of(bare(model)))
+        elif pack:
             try:
                 handle = _pack(model, samples)
             except InputError as error:
@@ -126,7 +129,7 @@ def audit(
         except Exception as error:  # whatever a model raises on a packed row is what the user has to know
             report.verdict, report.reason = "refused", " ".join(f"{type(error).__name__}: {error}".split())
     finally:
-        if handle is not None and not was_packed:
+        if handle is not None:
             handle.undo()
     if not all(check.passed for check in report.checks):  # also before it was refused: so much is known
         report.verdict = "leak" if any(check.leaks and not check.passed for check in report.checks) else "differs"
@@ -135,7 +138,7 @@ def audit(
 
 def _pack(model: nn.Module, samples: Samples) -> PackedModel:
     """Pack a model in the way in which a run would: where what it is made of does not tell, ways are tried."""
-    if is_packed(model) or ways_of(bare(model)).is_certain:
+    if ways_of(bare(model)).is_certain:
         return pack_model(model)
     try:
         with at_rest(model, training=False):

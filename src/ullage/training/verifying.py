@@ -18,7 +18,7 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.display import counted
 from ullage.mixers import call_equally_often
-from ullage.mixers.placing import forward_of
+from ullage.mixers.placing import way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
 from ullage.mixers.trying import SequencesMeet, first_accepted
@@ -96,8 +96,7 @@ class PackingProof:
                 mine = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             return meeting.end(mine)
 
-        forward = forward_of(bare_model)
-        current = Way("native") if forward is None else forward.way
+        current = way_of(bare_model)
         ways: Sequence[Way] = (current,) if self.candidates is None else self.candidates.ways
         with self._trainer.compute_loss_context_manager():
             way = first_accepted(bare_model, ways, problem, current=current)
@@ -129,8 +128,7 @@ class PackingProof:
                 found=problem,
                 hint="leave packing_capacity out; packing_verify=False evaluates it packed all the same",
             )
-        forward = forward_of(self._reader.model)
-        self._tell(Way("native") if forward is None else forward.way)
+        self._tell(way_of(self._reader.model))
 
     def _proved(
         self,
