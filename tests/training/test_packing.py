@@ -219,7 +219,7 @@ class Unaware(torch.nn.Module):
 
 
 def test_a_model_of_ones_own_that_names_no_lengths_is_refused(tmp_path):
-    message = r"see each other: Unaware\.forward names no cu_seq_lens_q \(Unaware\)\. Leave packing_capacity out"
+    message = r"see each other: Unaware\.forward names no cu_seq_lens_q, so it would take a packed row for one sequence \(Unaware\)\. Leave packing_capacity out"
     with pytest.raises(InputError, match=message):
         Trainer(Unaware(), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
 
