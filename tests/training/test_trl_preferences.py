@@ -82,7 +82,8 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     strategy = data.draw(st.sampled_from(["balanced", "next_fit"]), "strategy")
     loss = PairLoss(trainer())
     ragged = loss.ragged(batch)
-    options = PackingOptions(capacity, strategy, "drop", coalesce_gradients=True, chunked_loss=True, peak_flops=None)
+    given = {"coalesce_gradients": True, "chunked_loss": True, "peak_flops": None, "verify": True}
+    options = PackingOptions(capacity, strategy, "drop", **given)
     planner = StepPlanner(Topology.single(), options, TransformerCost(), meets_every_microbatch=False)
     if ranks == 1:
         step = planner.packed([ragged], loss)

@@ -104,7 +104,8 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
     is_known = package_of(loss_author(model)[0]) in KNOWN_AUTHORS
     labels = [each.get("labels") for each in alone]
     if not all(isinstance(each, Tensor) for each in labels):
-        of_spans = spans_sequences(model) and bool(per_sequence)
+        # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
+        of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
         return ([1.0] * len(alone), is_known) if of_spans else (None, False)
     if per_sequence or has_two_losses(model, alone[0]):
         return None, False
@@ -117,6 +118,13 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
         else:
             counts.append(float((value[:, 1:] if shifts else value).ne(IGNORED_LABEL).sum()))
     return counts, is_known and shifts is not None
+
+
+def _holds_its_answer(sequence: Mapping[str, Any]) -> bool:
+    """Whether the places of a sequence's answer lie in it."""
+    length = sequence["input_ids"].shape[1] if "input_ids" in sequence else 0
+    places = [sequence[name] for name in ("start_positions", "end_positions") if name in sequence]
+    return all(int(place.max()) < length for place in places)
 
 
 def _moved(keywords: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -117,8 +117,7 @@ class Packer:
                 require_equal_calls(self._reader.model)
             return
         if self._reader.evaluates_itself and self.padded_loss is None:
-            kinds = (self._reader.overridden("compute_loss"), type(self._trainer))
-            trainer = next(each for each in kinds if each is not None)
+            trainer = self._reader.overridden("compute_loss") or type(self._trainer)
             raise InputError(
                 "this trainer cannot be packed yet: its batches are not sequences with labels",
                 where=trainer.__name__,
@@ -142,8 +141,7 @@ class Packer:
                 found=args.gradient_accumulation_steps,
                 hint="multiply per_device_train_batch_size by it instead",
             )
-        problem = truncation_problem(self._reader.model)
-        if options.oversize == "truncate" and problem is not None:
+        if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
         refuse_images(self._trainer)
         self.proof.pack(self._reader.model)
@@ -175,8 +173,7 @@ class Packer:
 
     @property
     def _zero_stage(self) -> int:
-        plugin = self._trainer.accelerator.state.deepspeed_plugin
-        return 0 if plugin is None else int(plugin.zero_stage)
+        return int(getattr(self._trainer.accelerator.state.deepspeed_plugin, "zero_stage", 0))
 
     @property
     def meets_every_microbatch(self) -> bool:
