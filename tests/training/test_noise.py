@@ -40,7 +40,7 @@ def noise_of(trainer):
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "recurrent"])
 def test_each_packed_sequence_has_noise_by_its_own_length(name, tmp_path):
     trainer = packing_script.make_trainer(
-        name, str(tmp_path), max_steps=1, per_device_train_batch_size=6, neftune_noise_alpha=ALPHA
+        name, str(tmp_path), max_steps=1, per_device_train_batch_size=6, neftune_noise_alpha=ALPHA, packing_verify=False
     )
     seen, lengths = noise_of(trainer)
     assert sum(len(row) > 1 for row in lengths) > 0

@@ -134,8 +134,12 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
     """
     inputs = EmbeddedInputs()
 
+    lookups = _Lookups()
+
     def taken(name: str, module: nn.Module, given: Any, named: dict[str, Any], output: Any) -> Any:
-        ids = next((each for each in (*given, *named.values()) if isinstance(each, Tensor)), None)
+        ids, lookups.ids = lookups.ids, None
+        if ids is None:
+            ids = next((each for each in (*given, *named.values()) if isinstance(each, Tensor)), None)
         if not torch.is_grad_enabled() or ids is None or ids.is_floating_point():
             return None
         if not isinstance(output, Tensor) or not output.is_floating_point() or output.shape[: ids.ndim] != ids.shape:
@@ -149,7 +153,8 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
         for path, module in _embeddings(model)
     ]
     try:
-        yield inputs
+        with lookups:
+            yield inputs
     finally:
         for handle in handles:
             handle.remove()
@@ -166,6 +171,17 @@ def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(named, nn.Module) and not any(isinstance(part, nn.Embedding) for part in named.modules()):
         found += [(path, module) for path, module in model.named_modules() if module is named]
     return found
+
+
+class _Lookups(TorchFunctionMode):
+    """The ids of the last lookup: a table of positions is called with tokens, and looks up one row for several."""
+
+    ids: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding:
+            self.ids = args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
 
 
 class _WithoutDropout(TorchFunctionMode):

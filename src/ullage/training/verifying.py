@@ -17,7 +17,7 @@ from torch import nn
 
 from ullage.batch import RaggedBatch
 from ullage.display import counted
-from ullage.mixers import call_equally_often
+from ullage.mixers import call_equally_often, is_packed
 from ullage.mixers.placing import way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
@@ -98,6 +98,8 @@ class PackingProof:
 
         current = way_of(bare_model)
         ways: Sequence[Way] = (current,) if self.candidates is None else self.candidates.ways
+        if not is_packed(bare_model):  # it takes the lengths by itself, as it is
+            ways = (current, *(way for way in ways if way.kind != "native"))
         with self._trainer.compute_loss_context_manager():
             way = first_accepted(bare_model, ways, problem, current=current)
         self._tell(way)
