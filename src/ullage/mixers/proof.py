@@ -147,6 +147,7 @@ def prove(
     backward: bool = True,
     dtype: torch.dtype | None = None,
     agree: Callable[[bool], bool] = bool,
+    in_step: bool = False,
 ) -> Proof:
     """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
 
@@ -158,6 +159,8 @@ def prove(
         backward: whether gradients are compared too.
         dtype: the precision of the model's products; found out if None.
         agree: whether something holds on any rank, asked on all of them, where they make their calls together.
+        in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
+            not differentiated: a sequence without labels has no gradient of it, on one rank and not on another.
 
     Runs twice the row's tokens and those of its shortest sequence, forward and backward. Where something differs, the
     row runs again, and once more all of it. Trials of as many sequences make as many calls. Raises what the model
@@ -169,6 +172,7 @@ def prove(
     proof.lengths = sizes
     with at_rest(call, training=training) as precision:
         run = TrialRun(model, trial, call=call, backward=backward)
+        run.with_loss = not in_step
         shortest = sizes.index(min(sizes))
         again, alone, packed = _run_all(run, shortest)
         if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
@@ -176,7 +180,7 @@ def prove(
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
         limits = limits_of(dtype or precision.dtype, _device(model))
-        if agree(_has_own_loss(trial, alone, packed, limits)):
+        if not in_step and agree(_has_own_loss(trial, alone, packed, limits)):
             run.with_loss = False  # by a rule of its own, which says nothing of the sequences
             again, alone, packed = _run_all(run, shortest)
         proof.tokens = 2 * sum(sizes) + sizes[shortest]

@@ -152,6 +152,7 @@ class PackingProof:
             backward=training,
             dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._trainer.accelerator.mixed_precision),
             agree=bool if agree is None else agree,
+            in_step=self._packer.meets_every_microbatch,
         )
         self.found = proof
         return proof
