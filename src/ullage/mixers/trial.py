@@ -81,6 +81,9 @@ def trial_of(
     for name in targets:
         packed[name] = torch.nested.nested_tensor([sample[name] for sample in samples], layout=torch.jagged)
     alone = [{name: value[None] for name, value in sample.items()} for sample in samples]
+    if targets and package_of(loss_author(model)[0]) == "ullage":
+        # Ours takes -100 in padded targets for padding, and not in ragged ones.
+        alone = [each | {name: _as_nested(each[name]) for name in targets} for each in alone]
     if is_multiple_choice(model):  # each choice as a question of one
         alone = [{name: value[None] for name, value in choice.items()} for choice in alone]
     sizes = [int(length) for length in batch.layout.lengths]
@@ -118,6 +121,10 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
         else:
             counts.append(float((value[:, 1:] if shifts else value).ne(IGNORED_LABEL).sum()))
     return counts, is_known and shifts is not None
+
+
+def _as_nested(rows: Tensor) -> Tensor:
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
 
 
 def _holds_its_answer(sequence: Mapping[str, Any]) -> bool:
