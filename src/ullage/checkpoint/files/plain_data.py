@@ -67,7 +67,7 @@ _MODULES: tuple[tuple[Use, re.Pattern[str]], ...] = (
     (
         MEMBER,
         re.compile(
-            r"torch\.distributed\.checkpoint\.metadata|torch\.distributed\._shard\.(sharded_tensor\.)?metadata"
+            r"torch\.distributed\.checkpoint\.(metadata|planner)|torch\.distributed\._shard\.(sharded_tensor\.)?metadata"
             r"|torch\.distributed\._?tensor\.placement_types|torch\.nn\.modules\..+|torch\.optim\..+"
             r"|deepspeed\.(runtime|pt)\.(fp16\.)?loss_scaler|deepspeed\.runtime\.zero\.(offload_)?config"
             r"|megatron\.(.+\.)?enums|megatron\.core\.rerun_state_machine"
@@ -78,7 +78,7 @@ _MODULES: tuple[tuple[Use, re.Pattern[str]], ...] = (
         MAKE,
         re.compile(
             r"numpy\.random\.\w+|torch\.distributed\._?tensor\..+|torch\.distributed\.device_mesh"
-            r"|deepspeed\.runtime\.(config|zero\.\w+config)|megatron\.core\.dist_checkpointing\.mapping"
+            r"|deepspeed\.runtime\.(config|zero\.\w+config)|megatron\.core\.dist_checkpointing\.(mapping|strategies\.torch)"
             r"|megatron\.core\.(transformer\.transformer_config|model_parallel_config|optimizer\.optimizer_config)"
             r"|transformers\.(configuration_utils|generation\.configuration_utils|models\.\w+\.configuration_\w+)"
             r"|transformers\.(training_args|training_args_seq2seq|trainer_pt_utils|trainer_callback)"
