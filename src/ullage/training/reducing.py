@@ -1,4 +1,4 @@
-"""Reduction of gradients under ZeRO: once for all microbatches of a step."""
+"""What ZeRO does around steps: one reduction of gradients for all microbatches, and the order of modules that it keeps."""
 
 from __future__ import annotations
 
@@ -25,3 +25,20 @@ def gradients_meet_once(engine: Any) -> Iterator[bool]:
         yield True
     engine.set_gradient_accumulation_boundary(is_boundary=True)
     engine.step()
+
+
+def forget_trace(model: Any) -> None:
+    """Let ZeRO 3 record the order of modules anew: that of calls before a step is not that of the step.
+
+    DeepSpeed 0.19.8 gathers and lets go of parameters by the first order that it sees, and a step of a model with
+    adapters then met parameters that had been let go ("size of tensor a (0)").
+    """
+    coordinate = getattr(
+        getattr(getattr(model, "optimizer", None), "parameter_offload", None), "get_param_coordinator", None
+    )
+    if coordinate is None:
+        return
+    coordinator = coordinate()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    coordinator.reset_step()

@@ -26,6 +26,7 @@ from ullage.training.agreement import agreement, gather
 from ullage.training.comparing import random_states_kept
 from ullage.training.loss.divisions import defining_class
 from ullage.training.reading import BatchReader
+from ullage.training.reducing import forget_trace
 
 logger = logging.get_logger(__name__)
 
@@ -175,6 +176,7 @@ class Rehearsal:
             with random_states_kept(), torch.random.fork_rng(devices=devices):
                 yield
         finally:
+            forget_trace(trainer.model_wrapped)
             del trainer.log
             vars(args).update(workers)
             vars(trainer).update(own, **before)

@@ -29,6 +29,7 @@ from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
+from ullage.training.reducing import forget_trace
 
 _logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class PackingProof:
             agree=bool if agree is None else agree,
             in_step=self._packer.meets_every_microbatch,
         )
+        forget_trace(model)
         self.found = proof
         return proof
 
