@@ -1,4 +1,4 @@
-"""What ZeRO does around steps: one reduction of gradients for all microbatches, and the order of modules that it keeps."""
+"""What ZeRO does around steps: gradients reduced once for all microbatches, and the order of modules that it keeps."""
 
 from __future__ import annotations
 
