@@ -158,6 +158,28 @@ def test_a_model_that_differs_from_itself_gives_a_weak_proof():
     assert not proved(leaking, causal(), Way("native")).passed
 
 
+def one_token(module, hidden):
+    """What rounding does to a token between two experts: in a long row the first gets another."""
+    other = torch.zeros_like(hidden)
+    other[:, 0] = hidden[:, 0].flip(-1) if hidden.shape[1] > max(LENGTHS) else 0
+    return hidden + 3 * other
+
+
+def test_a_token_that_rounding_sends_to_another_expert_is_no_leak_below_float32():
+    def experts(change, dtype):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)).to(dtype)
+        layer = model.model.layers[1]
+        layer.mlp = Within(layer.mlp, change)
+        return model
+
+    assert proved(experts(one_token, torch.bfloat16), causal(), Way("native")).passed
+    assert not proved(experts(one_token, torch.float32), causal(), Way("native")).passed
+    everywhere = experts(lambda _, hidden: hidden + 30 * hidden.mean(1, keepdim=True), torch.bfloat16)
+    found = proved(everywhere, causal(), Way("native"))
+    assert found.module == "model.layers.1.mlp (Within)"
+
+
 class Counting(nn.Module):
     """A norm with statistics, a counter and numbers of its own that are drawn."""
 
