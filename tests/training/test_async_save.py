@@ -212,7 +212,7 @@ def test_ranks_save_what_they_would_have_waited_for_and_fail_together(tmp_path, 
             assert bool(run["folders"]) == kind.startswith("zero"), kind
             failed, last = run["failed"], run["failed at the end"]
             for each in (failed, last):
-                own = "TrainingError: this cannot be written" if rank else "DistributedError: another rank failed"
+                own = "TrainingError: the disk is full" if rank else "DistributedError: another rank failed"
                 assert each["said"].startswith(own), (kind, each)
                 assert "No space left on device" in each["said"]
             assert failed["step"] in (3, 4), kind  # before the next save at the latest
