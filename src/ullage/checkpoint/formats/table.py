@@ -120,7 +120,9 @@ def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]
     """
     if format in STAGES:
         said = [*model_states.notes_on_missing(inventory), *notes_on_rounded(targets)]
-        if STAGES[format] == 3 and not inventory.groups and known_buffers(inventory) is None:
+        trained = {tensor.name for tensor in inventory.tensors if tensor.kind == "parameter" and tensor.key != "fp32"}
+        is_told = inventory.groups or trained.issuperset(inventory.parameters) or known_buffers(inventory) is not None
+        if STAGES[format] == 3 and not is_told:
             said.append("nothing says which tensors are buffers: those of floats are taken for parameters")
         return said
     if format == "trainer":
