@@ -15,7 +15,7 @@ from torch import nn
 from ullage.errors import InputError
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 
-_SPEC_HINT = "build it with ullage.engines.megatron.packed_block_spec(config) or a Transformer Engine spec"
+_SPEC_HINT = "build it with a Transformer Engine spec"
 
 
 def _mamba_problem(module: Any) -> str | None:

@@ -23,8 +23,8 @@ from ullage.ranks.topology import Topology
 #: Names of the scheduler that gives each microbatch its own context-parallel degree, and of the one that takes samples
 #: which are packed already.
 DYNAMIC, PACKED_ALREADY = "default_dynamic_cp", "empty"
-#: The attribute by which ``packed_block_spec`` marks the config of a model whose attention honours
-#: ``PackedSeqParams.cp_group``. Megatron-LM's own switch for that, where it has one, is ``dynamic_context_parallel``.
+#: The attribute of the config of a model whose attention honours ``PackedSeqParams.cp_group``. Megatron-LM's own switch
+#: for that, where it has one, is ``dynamic_context_parallel``.
 TAKES_GROUPS = "attention_takes_cp_group"
 
 
@@ -207,7 +207,9 @@ def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
             f"{reason}, so microbatches cannot have degrees of their own",
             where=f"sequence_packing_scheduler {DYNAMIC!r}",
             hint="choose 'balanced', which keeps one degree"
-            + ("" if mtp_stages else ", or build the model with ullage.engines.megatron.packed_block_spec(config)"),
+            + (
+                "" if mtp_stages else f", or set config.{TAKES_GROUPS} where attention honours PackedSeqParams.cp_group"
+            ),
         )
 
 
