@@ -4,8 +4,8 @@ TRL's trainers collate padded rows, and their losses take such rows. A packed st
 instead: :meth:`PaddedLoss.ragged` takes a collated batch apart, and :meth:`PaddedLoss.padded` makes of each microbatch
 the rows that TRL's loss takes, which the model then runs as one packed row.
 
-Padded rows outside, one packed row inside: TRL's losses call the model with padded rows and read per-token results
-[N, L - 1]: log-probabilities, entropies and the like, one number per token, never logits. Within :func:`packed_rows` such a
+Padded rows outside, one packed row inside: TRL's losses call the model with padded rows and read per-token results [N,
+L - 1]: log-probabilities, entropies and the like, one number per token, never logits. Within :func:`packed_rows` such a
 call runs as one packed row [1, T] of the real tokens alone, and what it gives per token is laid out in [N, L - 1]
 again: the entry at position p of a row is that of the token at p + 1, and zero where one of the two is padding. What
 the model gives per sequence stays as it is. Calls of other kinds stay what they were: without a mask, with a cache
