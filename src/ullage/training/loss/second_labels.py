@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ullage.attention.heads import second_label
@@ -46,13 +45,3 @@ def _require_counted(model: nn.Module, batch: RaggedBatch) -> None:
             found=IGNORED_LABEL,
             hint=f"give every sample a {name}, or leave the field out of all",
         )
-
-
-def uncounted(model: nn.Module, placeholder: RaggedBatch) -> RaggedBatch:
-    """A placeholder that counts nowhere, in the labels by sequence of a head with two losses either."""
-    name = (second_label(model) or ("",))[0]
-    if name not in placeholder:
-        return placeholder
-    values = {each: placeholder[each] for each in placeholder.names}
-    values[name] = torch.full_like(values[name], IGNORED_LABEL)
-    return RaggedBatch(values, placeholder.layout, placeholder.per_sequence)

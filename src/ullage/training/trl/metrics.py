@@ -27,6 +27,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ullage.training.loss.divisions import nearest_in
+
 #: Rules that are not a kind of weight.
 _EXTREMES = {"min": min, "max": max}
 #: The count of tokens that trainers keep over the whole run, and set in each call.
@@ -99,8 +101,7 @@ RULES: dict[str, Mapping[str, Rule]] = {
 
 def rules_of(trainer: Any) -> Mapping[str, Rule]:
     """The rules of the nearest class of the trainer that has any; empty for a trainer that no table names."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
-    return next((RULES[name] for name in names if name in RULES), {})
+    return nearest_in(RULES, type(trainer)) or {}
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from ullage.attention.heads import works_by_sequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64
 from ullage.mixers.wrappers import bare
+from ullage.training.loss.divisions import shares
 from ullage.training.packable import make_packable
-from ullage.training.packed_batch import PackedBatch
+from ullage.training.packed_batch import PackedBatch, stand_in
 
 #: Keyword by which TRL asks for per-token log-probabilities in the place of logits.
 _FUSED = "fused_lm_head"
@@ -229,24 +230,7 @@ class PaddedLoss:
 
         ``microbatches``: of this rank in the step. ``empty``: one of them, which knows its fields.
         """
-        best: list[dict[str, Tensor]] | None = None
-        for microbatch in microbatches:
-            samples = microbatch.samples() if len(microbatch) else []
-            sizes = microbatch.layout.lengths.reshape(-1, self.per_sample).sum(1)
-            if len(sizes) and (best is None or sizes.min() < sum(len(each["input_ids"]) for each in best)):
-                first = int(sizes.argmin()) * self.per_sample
-                best = samples[first : first + self.per_sample]
-        if best is not None:
-            return RaggedBatch.from_samples(best, per_sequence=empty.per_sequence)
-        # Two tokens each, so that there is one to predict.
-        lengths = np.full(self.per_sample, 2)
-        values = {
-            name: empty[name].new_zeros(
-                (self.per_sample if name in empty.per_sequence else int(lengths.sum()), *empty[name].shape[1:])
-            )
-            for name in empty.names
-        }
-        return RaggedBatch(values, Layout(lengths), empty.per_sequence)
+        return stand_in(microbatches, empty, self.per_sample)
 
     # Planning.
 
@@ -286,8 +270,7 @@ class PaddedLoss:
 
     def shares(self, step: PackedBatch) -> list[float]:
         """Fraction of the step over all ranks that each microbatch makes up; of the samples, where not said else."""
-        whole = len(step.plan.order)
-        return [len(microbatch) / whole if whole else 0.0 for microbatch in step.microbatches]
+        return shares(map(len, step.microbatches), len(step.plan.order))
 
     def step(self, model: nn.Module, step: PackedBatch) -> contextlib.AbstractContextManager[None]:
         """Around the microbatches of a step. ``model``: as the training loop calls it."""

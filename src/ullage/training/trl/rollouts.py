@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, ranges
+from ullage.training.loss.divisions import shares
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.trl.padded import PaddedLoss
 
@@ -152,14 +153,14 @@ class RolloutLoss(PaddedLoss):
     def shares(self, step: PackedBatch) -> list[float]:
         ranks = self._trainer.args.world_size
         if self._trainer.loss_type in _BY_COUNT:
-            return [1 / ranks] * len(step.microbatches)
+            return shares([1] * len(step.microbatches), ranks)
         if self._trainer.loss_type not in _BY_TOKEN:
             return super().shares(step)
         parts = torch.tensor([float(_counted(each)) for each in step.microbatches], dtype=torch.float64)
         whole = parts.sum().to(self._trainer.args.device)
         if ranks > 1:
             whole = self._trainer.accelerator.reduce(whole, "sum")
-        return (parts / whole.cpu().clamp(min=1)).tolist()
+        return shares(parts.tolist(), float(whole))
 
     @contextmanager
     def step(self, model: nn.Module, step: PackedBatch) -> Iterator[None]:
