@@ -35,12 +35,10 @@ from ullage.ranks import Topology
 from ullage.schema import IGNORED_LABEL
 from ullage.training import targets
 from ullage.training.arguments import PackingOptions
-from ullage.training.costing import cost_of, model_flops, num_parameters
 from ullage.training.loss.divisions import Division, division_of, shares
-from ullage.training.loss.second_labels import adds_two_losses
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.metering import StepTimes
-from ullage.training.packable import refuse_images, require_equal_calls, truncation_problem
+from ullage.training.metering import StepTimes, cost_of, model_flops, num_parameters
+from ullage.training.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch, stand_in
 from ullage.training.reading import BatchReader
 from ullage.training.trl.known import padded_loss_of

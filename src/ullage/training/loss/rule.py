@@ -19,8 +19,8 @@ from ullage.mixers.two_losses import NUM_SEQUENCES
 from ullage.training import counting
 from ullage.training.loss.divisions import OwnLoss, part_of_step
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
-from ullage.training.loss.second_labels import adds_two_losses
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequence_loss, weighted_token_loss
+from ullage.training.packable import adds_two_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 
