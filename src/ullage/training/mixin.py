@@ -39,6 +39,7 @@ from transformers.utils.generic import find_labels
 from ullage.errors import TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.replacing import replaced
 from ullage.training import fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
@@ -295,7 +296,7 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with self._batches_stay_on_host():
+            with replaced(self.accelerator, "device_placement", False):
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
@@ -303,14 +304,6 @@ class RaggedTrainerMixin(_Base):
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
-
-    @contextlib.contextmanager
-    def _batches_stay_on_host(self) -> Iterator[None]:
-        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
-        try:
-            yield
-        finally:
-            self.accelerator.device_placement = placement
 
     # One step.
 

@@ -32,6 +32,7 @@ from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
+from ullage.replacing import replaced
 from ullage.schema import IGNORED_LABEL
 from ullage.training import targets
 from ullage.training.arguments import PackingOptions
@@ -377,20 +378,15 @@ class Packer:
 
         A context manager: the trainer's own settings are restored after it.
         """
-        trainer = self._trainer
-        # An instance attribute over the class's None. training_step divides the loss by
-        # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
-        before = vars(trainer).get("loss_is_scaled_for_ga")
         divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
-        trainer.loss_is_scaled_for_ga = division == "sum" or divides_itself
         try:
-            yield
+            # An instance attribute over the class's None. training_step divides the loss by
+            # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
+            with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
+                yield
         finally:
-            trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self._trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
             self.weigher.end()
-            del trainer.loss_is_scaled_for_ga
-            if before is not None:
-                trainer.loss_is_scaled_for_ga = before
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""

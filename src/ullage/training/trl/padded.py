@@ -31,6 +31,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64
 from ullage.mixers.wrappers import bare
+from ullage.replacing import replaced
 from ullage.training.loss.divisions import shares
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch, stand_in
@@ -47,22 +48,10 @@ def packed_rows(*models: nn.Module | None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for model in {id(each): each for each in (bare(one) for one in models if one is not None)}.values():
-            stack.enter_context(_put_in(model))
+            # In the place of the instance's own forward, outside what TRL, accelerate and pack_model have put there:
+            # PEFT calls ``forward`` itself, so that a hook of the module would not be met.
+            stack.enter_context(replaced(model, "forward", _RowsForward(model, model.forward)))
         yield
-
-
-@contextlib.contextmanager
-def _put_in(model: nn.Module) -> Iterator[None]:
-    # In the place of the instance's own forward, outside whatever TRL, accelerate and pack_model have put there:
-    # PEFT calls ``forward`` itself, so that a hook of the module would not be met.
-    before: Callable[..., Any] | None = vars(model).get("forward")
-    vars(model)["forward"] = _RowsForward(model, model.forward)
-    try:
-        yield
-    finally:
-        vars(model).pop("forward")
-        if before is not None:
-            vars(model)["forward"] = before
 
 
 class _RowsForward:
