@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ullage.errors import CheckpointError
 from ullage.layout import Int64
+from ullage.training.sharding import data_ranks, sharding_of
 
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
 #: each rank, and the number of the ``epoch`` if it is not the one that transformers computes.
@@ -55,6 +57,8 @@ def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
 
     None for an epoch that was trained before the checkpoint.
     """
+    if _resumes(trainer, progress):
+        _require_same_steps(trainer, progress["num_update_steps_per_epoch"])
     kept: Any = trainer.state.stateful_callbacks.get(_DRAWN)
     number = progress.get("epoch", 0)
     if not _resumes(trainer, progress) or not isinstance(kept, dict) or number > kept.get("epoch", -1):
@@ -63,6 +67,23 @@ def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
         return None
     steps = kept["steps"] * trainer.args.gradient_accumulation_steps
     return {**progress, "epochs_trained": number, "steps_trained_in_current_epoch": steps}
+
+
+def _require_same_steps(trainer: Any, steps_per_epoch: int) -> None:
+    """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
+    state, (_, ranks) = trainer.state, data_ranks(trainer)
+    if sharding_of(trainer.model) is None or not state.epoch:
+        return
+    before = state.global_step / state.epoch
+    if abs(before - steps_per_epoch) >= 0.5:
+        each = trainer.args.per_device_train_batch_size
+        raise CheckpointError(
+            "the run would go on with steps of another size",
+            where=f"step {state.global_step}",
+            expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
+            found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
+            hint="choose per_device_train_batch_size and dp whose product is that of the run",
+        )
 
 
 def begin(
@@ -75,7 +96,8 @@ def begin(
 ) -> Epoch:
     """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
     args = trainer.args
-    begun = Epoch.of(args.world_size, epoch, epoch * num_update_steps_per_epoch)
+    rank, number = data_ranks(trainer)
+    begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
     drawn = trainer.state.stateful_callbacks.pop(_DRAWN, None)
     if not _resumes(trainer, others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
         return begun
@@ -89,7 +111,7 @@ def begin(
     if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
         begun.given = np.array(drawn["given"], np.int64)
         begun.live = begun.given >= begun.steps
-        begun.ahead = max(0, int(begun.given[args.process_index]) - begun.steps)
+        begun.ahead = max(0, int(begun.given[rank]) - begun.steps)
     return begun
 
 

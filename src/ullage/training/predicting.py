@@ -16,6 +16,7 @@ from ullage.mixers.wrappers import bare
 from ullage.training import counting, forms
 from ullage.training.padded_rows import Frame, in_rows, padded
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
 
 #: Outputs of an encoder-decoder that are as long as its sources, where the others are as long as its targets.
 _OF_ENCODERS = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
@@ -72,6 +73,8 @@ class Predictor:
                     model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
                 )
                 loss = loss.detach().mean()
+                if (sharding := sharding_of(trainer.model)) is not None:
+                    loss = sharding.whole_loss(loss)
             else:
                 outputs = model(**keywords)
         if prediction_loss_only:

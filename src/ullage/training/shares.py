@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_utils import has_length
 
 from ullage.errors import InputError
+from ullage.training.sharding import data_ranks
 
 
 class _Share:
@@ -142,8 +143,7 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
     return EvaluationLoader.over(
         dataset,  # pyright: ignore[reportArgumentType]
         batch_size,
-        args.process_index,
-        args.world_size,
+        *data_ranks(trainer),
         args.dataloader_num_workers,
         collate_fn=collator,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),

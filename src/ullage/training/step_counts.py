@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ullage.errors import DistributedError
 from ullage.layout import Int64
 
 
@@ -51,9 +52,26 @@ class StepCounts:
         return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
 
     @classmethod
-    def of(cls, ranks: Tensor) -> StepCounts:
-        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device."""
-        _, complete, failed, batches, stops, weights = ranks.cpu().numpy().T
+    def of(cls, ranks: Tensor, sharing: Sequence[Sequence[int]] | None = None) -> StepCounts:
+        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device.
+
+        ``sharing``: the ranks that draw the same batches, each group one rank of the result; None if all draw others.
+        Raises ``DistributedError`` on every rank if those of a group have drawn others.
+        """
+        told = ranks.cpu().numpy()
+        _, complete, failed, _, stops, _ = told.T
+        if sharing is not None:
+            drawn = told[np.array(sharing)]
+            if not failed.any() and (drawn != drawn[:, :1])[..., [0, 3]].any():
+                raise DistributedError(
+                    "ranks that share their batches have drawn different ones",
+                    expected="as many batches and labels on the ranks of tp and cp",
+                    found=f"(labels, batches) by place in dp: {drawn[..., [0, 3]].tolist()}",
+                    hint="a data set that draws random numbers has to draw the same on these ranks",
+                )
+            firsts = [group[0] for group in sharing]
+            told, ranks = told[firsts], ranks[firsts]
+        batches, weights = told[:, 3], told[:, 5]
         return cls(
             labels=ranks[:, 0],
             batches=batches,

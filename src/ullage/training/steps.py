@@ -37,6 +37,7 @@ from ullage.training.loss.second_labels import require_losses
 from ullage.training.metering import TokenMeter
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import data_ranks, sharding_of
 from ullage.training.step_counts import StepCounts
 from ullage.training.stopping import StopFlag
 from ullage.training.streams import divide_exactly
@@ -108,7 +109,7 @@ class StepSource:
 
         Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
         """
-        epoch = self._epoch or Epoch.of(self._trainer.args.world_size)
+        epoch = self._epoch or Epoch.of(data_ranks(self._trainer)[1])
         self._is_empty = False
         if epoch.ended:
             return [], None
@@ -209,7 +210,8 @@ class StepSource:
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The step's one packed batch, made of as many batches as there are ranks, or of all that are left."""
-        rank, wanted = self._trainer.args.process_index, self._trainer.args.world_size
+        rank, number = data_ranks(self._trainer)
+        wanted = number
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
         # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
@@ -224,7 +226,7 @@ class StepSource:
             wanted -= int(met.batches.sum())
             drawn += batches
             meetings.append(met)
-        if wanted == self._trainer.args.world_size:
+        if wanted == number:
             epoch.ended = True
             return [], None
         epochs.keep_place(self._trainer, epoch)
@@ -276,7 +278,8 @@ class StepSource:
         complete = len(counts) == len(batches)
         told = problem or self._background.failure
         mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
-        met = StepCounts.of(self._gathered(mine, device))
+        sharding = sharding_of(self._trainer.model)
+        met = StepCounts.of(self._gathered(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop
         if met.failed:  # only then do the ranks meet again, to hear of the error
             self._background.settle()  # that of a save comes first: it is older

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
     )
     from ullage.engines.fsdp.clipping import clip_grad_norm as clip_grad_norm
-    from ullage.engines.fsdp.mesh import make_topology as make_topology
-    from ullage.engines.fsdp.model import Parallel as Parallel, parallel_of as parallel_of, parallelize as parallelize
+    from ullage.engines.fsdp.model import parallelize as parallelize
+    from ullage.engines.fsdp.parallel import (
+        Parallel as Parallel,
+        make_topology as make_topology,
+        parallel_of as parallel_of,
+    )
     from ullage.engines.fsdp.step import (
         StepResult as StepResult,
         evaluate_step as evaluate_step,
@@ -42,8 +46,8 @@ else:
         {
             "checkpoint": ["is_checkpoint", "load", "save", "save_pretrained"],
             "clipping": ["clip_grad_norm"],
-            "mesh": ["make_topology"],
-            "model": ["Parallel", "parallel_of", "parallelize"],
+            "model": ["parallelize"],
+            "parallel": ["Parallel", "make_topology", "parallel_of"],
             "step": ["StepResult", "evaluate_step", "train_step"],
             "trainer": ["Trainer"],
         },

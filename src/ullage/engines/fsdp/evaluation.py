@@ -14,8 +14,8 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import denumpify_detensorize
 
 from ullage.batch import RaggedBatch
-from ullage.engines.fsdp.model import parallel_of
 from ullage.engines.fsdp.objective import INDEX, SEQUENCE
+from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.step import evaluate_outputs
 from ullage.errors import InputError
 from ullage.exchange import PackedIterator

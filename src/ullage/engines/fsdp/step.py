@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
-from ullage.engines.fsdp.model import parallel_of
 from ullage.engines.fsdp.objective import NEXT_TOKEN, count_labels, keywords, part_of_loss, runnable, with_labels
 from ullage.engines.fsdp.optimizer import require_optimizer, reshard
+from ullage.engines.fsdp.parallel import parallel_of
 from ullage.exchange import PackedStep
 from ullage.mixers.wrappers import bare
 

@@ -26,9 +26,9 @@ from ullage.batch import RaggedBatch
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.engines.fsdp.checkpoint import load, save, save_pretrained
 from ullage.engines.fsdp.evaluation import Evaluation
-from ullage.engines.fsdp.mesh import make_topology
-from ullage.engines.fsdp.model import parallel_of, parallelize
+from ullage.engines.fsdp.model import parallelize
 from ullage.engines.fsdp.objective import SEQUENCE
+from ullage.engines.fsdp.parallel import make_topology, parallel_of
 from ullage.engines.fsdp.samples import PreparedSamples
 from ullage.engines.fsdp.step import StepResult, train_step
 from ullage.engines.fsdp.trainer_arguments import make_optimizer, require_supported
