@@ -108,7 +108,8 @@ class RaggedTrainerMixin(_Base):
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
             fsdp.require_possible(arguments)
-            PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            require_trainable(given_argument("model", type(self), RaggedTrainerMixin, args, kwargs), arguments, options)
         end_groups_at_exit()
 
     def _after_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -121,7 +122,6 @@ class RaggedTrainerMixin(_Base):
         if type(self.label_smoother) is LabelSmoother:
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
         refuse_dispatching(self.accelerator)
-        require_trainable(self, packs=self._packer.options is not None)
         self._packer.require_packable()
         given = given_argument("data_collator", type(self), RaggedTrainerMixin, args, kwargs)
         if given is None and self._packer.padded_loss is None:

@@ -94,16 +94,16 @@ def data_ranks(trainer: Any) -> tuple[int, int]:
     return sharding.topology.dp.rank, sharding.topology.dp.size
 
 
-def require_trainable(trainer: Any, packs: bool) -> None:
-    """Raise ``InputError`` for a trainer that a sharded model is not trained by; others pass.
+def require_trainable(model: Any, arguments: Any, options: Any) -> None:
+    """Raise ``InputError`` for arguments by which a sharded model is not trained; other models pass.
 
-    ``packs``: whether it packs its steps.
+    ``options``: those of packing, None without it.
     """
-    sharding = sharding_of(trainer.model)
+    sharding = sharding_of(model)
     if sharding is None:
         return
-    sharding.require_trainable(trainer.args)
-    if not packs:
+    sharding.require_trainable(arguments)
+    if options is None:
         raise InputError(
             "a model that parallelize has sharded is trained on packed steps",
             where="TrainingArguments.packing_capacity",
