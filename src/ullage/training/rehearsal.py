@@ -23,10 +23,10 @@ from transformers.utils import logging
 
 from ullage.errors import InputError
 from ullage.training.agreement import agreement, gather
-from ullage.training.comparing import random_states_kept
+from ullage.training.beginning import random_states_kept
 from ullage.training.loss.divisions import defining_class
 from ullage.training.reading import BatchReader
-from ullage.training.reducing import forget_trace
+from ullage.training.verifying import forget_trace
 
 logger = logging.get_logger(__name__)
 

@@ -29,7 +29,6 @@ from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
-from ullage.training.reducing import forget_trace
 from ullage.training.sharding import sharding_of
 
 _logger = logging.getLogger(__name__)
@@ -282,3 +281,23 @@ def _placeholder(batch: RaggedBatch) -> RaggedBatch:
         empty = batch[name].new_full((1, *batch[name].shape[1:]), fill_value(name, batch[name].dtype))
         sample[name] = empty[0] if name in batch.per_sequence else empty
     return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
+
+
+def forget_trace(model: Any) -> None:
+    """Let ZeRO 3 record the order of modules anew: that of calls before a step is not that of the step.
+
+    DeepSpeed 0.19.8 gathers and lets go of parameters by the first order that it sees, and a step of a model with
+    adapters then met parameters that had been let go ("size of tensor a (0)").
+    """
+    coordinate = getattr(
+        getattr(getattr(model, "optimizer", None), "parameter_offload", None), "get_param_coordinator", None
+    )
+    if coordinate is None:
+        return
+    coordinator = coordinate()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    coordinator.reset_step()
+
+
+_logger = logging.getLogger(__name__)

@@ -17,11 +17,10 @@ from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
 from ullage.mixers.two_losses import NUM_SEQUENCES
 from ullage.training import counting
-from ullage.training.loss.chunked_head import head_in_chunks, head_problem
 from ullage.training.loss.divisions import OwnLoss
+from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
 from ullage.training.loss.second_labels import adds_two_losses
-from ullage.training.loss.weighable import kind_of_loss
-from ullage.training.loss.weighted_losses import weighted_sequence_loss, weighted_token_loss
+from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequence_loss, weighted_token_loss
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import sharding_of
