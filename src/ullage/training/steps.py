@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -235,16 +235,26 @@ class EverySample(IterableDatasetShard):
                 yield sample
 
 
-def divide_exactly(loader: Any, dataset: Any, *, packed: bool) -> None:
+class EveryBatch(BatchSamplerShard):
+    """One rank's batches of a data set with indices, without samples that fill up an epoch's last step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
+
+
+def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = False) -> None:
     """Make a prepared dataloader over an iterable data set read each sample on one rank.
 
     Args:
         loader: the dataloader that accelerate has prepared.
         dataset: that of the dataloader before.
         packed: whether ranks may end unequally. Without packing the last batches are filled up, as accelerate does.
+        sharded: whether the last step of a data set with indices stays short too, so that it is that of one process.
     """
     inner = getattr(loader, "base_dataloader", loader)
-    part = getattr(inner, "dataset", None)
+    part, batches = getattr(inner, "dataset", None), getattr(inner, "batch_sampler", None)
+    if sharded and isinstance(batches, BatchSamplerShard) and not (batches.split_batches or batches.drop_last):
+        vars(inner)["batch_sampler"] = EveryBatch(batches.batch_sampler, batches.num_processes, batches.process_index)
     if part is dataset or not isinstance(part, IterableDataset):
         return
     # A DataLoader's own setter refuses another data set after construction.
@@ -405,7 +415,12 @@ class StepSource:
 
     def read_from(self, loader: Any, dataset: Any) -> Any:
         """The training dataloader over ``dataset``, whose indices are recorded from now on."""
-        divide_exactly(loader, dataset, packed=self._packer.options is not None)
+        divide_exactly(
+            loader,
+            dataset,
+            packed=self._packer.options is not None,
+            sharded=sharding_of(self._trainer.model) is not None,
+        )
         self._indices = SampleIndices(loader)
         return loader
 

@@ -63,22 +63,7 @@ class TrainedSharding:
         return [[0]] if mesh is None else mesh.mesh.reshape(mesh.shape[0], -1).tolist()
 
     def require_trainable(self, arguments: Any) -> None:
-        for name, harmless in _UNSUPPORTED.items():
-            value = getattr(arguments, name, harmless[0])
-            if value not in harmless:
-                raise InputError(
-                    f"{name} is not supported over ullage.engines.fsdp, which --dp, --cp and --tp use",
-                    expected=harmless[0],
-                    found=value,
-                    hint="leave it out",
-                )
-        if getattr(arguments, "packing_capacity", None) == AUTO:
-            raise InputError(
-                "a capacity is not found by itself over ullage.engines.fsdp, which --dp, --cp and --tp use",
-                where="packing_capacity",
-                expected="a number",
-                found=AUTO,
-            )
+        require_supported(arguments)
         if arguments.bf16 and self.parallel.dtype is None:
             raise InputError(
                 "bf16 is asked of a model whose layers compute in another type",
@@ -136,6 +121,26 @@ class TrainedSharding:
         states = {} if scheduler is None else {"scheduler": scheduler}
         own = checkpoint / MODEL_AND_OPTIMIZER
         load(own if own.is_dir() else checkpoint, model, _bare(optimizer), allow_changed=True, **states)
+
+
+def require_supported(arguments: Any) -> None:
+    """Raise ``InputError`` for an argument that is not honoured for a model over several axes."""
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(arguments, name, harmless[0])
+        if value not in harmless:
+            raise InputError(
+                f"{name} is not supported over ullage.engines.fsdp, which --dp, --cp and --tp use",
+                expected=harmless[0],
+                found=value,
+                hint="leave it out",
+            )
+    if getattr(arguments, "packing_capacity", None) == AUTO:
+        raise InputError(
+            "a capacity is not found by itself over ullage.engines.fsdp, which --dp, --cp and --tp use",
+            where="packing_capacity",
+            expected="a number",
+            found=AUTO,
+        )
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer | None:
