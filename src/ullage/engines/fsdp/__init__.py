@@ -11,7 +11,7 @@
 
 Parameters are sharded over dp·cp by ``torch.distributed.fsdp.fully_shard``; over tp by the model's own plan, as
 transformers applies it; sequences over cp inside ``ullage.attention``. Losses and gradients are those of one process.
-:class:`Trainer` is this loop with the arguments and callbacks of transformers' Trainer. Names load when they are used.
+``ullage.training.Trainer`` trains such a model too, by transformers' arguments. Names load when they are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         evaluate_step as evaluate_step,
         train_step as train_step,
     )
-    from ullage.engines.fsdp.trainer import Trainer as Trainer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -49,6 +48,5 @@ else:
             "model": ["parallelize"],
             "parallel": ["Parallel", "make_topology", "parallel_of"],
             "step": ["StepResult", "evaluate_step", "train_step"],
-            "trainer": ["Trainer"],
         },
     )
