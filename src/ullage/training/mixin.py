@@ -22,7 +22,8 @@ Source: transformers 5.23 ``trainer.py``, whose method names these are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,17 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
+from ullage.errors import TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.replacing import replaced
 from ullage.training import fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
 from ullage.training.beginning import RunCheck, refuse_dispatching
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
-from ullage.training.evaluation import Evaluator
-from ullage.training.finite import require_finite
+from ullage.training.evaluation import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.loss.rule import LossRule
 from ullage.training.metering import TokenMeter
@@ -53,8 +55,6 @@ from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.rehearsal import Rehearsal
 from ullage.training.saving import require_same_model
-from ullage.training.shares import evaluation_loader
-from ullage.training.signature import ConstructorSignature, given_argument
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 
@@ -64,6 +64,43 @@ if TYPE_CHECKING:
     _Base = transformers.Trainer
 else:
     _Base = object
+
+
+class ConstructorSignature:
+    """``__signature__`` of a class whose bases put ``__init__(*args, **kwargs)`` before the constructor that is meant.
+
+    It stands in the body of the base that hands on, and belongs to every class made of it: the signature is that of the
+    first ``__init__`` in the order of bases that is not the base's own.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._between = owner
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        constructors = (each.__dict__["__init__"] for each in owner.__mro__
+                        if each is not self._between and "__init__" in each.__dict__)  # fmt: skip
+        signature = inspect.signature(next(constructors))
+        return signature.replace(parameters=list(signature.parameters.values())[1:])  # without ``self``
+
+
+def given_argument(name: str, cls: type, after: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that a constructor of ``cls`` was called with, by name or by position; None if it was not given.
+
+    Args:
+        name: of the parameter.
+        cls: what is constructed.
+        after: the base that hands ``args`` and ``kwargs`` on. The first constructor behind it, in the order of bases,
+            that does not hand them on itself has the order of positions.
+        args: arguments by position.
+        kwargs: arguments by name.
+    """
+    behind = cls.__mro__[cls.__mro__.index(after) + 1 :]
+    for constructor in (each.__dict__["__init__"] for each in behind if "__init__" in each.__dict__):
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]  # without ``self``
+        if all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in parameters):
+            places = dict(zip((each.name for each in parameters), args))
+            return kwargs.get(name, places.get(name))
+    return kwargs.get(name)
 
 
 class RaggedTrainerMixin(_Base):
@@ -259,7 +296,7 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with self._batches_stay_on_host():
+            with replaced(self.accelerator, "device_placement", False):
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
@@ -267,14 +304,6 @@ class RaggedTrainerMixin(_Base):
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
-
-    @contextlib.contextmanager
-    def _batches_stay_on_host(self) -> Iterator[None]:
-        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
-        try:
-            yield
-        finally:
-            self.accelerator.device_placement = placement
 
     # One step.
 
@@ -391,3 +420,16 @@ class RaggedTrainerMixin(_Base):
         if self._reader.overridden("prediction_step"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
         return self._evaluator.predictor.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
+
+
+def require_finite(norm: Any, step: int) -> None:
+    """Raise ``TrainingError`` for a gradient norm that is NaN or Inf, naming the step. Waits for the device."""
+    if not torch.isfinite(torch.as_tensor(norm)):
+        raise TrainingError(
+            "the loss or its gradient is not a number",
+            where=f"step {step}",
+            expected="a finite gradient norm",
+            found=float(norm),
+            hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
+            "the weights are those before this step",
+        )

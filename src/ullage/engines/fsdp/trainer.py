@@ -39,8 +39,7 @@ from ullage.ranks import Topology
 from ullage.ranks.groups import make_group
 from ullage.ranks.wire import device_of
 from ullage.training.arguments import form_process_group, peak_flops_of
-from ullage.training.costing import cost_of, model_flops, num_parameters
-from ullage.training.metering import TokenMeter
+from ullage.training.metering import TokenMeter, cost_of, model_flops, num_parameters
 from ullage.training.saving import save_checkpoint
 from ullage.training.stopping import StopFlag
 

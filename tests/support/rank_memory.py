@@ -1,19 +1,13 @@
-"""Bytes that a rank holds of a model and its optimizer.
-
-Counted from the tensors themselves: resident memory says little on a CPU, where freed blocks stay with the process.
-"""
+"""Bytes that a rank holds of a model and its optimizer, counted from the tensors themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,7 @@ class LocalBytes:
 def local_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> LocalBytes:
     """Bytes that this rank holds of ``model`` and ``optimizer``: of a sharded tensor (``DTensor``) its own part.
 
+    Counted from the tensors themselves: resident memory says little on a CPU, where freed blocks stay with the process.
     A tied parameter counts once, on whatever device it lies. No rank waits for another, nor for the device. What is
     gathered for a forward is not counted.
 
