@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import loss_author, package_of
-from ullage.mixers.rows import Groups
+from ullage.mixers.by_lengths import Groups
 
 #: The places of an answer, and the scores that they are compared with.
 _PLACES = {"start_positions": "start_logits", "end_positions": "end_logits"}

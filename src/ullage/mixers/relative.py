@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ullage.mixers.by_lengths import PackedRow
 from ullage.mixers.forwards import Forward
-from ullage.mixers.rows import Calls, PackedRow
+from ullage.rows import Calls
 
 
 class BiasedForward(Forward):

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import second_label
 from ullage.errors import InputError
-from ullage.mixers.by_lengths import call_by_lengths, join_outputs
-from ullage.mixers.rows import PackedRow
+from ullage.mixers.by_lengths import PackedRow, call_by_lengths, join_outputs
 from ullage.schema import IGNORED_LABEL
 
 #: The keyword of a call with the number of sequences by which the loss per sequence is divided.

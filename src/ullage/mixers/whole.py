@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ullage.attention.heads import is_multiple_choice, loss_divides_by_count, works_by_sequence
 from ullage.mixers.answers import loss_of_answers
-from ullage.mixers.by_lengths import call_by_lengths, join_outputs
+from ullage.mixers.by_lengths import Groups, PackedRow, call_by_lengths, join_outputs
 from ullage.mixers.choices import of_one_choice
-from ullage.mixers.rows import Groups, PackedRow
 from ullage.mixers.two_losses import call_with_two_losses, has_two_losses, labels_by_sequence, require_one_loss
 from ullage.schema import IGNORED_LABEL
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.layout import Layout
+from ullage.rows import beginnings, read_row
 from ullage.schema import IGNORED_LABEL, is_target
 from ullage.training.choices import joined
 
@@ -90,39 +91,29 @@ def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
     return tensor is not None and tuple(tensor.shape) == shape
 
 
-def _begins(numbers: Tensor, name: str) -> Int64:
-    """Where a sequence begins among the flattened rows [N, L]: at each row, and where numbers do not run on."""
-    step = 1 if name == "position_ids" else 0  # seq_idx repeats within a sequence
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1] + step
-    return np.flatnonzero(begins.flatten().numpy())
-
-
 def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None) -> RaggedBatch:
     """Sequences that lie end to end, bounded by ``cu_seq_lens_q`` or where the field ``counted`` begins anew."""
     size = shape[0] * shape[1]
-    begins = None if counted is None else _begins(fields[counted], counted)
+    # Indices repeat within a sequence.
+    begins = None if counted is None else beginnings(fields[counted].numpy(), int(counted == "position_ids"))
     if _BOUNDS in fields:
-        bounds = fields[_BOUNDS].numpy().astype(np.int64)
-        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != size or (np.diff(bounds) < 1).any():
-            raise InputError(
-                "cu_seq_lens_q does not bound the tokens of the batch",
-                expected=f"integers that rise from 0 to {size}",
-                found=bounds.tolist()[:8],
-            )
-        if begins is not None and begins.tolist() != bounds[:-1].tolist():
+        positions = fields["position_ids"].reshape(1, size) if counted == "position_ids" else None
+        layout = read_row(fields[_BOUNDS], size, positions)
+        # Each element of padding is at 0, as if a sequence began there.
+        filled = layout.slots > 0
+        expected = np.sort(np.append(layout.starts[filled], np.flatnonzero(layout.padding_mask())))
+        if begins is not None and not np.array_equal(begins, expected):
             raise InputError(
                 f"{counted} and cu_seq_lens_q disagree about where sequences begin",
-                expected=bounds[:-1].tolist()[:8],
+                expected=expected.tolist()[:8],
                 found=begins.tolist()[:8],
-                hint="leave padding and positions of your own out",
+                hint="leave positions of your own out",
             )
     else:
         assert begins is not None
-        bounds = np.append(begins, size)
+        layout = Layout(np.diff(np.append(begins, size)))
     if "attention_mask" in fields and not bool(fields["attention_mask"].all()):
         raise InputError("a row with cu_seq_lens_q has padding too", where="attention_mask", hint="leave padding out")
-    layout = Layout(np.diff(bounds))
     values, whole = {}, []
     for name, tensor in fields.items():
         if name in _PLACES:
