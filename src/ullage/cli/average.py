@@ -40,7 +40,7 @@ def average_checkpoints(
     from ullage.checkpoint import average
     from ullage.cli.convert import progress_bar
     from ullage.errors import UsageError
-    from ullage.report.page import size
+    from ullage.units import size
 
     try:
         shares = None if weights is None else [float(word) for word in weights.split(",")]
