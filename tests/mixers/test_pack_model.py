@@ -16,7 +16,7 @@ import ullage
 from ullage import RaggedBatch, pack_model
 from ullage.errors import InputError
 from ullage.mixers import is_packed
-from ullage.mixers.placing import put_in, take_out
+from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way
 from ullage.proofs.tiny import tiny_model
 from ullage.rows import read_row

@@ -18,7 +18,7 @@ from tests.support import packing_script
 from ullage import InputError, RaggedBatch
 from ullage.datasets import pack_dataset
 from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
-from ullage.training.drawn import as_ragged
+from ullage.training.reading import as_ragged
 
 #: One token, a sequence that fills a microbatch, and what lies between.
 LENGTHS = [1, 128, 5, 1, 77, 128, 1, 2, 30, 64, 1, 3]

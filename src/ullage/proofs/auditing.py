@@ -9,22 +9,24 @@ before its first step (:mod:`ullage.mixers.proof`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
-from ullage.mixers.at_rest import at_rest
-from ullage.mixers.placing import way_of
+from ullage.mixers.at_rest import at_rest, embedded_inputs
+from ullage.mixers.packed_model import way_of
+from ullage.mixers.proof import largest, prove
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
-from ullage.proofs.comparing import Check as Check
-from ullage.proofs.comparing import compare
-from ullage.proofs.samples import Samples
+from ullage.proofs.samples import RowOutputs, Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -164,3 +166,263 @@ def _model_of(given: Any) -> nn.Module:
         expected="a model, a config or a model type of the installed transformers",
         found=repr(given)[:80],
     )
+
+
+# The comparisons of an audit: a packed row with its sequences alone, and with itself after a neighbour has changed.
+#
+# In evaluation mode that is a short row, with one-token and empty neighbours, and a long one, for what begins only at a
+# later token; in training mode, without dropout, the long one. Whether sequences see each other is told by changing the
+# tokens of one: neither the outputs of the others may change, nor the gradients that come from them, and none may reach
+# the one that was changed.
+
+
+#: Lengths of the row that is compared; of those with one-token and empty neighbours; of the long one, where no sequence
+#: has one token: statistics over it, which training mode may ask for, would be those of a constant.
+LENGTHS = (7, 3, 12, 1, 9, 3)
+NEIGHBOURS = (1, 16, 1, 5, 0, 1)
+LONG = (41, 5, 72)
+#: Largest relative difference of numbers that are computed in another order: of outputs, and of gradients.
+_LIMITS = {torch.float64: (1e-10, 1e-9), torch.float32: (1e-5, 1e-4)}
+_HALF_LIMITS = (3e-2, 1e-1)
+#: The same for experts in float64, whose products change shape with the tokens of the others: outputs and gradients.
+_ROUTED_LIMITS = (1e-12, 1e-9)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        value: largest difference found, relative to the largest number compared.
+        limit: above which the check has failed; 0 asks for equal bits.
+        leaks: whether a failure means that sequences see each other, and not only that numbers differ.
+    """
+
+    name: str
+    value: float
+    limit: float
+    leaks: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within its limit. nan is not."""
+        return self.value <= self.limit
+
+
+def compare(samples: Samples) -> Iterator[Check]:
+    """All checks of a model, in evaluation mode and in training mode. Raises what the model raises."""
+    with at_rest(samples.model, training=False):
+        samples.settle()
+        yield from _in_evaluation(samples)
+    row = samples.draw(_fitting(samples, LONG))
+    for difference in prove(bare(samples.model), samples.trial(row), training=True).differences:
+        yield Check(f"training: {difference.name}", difference.value, difference.limit)
+    with at_rest(samples.model, training=True):
+        yield from _others(samples, row, "training: ", backward=True)
+
+
+def _in_evaluation(samples: Samples) -> Iterator[Check]:
+    limit, gradient_limit = _LIMITS.get(samples.dtype, _HALF_LIMITS)
+    row = samples.draw(_fitting(samples, LENGTHS))
+    alone, packed = samples.alone(row), samples.packed(row)
+    yield Check("logits", largest(packed.logits, alone.logits), limit)
+    loss_limit = _loss_limit(alone.loss, limit)
+    yield Check("loss", _relative(packed.loss, alone.loss), loss_limit)
+    yield Check("gradients", _gradients_differ(samples, packed.loss, alone.loss), gradient_limit)
+    with torch.no_grad():
+        # The same sequences in another order.
+        yield Check("order", largest(samples.packed(row[::-1]).logits[::-1], alone.logits), limit)
+        # One-token and empty neighbours.
+        short = samples.draw(_fitting(samples, NEIGHBOURS))
+        found, expected = (
+            [each for each, sample in zip(run(short).logits, short) if len(sample.input_ids)]
+            for run in (samples.packed, samples.alone)
+        )
+        yield Check("neighbours", largest(found, expected), limit)
+        long = samples.draw(_fitting(samples, LONG))
+        packed, alone = samples.packed(long), samples.alone(long)
+        yield Check("long", largest(packed.logits, alone.logits), limit)
+        yield Check("long: loss", _relative(packed.loss, alone.loss), loss_limit)
+    yield from _others(samples, long, "", backward=False)
+    # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
+    if not samples.is_routed:
+        yield Check("poison", _poison(samples, long), 0.0, leaks=True)
+
+
+def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
+    """Lengths as the model takes them; none stays none."""
+    return [min(max(length, samples.least), samples.most) if length else 0 for length in lengths]
+
+
+# Other tokens in one sequence: the others must not change in a single bit.
+
+
+def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -> Iterator[Check]:
+    limits = (0.0, 0.0)
+    if not samples.is_routed:
+        found = _others_differ(samples, row, backward=backward)
+    else:
+        # In float64: an expert's product has another shape when another sequence's tokens come to it.
+        try:
+            with samples.in_double() as judged:
+                found, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
+        except RuntimeError:  # the model computes a part in float32, whatever its weights are
+            limits = _LIMITS.get(samples.dtype, _HALF_LIMITS)
+            found = _others_differ(samples, row, backward=backward)
+    for what, value, limit in zip(("other tokens", "other gradients"), found, limits):
+        yield Check(f"{name}{what}", value, limit, leaks=True)
+
+
+def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> list[float]:
+    """Largest difference that other tokens in some sequences make to the others: of outputs, of gradients."""
+    with torch.set_grad_enabled(backward):
+        before = _PackedCall(samples, row)
+        worst = [0.0, 0.0]
+        for changed in range(len(row)):
+            kept = [place for place in range(len(row)) if place != changed]
+            after = _PackedCall(samples, samples.with_other_tokens(row, changed))
+            outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
+            worst[0] = max(worst[0], outputs)
+            if backward:
+                worst[1] = max(worst[1], _gradients_of_others(before, after, kept))
+    return worst if backward else worst[:1]
+
+
+class _PackedCall:
+    """One packed call, and the gradients that come from some of its sequences."""
+
+    def __init__(self, samples: Samples, row: list[Sample]) -> None:
+        torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
+        self.samples = samples
+        self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
+        with embedded_inputs(samples.model) as inputs:
+            outcome: RowOutputs = samples.packed(row)
+        self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, inputs.leaves
+
+    @functools.cached_property
+    def of_loss(self) -> list[Tensor]:
+        """The gradients of the model's own loss, for what was embedded."""
+        return self._of(self.loss, only_leaves=True)[1] if self.loss is not None else []
+
+    def gradients(self, places: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the outputs of some sequences, weighed at random: for all parameters, and for what was embedded."""
+        random = torch.Generator().manual_seed(0)
+        weights = [torch.randn(each.shape, generator=random, dtype=torch.float64).to(each) for each in self.logits]
+        return self._of(torch.stack([(self.logits[place] * weights[place]).sum() for place in places]).sum())
+
+    def _of(self, value: Tensor, *, only_leaves: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = [] if only_leaves else self.parameters
+        wanted = [*parameters, *(leaf.value for leaf in self.leaves)]
+        if not wanted or not value.requires_grad:
+            return [], []
+        found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
+        dense = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(wanted, found)]
+        return dense[: len(parameters)], dense[len(parameters) :]
+
+
+def _gradients_of_others(before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
+    """Largest difference of what comes back from the sequences that are kept; and what reaches those that changed."""
+    (parameters, embedded), (parameters_after, embedded_after) = before.gradients(kept), after.gradients(kept)
+    # Gradients that are rounding noise beside the largest of all count by a thousandth of that.
+    most = max((float(each.abs().max()) for each in parameters if each.numel()), default=0.0)
+    worst = 0.0
+    for ours, theirs in zip(parameters_after, parameters):
+        own = float(theirs.abs().max()) if theirs.numel() else 0.0
+        worst = max(worst, largest([ours], [theirs]) * own / max(own, 1e-3 * most, 1e-30))
+        if not own and ours.any():
+            worst = max(worst, float(ours.abs().max()) / max(most, 1e-30))
+    places = _places(before, after)
+    size = max((float(embedded[at].abs().max()) for at, _, _ in places), default=0.0)
+    for found, found_after in ((embedded, embedded_after), (before.of_loss, after.of_loss)):
+        for at, same, changed in places if found else ():
+            worst = max(worst, largest([found_after[at][same]], [found[at][same]]))
+            if found is embedded and size and changed.any():
+                worst = max(worst, float(found_after[at][changed].abs().max()) / size)
+    return worst
+
+
+def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, Tensor]]:
+    """The calls of embeddings, by their place; which of their entries belong to other sequences, and which changed.
+
+    Where an embedding is called once, that is the packed row: other tokens stand in the changed sequence. Where it is
+    called more often, all of a row belongs to one sequence; but for an encoder-decoder, which may call it for both of
+    its rows, and whose targets all begin with one token.
+    """
+    before, after = first.leaves, second.leaves
+    fixed = torch.tensor(sorted(first.samples.special))
+    calls = Counter(leaf.name for leaf in before)
+    found = []
+    for at, (ours, theirs) in enumerate(zip(before, after)):
+        if ours.ids is None or theirs.ids is None or ours.ids.shape != theirs.ids.shape or ours.ids.ndim < 2:
+            continue
+        changed, same = ours.ids != theirs.ids, torch.ones_like(ours.ids, dtype=torch.bool)
+        if first.samples.is_encoder_decoder:
+            same = ~changed & ~torch.isin(ours.ids, fixed.to(ours.ids))
+        elif changed.any() and calls[ours.name] == 1 and len(changed) == 1:
+            here = changed[0].flatten(1).any(1).nonzero() if changed.ndim > 2 else changed[0].nonzero()
+            same[:, int(here.min()) : int(here.max()) + 1] = False
+        else:
+            same[changed.flatten(1).any(1)] = False
+        found.append((at, same, changed))
+    changing = {before[at].name for at, _, changed in found if changed.any()}
+    return [each for each in found if before[each[0]].name in changing]
+
+
+@torch.no_grad()
+def _poison(samples: Samples, row: list[Sample]) -> float:
+    before, worst = samples.packed(row).logits, 0.0
+    for changed in range(len(row)):
+        kept = [place for place in range(len(row)) if place != changed]
+        with samples.poisoned(row, changed) as spoiled:
+            after = samples.packed(spoiled).logits
+        worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
+    return worst
+
+
+# Numbers.
+
+
+def _gradients_differ(samples: Samples, packed: Tensor | None, alone: Tensor | None) -> float:
+    """Largest difference of any parameter's gradient, relative to the largest of that parameter.
+
+    Gradients that are rounding noise beside the largest of all are compared with a thousandth of that.
+    """
+    if packed is None or alone is None:
+        return 0.0
+    parameters = [each for each in samples.model.parameters() if each.requires_grad]
+    ours, theirs = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (packed, alone))
+    most = max(float(each.abs().max()) for each in theirs if each is not None)
+    worst = 0.0
+    for mine, other in zip(ours, theirs):
+        if mine is None and other is None:
+            continue
+        shape = mine if mine is not None else other
+        assert shape is not None
+        mine, other = (torch.zeros_like(shape) if each is None else each for each in (mine, other))
+        scale = max(float(other.abs().max()), 1e-3 * most)
+        difference = float((mine - other).abs().max()) / scale
+        worst = max(worst, difference if difference == difference else float("inf"))
+    return worst
+
+
+def _relative(found: Tensor | None, expected: Tensor | None) -> float:
+    return 0.0 if found is None or expected is None else largest([found], [expected])
+
+
+def _loss_limit(loss: Tensor | None, limit: float) -> float:
+    """The limit of a loss, by the lowest precision in which any part of it was computed: transformers' are float32."""
+    return limit if loss is None else max(limit, *(_LIMITS.get(dtype, _HALF_LIMITS)[0] for dtype in _dtypes(loss)))
+
+
+def _dtypes(value: Tensor) -> set[torch.dtype]:
+    """The dtypes of what autograd goes through from a value back to the parameters."""
+    found, seen, nodes = {value.dtype}, set(), [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.update(each.dtype for each in node._input_metadata if each is not None and each.dtype.is_floating_point)
+        nodes += [each for each, _ in node.next_functions]
+    return found

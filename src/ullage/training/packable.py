@@ -12,7 +12,7 @@ from ullage.attention import packing_problem, require_packing
 from ullage.attention.heads import is_multiple_choice
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
-from ullage.mixers.placing import forward_of, put_in
+from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
 
 #: Ways in which a model calls each layer once for a row.

@@ -1,4 +1,4 @@
-"""Labels by sequence beside labels by token, in batches of a packed step (:mod:`ullage.mixers.two_losses`)."""
+"""Labels by sequence beside labels by token, in batches of a packed step (:mod:`ullage.mixers.whole`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from ullage.attention.heads import second_label
 from ullage.batch import RaggedBatch
-from ullage.mixers.two_losses import has_two_losses, require_one_loss
+from ullage.mixers.whole import has_two_losses, require_one_loss
 from ullage.schema import IGNORED_LABEL
 from ullage.training.counting import SampleError
 from ullage.training.loss.divisions import OwnLoss
