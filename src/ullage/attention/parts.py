@@ -28,12 +28,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: Packages whose functions, as hooks, in the place of a ``forward`` or around one, leave a token's neighbours alone:
 #: they cast, move, gather, checkpoint, log, add noise to embeddings, or call a kernel for the same computation.
-_FUNCTIONS = frozenset(
-    (
-        *("accelerate", "builtins", "contextlib", "deepspeed", "functools", "liger_kernel", "peft", "torch", "torchao"),
-        *("transformers", "trl", "ullage", "wandb"),
-    )
-)
+_FUNCTIONS = {
+    "accelerate", "builtins", "contextlib", "deepspeed", "functools", "liger_kernel", "peft", "torch", "torchao",
+    "transformers", "trl", "ullage", "wandb",
+}  # fmt: skip
 #: Modules of torch whose classes wrap others. Not listed: torch.jit and torch.fx, whose code is made of anybody's.
 _TORCH = (
     "torch._dynamo.eval_frame",
@@ -50,11 +48,11 @@ _TORCH = (
 #: PEFT's tuners whose layers change the weights of single tokens. Not listed: those that put tokens of their own before
 #: a sequence, choose by sequence (poly, xlora), average over tokens (lily), or add a model (shadow).
 _TUNERS = (
-    *("adalora", "adamss", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora", "gralora", "hira"),
-    *("hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "lycoris_utils", "miss", "mixed", "oft", "osf", "peanut"),
-    *("psoft", "pvera", "randlora", "road", "shira", "supertuning", "tinylora", "trainable_tokens", "tuners_utils"),
-    *("unilora", "vblora", "vera", "waveft"),
-)
+    "adalora", "adamss", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora", "gralora", "hira",
+    "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "lycoris_utils", "miss", "mixed", "oft", "osf", "peanut",
+    "psoft", "pvera", "randlora", "road", "shira", "supertuning", "tinylora", "trainable_tokens", "tuners_utils",
+    "unilora", "vblora", "vera", "waveft",
+)  # fmt: skip
 #: Modules whose linear layers, embeddings and norms keep their weights in another form, or compute them fused.
 _QUANTIZED = (
     "aqlm.inference",
@@ -77,12 +75,10 @@ _QUANTIZED = (
     "vptq.layers.vqlinear",
 )
 _CLASSES = (
-    *("abc", "builtins", "typing", "typing_extensions"),  # bases that are no modules
-    *("transformers", "ullage", "peft.tuners._buffer_dict", "peft.utils"),
-    *_TORCH,
-    *(f"peft.tuners.{tuner}" for tuner in _TUNERS),
-    *_QUANTIZED,
-)
+    "abc", "builtins", "typing", "typing_extensions",  # bases that are no modules
+    "transformers", "ullage", "peft.tuners._buffer_dict", "peft.utils",
+    *_TORCH, *(f"peft.tuners.{tuner}" for tuner in _TUNERS), *_QUANTIZED,
+)  # fmt: skip
 #: LoRA's variants (DoRA among them) that work on single tokens; others average over the batch, or find their first
 #: token in a row (aLoRA).
 LORA_VARIANTS = frozenset(
