@@ -147,6 +147,7 @@ def prove(
     call: nn.Module | None = None,
     training: bool = True,
     backward: bool = True,
+    parameters: bool = False,
     dtype: torch.dtype | None = None,
     agree: Callable[[bool], bool] = bool,
     in_step: bool = False,
@@ -159,6 +160,7 @@ def prove(
         call: what is called, where that is not the model itself: what wraps it.
         training: whether in training mode.
         backward: whether gradients are compared too.
+        parameters: whether those of all parameters are, beside those of what is embedded.
         dtype: the precision of the model's products; found out if None.
         agree: whether something holds on any rank, asked on all of them, where they make their calls together.
         in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
@@ -175,6 +177,8 @@ def prove(
     with at_rest(call, training=training) as precision:
         run = TrialRun(model, trial, call=call, backward=backward)
         run.with_loss = not in_step
+        if parameters:
+            run.parameters = [each for each in model.parameters() if each.requires_grad]
         shortest = sizes.index(min(sizes))
         again, alone, packed = _run_all(run, shortest)
         if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
@@ -208,8 +212,20 @@ def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcom
     """The shortest sequence, every sequence alone, and the row."""
     with own_attention(run.model):
         again = run.alone(shortest)
-        alone = [run.alone(place) for place in range(len(run.trial.alone))]
+        again.of_parameters = []
+        alone: list[CallOutcome] = []
+        for place in range(len(run.trial.alone)):
+            alone.append(run.alone(place))
+            if place:  # one gradient of the weights is held, not one per sequence
+                _add_up(alone[0], alone[place])
     return again, alone, run.packed(alone)
+
+
+def _add_up(total: CallOutcome, other: CallOutcome) -> None:
+    """Move the gradients by parameter of another call to those of the first."""
+    pairs = zip(total.of_parameters, other.of_parameters, strict=True)
+    total.of_parameters = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+    other.of_parameters = []
 
 
 def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -341,10 +357,19 @@ def _losses_compared(
 
 
 def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutcome]) -> Iterator[tuple[str, float]]:
-    """By embedding, the largest difference of the gradients of its ids, relative to the largest of them."""
+    """The largest difference of gradients: by embedding, those of its ids, and by parameter."""
     ours, theirs = _by_embedding(found), _by_embedding(expected)
     names = [name for name in theirs if name in ours]
-    sums = {name: _added_up(ours[name], theirs[name]) for name in names}
+    yield from _relative({name: _added_up(ours[name], theirs[name]) for name in names})
+    # Those by parameter were added up on the way: the first of several calls has the sum.
+    pairs = list(zip(found[0].of_parameters, expected[0].of_parameters))
+    zeros = [next((torch.zeros_like(each) for each in pair if each is not None), None) for pair in pairs]
+    filled = [tuple(zero if each is None else each for each in pair) for pair, zero in zip(pairs, zeros)]
+    yield from _relative({f"parameter {i}": (a, b) for i, (a, b) in enumerate(filled) if a is not None is not b})
+
+
+def _relative(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, float]]:
+    """By name, the largest difference of what was found and what was expected, relative to the largest expected."""
     most = max((_most([wanted]) for _, wanted in sums.values()), default=0.0)
     for name, (given, wanted) in sums.items():
         if not isfinite(_most([wanted])):

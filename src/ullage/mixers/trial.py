@@ -152,6 +152,7 @@ class CallOutcome:
         loss: of the call, without a balance of experts; None without one.
         leaves: what was embedded.
         gradients: of the weighed outputs with respect to each leaf; empty if none were asked for.
+        of_parameters: the same with respect to the parameters that the run is asked about.
         parts: what the loss was left without.
     """
 
@@ -159,6 +160,7 @@ class CallOutcome:
     loss: Tensor | None
     leaves: list[Leaf]
     gradients: list[Tensor | None]
+    of_parameters: list[Tensor | None]
     parts: list[str]
 
 
@@ -175,6 +177,8 @@ class TrialRun:
         self.only: frozenset[str] | None = None
         #: Whether the loss is differentiated too, where it is known what it is a mean of.
         self.with_loss = True
+        #: Parameters whose gradients are wanted beside those of what is embedded.
+        self.parameters: list[Tensor] = []
         taken = inspect.signature(model.forward).parameters
         self._without_cache = {"use_cache": False} if "use_cache" in taken else {}
 
@@ -190,7 +194,7 @@ class TrialRun:
             loss, parts = self._loss(outputs)
             count = 0.0 if self.trial.counts is None else self.trial.counts[place]
             gradients = self._gradients(named, [place], embedded.leaves, (loss, count))
-        return CallOutcome(_detached(named), None if loss is None else loss.detach(), embedded.leaves, gradients, parts)
+        return CallOutcome(_detached(named), _detached_loss(loss), embedded.leaves, *gradients, parts)
 
     def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
@@ -204,7 +208,7 @@ class TrialRun:
                     named[name] = parts
             loss, left = self._loss(outputs)
             gradients = self._gradients(named, range(len(alone)), embedded.leaves, (loss, sum(self.trial.counts or ())))
-        return CallOutcome(_detached(named), None if loss is None else loss.detach(), embedded.leaves, gradients, left)
+        return CallOutcome(_detached(named), _detached_loss(loss), embedded.leaves, *gradients, left)
 
     def _is_told(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
@@ -246,8 +250,11 @@ class TrialRun:
         places: Sequence[int],
         leaves: Sequence[Leaf],
         loss: tuple[Tensor | None, float],
-    ) -> list[Tensor | None]:
-        """Gradients of weighed outputs and of the sum of losses, by what is embedded. ``loss``: a mean, and of what."""
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of weighed outputs and of the sum of losses, by what is embedded and by the parameters.
+
+        ``loss``: a mean, and of what.
+        """
         weighed = [
             _weighed(part) * (1 + place / 7)
             for _, parts in sorted(named.items())
@@ -257,10 +264,12 @@ class TrialRun:
         mean, count = loss
         if self.with_loss and mean is not None and mean.requires_grad and count:
             weighed.append(mean * count)
-        if not weighed or not leaves:
-            return []
+        wanted = [*(leaf.value for leaf in leaves), *self.parameters]
+        if not weighed or not wanted:
+            return [], []
         total = torch.stack([each.float() for each in weighed]).sum()
-        return list(torch.autograd.grad(total, [leaf.value for leaf in leaves], allow_unused=True))
+        found = torch.autograd.grad(total, wanted, allow_unused=True)
+        return list(found[: len(leaves)]), list(found[len(leaves) :])
 
     def _loss(self, outputs: Any) -> tuple[Tensor | None, list[str]]:
         """The loss of a call, without the balance of experts, which is a mean over all tokens of the call."""
@@ -308,6 +317,10 @@ def _tensors(outputs: Any) -> dict[str, Tensor]:
 
 def _with_rows(value: Tensor) -> Tensor:
     return value[:, None] if value.ndim == 1 else value
+
+
+def _detached_loss(loss: Tensor | None) -> Tensor | None:
+    return None if loss is None else loss.detach()
 
 
 def _detached(named: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.packed_model import way_of
-from ullage.mixers.proof import largest, prove
+from ullage.mixers.proof import largest, limits_of, prove
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
 from ullage.proofs.samples import RowOutputs, Sample, Samples
@@ -181,10 +181,10 @@ def _model_of(given: Any) -> nn.Module:
 LENGTHS = (7, 3, 12, 1, 9, 3)
 NEIGHBOURS = (1, 16, 1, 5, 0, 1)
 LONG = (41, 5, 72)
-#: Largest relative difference of numbers that are computed in another order: of outputs, and of gradients.
-_LIMITS = {torch.float64: (1e-10, 1e-9), torch.float32: (1e-5, 1e-4)}
-_HALF_LIMITS = (3e-2, 1e-1)
-#: The same for experts in float64, whose products change shape with the tokens of the others: outputs and gradients.
+#: Names of the checks of the first row, by what is compared.
+_NAMES = {"outputs": "logits", "loss": "loss", "gradients": "gradients"}
+#: Largest differences of experts in float64, whose products change shape with the tokens of the others: of outputs and
+#: of gradients.
 _ROUTED_LIMITS = (1e-12, 1e-9)
 
 
@@ -214,40 +214,31 @@ def compare(samples: Samples) -> Iterator[Check]:
     """All checks of a model, in evaluation mode and in training mode. Raises what the model raises."""
     with at_rest(samples.model, training=False):
         samples.settle()
-        yield from _in_evaluation(samples)
-    row = samples.draw(_fitting(samples, LONG))
-    for difference in prove(bare(samples.model), samples.trial(row), training=True).differences:
+    short, neighbours, long = (samples.draw(_fitting(samples, each)) for each in (LENGTHS, NEIGHBOURS, LONG))
+    yield from _proved(samples, short, _NAMES, parameters=True)
+    # The same sequences in another order; one-token and empty neighbours; what begins only at a later token.
+    yield from _proved(samples, short[::-1], {"outputs": "order"}, backward=False)
+    yield from _proved(samples, neighbours, {"outputs": "neighbours"}, backward=False)
+    yield from _proved(samples, long, {"outputs": "long", "loss": "long: loss"}, backward=False)
+    with at_rest(samples.model, training=False):
+        yield from _others(samples, long, "", backward=False)
+        # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
+        if not samples.is_routed:
+            yield Check("poison", _poison(samples, long), 0.0, leaks=True)
+    for difference in prove(bare(samples.model), samples.trial(long), training=True).differences:
         yield Check(f"training: {difference.name}", difference.value, difference.limit)
     with at_rest(samples.model, training=True):
-        yield from _others(samples, row, "training: ", backward=True)
+        yield from _others(samples, long, "training: ", backward=True)
 
 
-def _in_evaluation(samples: Samples) -> Iterator[Check]:
-    limit, gradient_limit = _LIMITS.get(samples.dtype, _HALF_LIMITS)
-    row = samples.draw(_fitting(samples, LENGTHS))
-    alone, packed = samples.alone(row), samples.packed(row)
-    yield Check("logits", largest(packed.logits, alone.logits), limit)
-    loss_limit = _loss_limit(alone.loss, limit)
-    yield Check("loss", _relative(packed.loss, alone.loss), loss_limit)
-    yield Check("gradients", _gradients_differ(samples, packed.loss, alone.loss), gradient_limit)
-    with torch.no_grad():
-        # The same sequences in another order.
-        yield Check("order", largest(samples.packed(row[::-1]).logits[::-1], alone.logits), limit)
-        # One-token and empty neighbours.
-        short = samples.draw(_fitting(samples, NEIGHBOURS))
-        found, expected = (
-            [each for each, sample in zip(run(short).logits, short) if len(sample.input_ids)]
-            for run in (samples.packed, samples.alone)
-        )
-        yield Check("neighbours", largest(found, expected), limit)
-        long = samples.draw(_fitting(samples, LONG))
-        packed, alone = samples.packed(long), samples.alone(long)
-        yield Check("long", largest(packed.logits, alone.logits), limit)
-        yield Check("long: loss", _relative(packed.loss, alone.loss), loss_limit)
-    yield from _others(samples, long, "", backward=False)
-    # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
-    if not samples.is_routed:
-        yield Check("poison", _poison(samples, long), 0.0, leaks=True)
+def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **options: Any) -> Iterator[Check]:
+    """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit."""
+    found = prove(bare(samples.model), samples.trial(row), training=False, **options).differences
+    for kind, name in names.items():
+        of_kind = [each for each in found if each.kind == kind]
+        if of_kind:
+            worst = max(of_kind, key=lambda each: each.value / each.limit)
+            yield Check(name, worst.value, worst.limit)
 
 
 def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
@@ -268,7 +259,7 @@ def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -
             with samples.in_double() as judged:
                 found, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
         except RuntimeError:  # the model computes a part in float32, whatever its weights are
-            limits = _LIMITS.get(samples.dtype, _HALF_LIMITS)
+            limits = limits_of(samples.dtype)[:2]
             found = _others_differ(samples, row, backward=backward)
     for what, value, limit in zip(("other tokens", "other gradients"), found, limits):
         yield Check(f"{name}{what}", value, limit, leaks=True)
@@ -378,51 +369,3 @@ def _poison(samples: Samples, row: list[Sample]) -> float:
             after = samples.packed(spoiled).logits
         worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
     return worst
-
-
-# Numbers.
-
-
-def _gradients_differ(samples: Samples, packed: Tensor | None, alone: Tensor | None) -> float:
-    """Largest difference of any parameter's gradient, relative to the largest of that parameter.
-
-    Gradients that are rounding noise beside the largest of all are compared with a thousandth of that.
-    """
-    if packed is None or alone is None:
-        return 0.0
-    parameters = [each for each in samples.model.parameters() if each.requires_grad]
-    ours, theirs = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (packed, alone))
-    most = max(float(each.abs().max()) for each in theirs if each is not None)
-    worst = 0.0
-    for mine, other in zip(ours, theirs):
-        if mine is None and other is None:
-            continue
-        shape = mine if mine is not None else other
-        assert shape is not None
-        mine, other = (torch.zeros_like(shape) if each is None else each for each in (mine, other))
-        scale = max(float(other.abs().max()), 1e-3 * most)
-        difference = float((mine - other).abs().max()) / scale
-        worst = max(worst, difference if difference == difference else float("inf"))
-    return worst
-
-
-def _relative(found: Tensor | None, expected: Tensor | None) -> float:
-    return 0.0 if found is None or expected is None else largest([found], [expected])
-
-
-def _loss_limit(loss: Tensor | None, limit: float) -> float:
-    """The limit of a loss, by the lowest precision in which any part of it was computed: transformers' are float32."""
-    return limit if loss is None else max(limit, *(_LIMITS.get(dtype, _HALF_LIMITS)[0] for dtype in _dtypes(loss)))
-
-
-def _dtypes(value: Tensor) -> set[torch.dtype]:
-    """The dtypes of what autograd goes through from a value back to the parameters."""
-    found, seen, nodes = {value.dtype}, set(), [value.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.update(each.dtype for each in node._input_metadata if each is not None and each.dtype.is_floating_point)
-        nodes += [each for each, _ in node.next_functions]
-    return found
