@@ -18,10 +18,9 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.display import counted
 from ullage.mixers import call_equally_often, is_packed
-from ullage.mixers.placing import way_of
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
 from ullage.training import choices, targets
 from ullage.training.agreement import gather, rank_here

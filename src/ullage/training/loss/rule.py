@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ullage.attention.heads import second_label
 from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
-from ullage.mixers.two_losses import NUM_SEQUENCES
+from ullage.mixers.whole import NUM_SEQUENCES
 from ullage.training import counting
 from ullage.training.loss.divisions import OwnLoss, part_of_step
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
