@@ -5,14 +5,12 @@
     report = ullage.checkpoint.convert(folder, target, format="universal")
     problems = ullage.checkpoint.verify(folder, target)
     differences = ullage.checkpoint.diff(folder, other)             # by name, state and element
-    report = ullage.checkpoint.average([folder, other], target)     # of weights, as safetensors
 
 Only numpy is needed: neither torch nor DeepSpeed is imported.
 """
 
 from __future__ import annotations
 
-from ullage.checkpoint.conversion.averaging import average
 from ullage.checkpoint.conversion.converting import convert
 from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
 from ullage.checkpoint.conversion.report import Report
@@ -37,7 +35,6 @@ __all__ = [
     "Tensor",
     "TensorDifference",
     "WrittenBy",
-    "average",
     "convert",
     "diff",
     "on_paper",

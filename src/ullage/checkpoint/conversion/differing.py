@@ -25,7 +25,7 @@ from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements,
 from ullage.display import Shown, counted
 
 #: The state under which the weights of all formats are compared.
-WEIGHT = "weight"
+_WEIGHT = "weight"
 #: Elements at a time, as bytes of the wider of both tensors.
 _RANGE_BYTES = 2 * CHUNK_BYTES
 #: Dtypes that numpy has no arithmetic of: their elements are compared, and not subtracted.
@@ -126,7 +126,7 @@ def diff(
     one, other = (each if isinstance(each, Inventory) else formats.read(each) for each in (first, second))
     for inventory in (one, other):
         formats.require_none(inventory, inventory.problems())
-    mine, yours = by_weight(one, weights_only), by_weight(other, weights_only)
+    mine, yours = _by_weight(one, weights_only), _by_weight(other, weights_only)
     found: list[TensorDifference] = []
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]] = []
     for name in dict.fromkeys([*mine, *yours]):
@@ -148,20 +148,20 @@ def diff(
     return Differences(str(one.folder), str(other.folder), len(pairs), elements, tuple(found))
 
 
-def by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
+def _by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
     """The tensors by name and state, in which every format calls a weight ``weight``."""
     named = {}
     for tensor in inventory.tensors:
         is_weight = tensor.kind != "parameter" or tensor.key == "fp32"
         if is_weight or not weights_only:
-            named[tensor.name, WEIGHT if is_weight else tensor.key] = tensor
+            named[tensor.name, _WEIGHT if is_weight else tensor.key] = tensor
     return named
 
 
 def _with_aliases(name: tuple[str, str], tensors: dict[tuple[str, str], Tensor], inventory: Inventory) -> Tensor | None:
     """The tensor of that name, or the one that it is tied to: formats choose which of both names is stored."""
     label, key = name
-    if name in tensors or key != WEIGHT:
+    if name in tensors or key != _WEIGHT:
         return tensors.get(name)
     return tensors.get((inventory.aliases.get(label, label), key))
 
@@ -209,7 +209,7 @@ def _compared(
         ours, theirs = Sources(one), Sources(other)
         try:
             return [
-                (number, high - low, compare_range(ours, theirs, *pairs[number][1:], low, high))
+                (number, high - low, _compare_range(ours, theirs, *pairs[number][1:], low, high))
                 for number, low, high in share
             ]
         finally:
@@ -243,9 +243,9 @@ def _compared(
     return differences
 
 
-def compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int, high: int) -> _Count:
+def _compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int, high: int) -> _Count:
     """The differences in the elements ``[low, high)`` of two tensors of one shape; reads both ranges at once."""
-    one, other = read_range(ours, a, low, high), read_range(theirs, b, low, high)
+    one, other = _read_range(ours, a, low, high), _read_range(theirs, b, low, high)
     if a.dtype == b.dtype:
         if np.array_equal(one, other):
             return _Count()
@@ -254,7 +254,7 @@ def compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int
         unequal = np.ones(high - low, bool)
     if not (_has_numbers(a) and _has_numbers(b)):
         return _Count(int(unequal.sum()))
-    left, right = (numbers(chunk, t.dtype)[unequal] for chunk, t in ((one, a), (other, b)))
+    left, right = (_numbers(chunk, t.dtype)[unequal] for chunk, t in ((one, a), (other, b)))
     if a.dtype != b.dtype:
         differ = (left != right) & ~(np.isnan(left) & np.isnan(right))
         left, right = left[differ], right[differ]
@@ -270,7 +270,7 @@ def compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int
     return count
 
 
-def read_range(sources: Sources, tensor: Tensor, low: int, high: int) -> Bytes:
+def _read_range(sources: Sources, tensor: Tensor, low: int, high: int) -> Bytes:
     """The bytes of elements ``[low, high)``, at row boundaries, in memory of their own."""
     buffer = np.empty((high - low) * tensor.item_bytes, np.uint8)
     for chunk in stream(sources, tensor, low, high, buffer, Tally()):
@@ -278,7 +278,7 @@ def read_range(sources: Sources, tensor: Tensor, low: int, high: int) -> Bytes:
     return buffer
 
 
-def numbers(chunk: Bytes, dtype: str) -> Any:
+def _numbers(chunk: Bytes, dtype: str) -> Any:
     """The elements as float64, or complex128: wide enough for the difference of any two of them."""
     if dtype.startswith("complex"):
         return chunk.view(dtype).astype(np.complex128)

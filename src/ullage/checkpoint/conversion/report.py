@@ -1,4 +1,4 @@
-"""The report of a conversion or an average: what was written, how much of it, and how long it took."""
+"""The report of a conversion: what was written, how much of it, and how long it took."""
 
 from __future__ import annotations
 
