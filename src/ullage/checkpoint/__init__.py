@@ -17,7 +17,6 @@ from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.paper import on_paper
 from ullage.checkpoint.conversion.verifying import verify
 from ullage.errors import CheckpointError
 
@@ -37,7 +36,6 @@ __all__ = [
     "WrittenBy",
     "convert",
     "diff",
-    "on_paper",
     "read",
     "targets",
     "verify",

@@ -105,8 +105,6 @@ def convert(
     require_paths(targets, target)
     report = _report(inventory, targets, target, format)
     report.world_size, report.workers, report.dry_run = share[1], workers or default_workers(), dry_run
-    if inventory.on_paper and not dry_run:
-        raise InputError("a checkpoint on paper has no bytes to convert", hint="ask for a dry run")
     if dry_run:
         report.seconds = time.monotonic() - began
         return report
