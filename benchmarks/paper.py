@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import TorchFile
 from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.flat import FlatTensor

@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint.blocks import CodedBlocks
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.manifest import problems_of
+from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import look_again
 from ullage.display import Paged, counted

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.files.positions import open_to_read, read_into
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
-from ullage.checkpoint.numbers import Bytes, as_floats, cast, count_not_finite, from_floats
+from ullage.checkpoint.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.remote.store import Held, merged
 from ullage.errors import CheckpointError

@@ -23,10 +23,9 @@ from typing import Any
 from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
-from ullage.checkpoint.conversion.journal import FOLDER, Journal, mark_of, read_journals, sync_files
+from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, read_journals, split, sync_files
 from ullage.checkpoint.conversion.meeting import Meeting, remove_other
 from ullage.checkpoint.conversion.report import Report
-from ullage.checkpoint.conversion.units import Unit, split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats

@@ -8,8 +8,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from ullage.checkpoint.conversion.journal import FOLDER
-from ullage.checkpoint.conversion.locking import require_writing
+from ullage.checkpoint.conversion.journal import FOLDER, require_writing
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.remote.paths import is_remote

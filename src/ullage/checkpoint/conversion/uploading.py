@@ -28,8 +28,7 @@ from typing import Any, cast
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.destination import disk_error, require_room
-from ullage.checkpoint.conversion.locking import lock
-from ullage.checkpoint.conversion.units import split
+from ullage.checkpoint.conversion.journal import lock, split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
 from ullage.checkpoint.inventory import Inventory

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.files.unpickling import Refused, TensorRef, Unpickler
 from ullage.checkpoint.files.ziparchive import ArchiveRecord, Part, read_records
+from ullage.checkpoint.numbers import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.remote.paths import opened
 from ullage.errors import CheckpointError
 
