@@ -6,7 +6,7 @@ expect (``ValueError`` or ``RuntimeError``), so that code that knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import TypeVar
 
@@ -84,6 +84,18 @@ def root_cause(error: BaseException) -> BaseException:
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, as a part of ours; of an error without one, its class."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str:
+    """The first ``most`` of ``names`` and how many more there are.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    shown = separator.join(map(str, names[:most]))
+    if len(names) <= most:
+        return shown
+    return f"{shown}{';' if separator == '; ' else ''} and {len(names) - most:,} more"
 
 
 def require_int(value: object, name: str, *, least: int) -> int:

@@ -1,4 +1,4 @@
-"""Files that take the place of others whole or not at all."""
+"""Files that take the place of others whole or not at all; attributes that stand for something else for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
@@ -24,3 +24,21 @@ def replacing(path: Path) -> Iterator[IO[str]]:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` within; after it the object, module or class is as it was.
+
+    On an instance it shadows the class, which is not touched.
+    """
+    missing = object()  # for "no attribute of its own": None may be a value
+    own = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -16,7 +16,8 @@ UPWARD: set[tuple[str, str]] = set()
 DOUBLED = {
     "Trainer",  # the same face over two engines: ullage.training's and ullage.engines.fsdp's
 }
-LONG = {"ullage.batch"}
+#: Modules longer than one idea needs, with the reason.
+LONG: set[str] = set()
 
 
 def rooms():
@@ -71,8 +72,8 @@ def test_every_room_is_an_attribute_and_every_public_name_loads():
         assert set(module.__all__) <= star.keys()
 
 
-def test_a_module_has_fewer_than_400_lines():
-    assert {name for name, text in TREE.items() if len(text.splitlines()) >= 400} - LONG == set()
+def test_a_module_is_as_long_as_its_idea_and_above_700_lines_says_why():
+    assert {name for name, text in TREE.items() if len(text.splitlines()) > 700} - LONG == set()
 
 
 PLANTED = {

@@ -20,7 +20,7 @@ _INTERVAL = 0.5
 def _numbers() -> tuple[tuple[str, str, Callable[[float], str]], ...]:
     """What is shown of a row: its name in the log, for people, and how it is written."""
     from ullage.report.page import percent
-    from ullage.report.units import rate
+    from ullage.units import rate
 
     return (
         ("loss", "loss", lambda value: f"{value:.4g}"),
@@ -120,7 +120,7 @@ def _drawn(run: Run | None, folder: Path, width: int) -> Any:
     from rich.text import Text
 
     from ullage.report.curves import sparkline
-    from ullage.report.units import duration
+    from ullage.units import duration
 
     if run is None:
         return Text(f"{folder}: waiting for the first line of {LOG}")

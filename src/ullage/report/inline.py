@@ -17,8 +17,9 @@ from ullage.planning.arrival import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.bars import Box, Row
 from ullage.report.figures import figures, reference_name
-from ullage.report.page import NUM_COLOURS, percent, render, size
+from ullage.report.page import NUM_COLOURS, percent, render
 from ullage.report.plan import memory_drawing, plan_page
+from ullage.units import size
 
 if TYPE_CHECKING:
     from ullage.batch import RaggedBatch

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ullage.units import size
+
 #: Number of colours that ``base.html`` has: classes ``c0`` to ``c7``.
 NUM_COLOURS = 8
 
@@ -38,18 +40,6 @@ def render(template: str, **values: Any) -> str:
 def count(number: float) -> str:
     """1234567 → ``1,234,567``; a fraction keeps one decimal."""
     return f"{int(number):,}" if float(number).is_integer() else f"{number:,.1f}"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in decimal units with three digits: 1234567 → ``1.23 MB``."""
-    if num_bytes < 1000:
-        return f"{num_bytes:,.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        num_bytes /= 1000
-        # From 999.5 on, three digits would read 1e+03: the next unit is taken.
-        if num_bytes < 999.5 or unit == "TB":
-            break
-    return f"{num_bytes:.3g} {unit}"
 
 
 def percent(part: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ullage.report.page import percent
 from ullage.report.run import Run
-from ullage.report.units import duration, rate
+from ullage.units import duration, rate
 
 #: How a figure is compared: by what per cent, by how much, by how many per cent of the whole, or not at all.
 Kind = Literal["ratio", "amount", "share", "none"]

@@ -35,9 +35,10 @@ from ullage.training.agreement import agreement, gather
 from ullage.training.beginning import collated
 from ullage.training.capacity_search import FIRST, MULTIPLE, CapacitySearch
 from ullage.training.comparing import random_states_kept
-from ullage.training.device_memory import DeviceMemory, text_of
+from ullage.training.device_memory import DeviceMemory
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.units import memory_size
 
 logger = logging.get_logger(__name__)
 
@@ -120,19 +121,19 @@ class CapacityFinder:
             else:
                 search.runs.append((tokens, used))
         needed = max(gather(rows.longest, several))
-        runs = ", ".join(f"{tokens:,} tokens {text_of(used)}" for tokens, used in search.runs)
+        runs = ", ".join(f"{tokens:,} tokens {memory_size(used)}" for tokens, used in search.runs)
         if search.largest < max(needed, 1):
             raise InputError(
                 "no capacity fits into the memory that there is",
                 where="TrainingArguments.packing_capacity='auto'",
                 expected=f"room for the longest sequence, {needed:,} tokens" if needed else "room for 64 tokens",
-                found=f"{text_of(room)} free beside weights, gradients and the optimizer's state; measured: {runs}",
+                found=f"{memory_size(room)} free beside weights, gradients and the optimizer's state; measured: {runs}",
                 hint="shorten sequences (packing_oversize), raise packing_memory, or take gradient_checkpointing",
             )
         if self._trainer.is_world_process_zero():
             logger.warning(
-                f"packing_capacity='auto' found {search.largest:,} tokens: {text_of(room)} are free beside weights, "
-                f"gradients and the optimizer's state on the rank that has least; measured: {runs}"
+                f"packing_capacity='auto' found {search.largest:,} tokens: {memory_size(room)} are free beside "
+                f"weights, gradients and the optimizer's state on the rank that has least; measured: {runs}"
             )
         return search.largest
 
@@ -145,8 +146,8 @@ class CapacityFinder:
                 raise InputError(
                     "the capacity of the checkpoint does not fit here",
                     where="TrainingArguments.packing_capacity='auto'",
-                    expected=f"{capacity:,} tokens, as the run began with, in {text_of(room)}",
-                    found=f"{text_of(used)} for {max(tokens, MULTIPLE):,} tokens",
+                    expected=f"{capacity:,} tokens, as the run began with, in {memory_size(room)}",
+                    found=f"{memory_size(used)} for {max(tokens, MULTIPLE):,} tokens",
                     hint="continue on a device with more memory, or give packing_capacity as a number",
                 )
         return capacity

@@ -45,9 +45,10 @@ import torch.distributed as dist
 
 from ullage.errors import CheckpointError, InputError
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.replacing import replaced
 from ullage.training.agreement import gather
 from ullage.training.expert_names import expert_names, group_names
-from ullage.training.ranges.loading import load_ranges, replaced
+from ullage.training.ranges.loading import load_ranges
 from ullage.training.universal import (
     groups_name,
     is_stage3,

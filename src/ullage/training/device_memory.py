@@ -38,17 +38,6 @@ def num_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def text_of(size: float) -> str:
-    """A number of bytes, as people read it.
-
-    >>> text_of(3 * 1024**3), text_of(float("inf"))
-    ('3.00 GiB', 'more than there is')
-    """
-    if size == float("inf"):
-        return "more than there is"
-    return f"{size / 1024**3:.2f} GiB" if abs(size) >= 1024**3 else f"{size / 1024**2:.1f} MiB"
-
-
 class DeviceMemory:
     """Peak memory of blocks on one device. Raises ``InputError`` where a peak cannot be measured.
 

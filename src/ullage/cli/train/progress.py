@@ -10,9 +10,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from ullage.report.units import rate
 from ullage.training.metering import TokenMeter
 from ullage.training.stopping import EarlyEnd
+from ullage.units import rate
 
 
 class Progress(TrainerCallback):

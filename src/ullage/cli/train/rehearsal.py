@@ -26,8 +26,9 @@ from ullage.errors import InputError
 from ullage.training.agreement import agreement, gather
 from ullage.training.capacity import state_bytes
 from ullage.training.costing import num_parameters
-from ullage.training.device_memory import DeviceMemory, text_of
+from ullage.training.device_memory import DeviceMemory
 from ullage.training.packed_batch import PackedBatch
+from ullage.units import memory_size
 
 #: Steps that are planned, and batches that are timed, at most.
 _STEPS, _TIMED = 4, 3
@@ -283,10 +284,10 @@ def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
         else:
             lines["padding"] = f"{plan['padding_avoided']:.1%} of a padded step avoided"
     if memory is not None:
-        parts = [f"{name} {text_of(memory[name])}" for name in ("weights", "gradients", "optimizer")]
+        parts = [f"{name} {memory_size(memory[name])}" for name in ("weights", "gradients", "optimizer")]
         if "step" in memory:
-            parts.append(f"a batch of {memory['step_tokens']:,} tokens {text_of(memory['step'])}, measured")
-        total = f"{text_of(memory['total'])} per process: " if "total" in memory else ""
+            parts.append(f"a batch of {memory['step_tokens']:,} tokens {memory_size(memory['step'])}, measured")
+        total = f"{memory_size(memory['total'])} per process: " if "total" in memory else ""
         lines["memory, about"] = total + ", ".join(parts)
     if time is not None and time["tokens_per_second"]:
         what = "" if time.get("whole_steps") else " for forward and backward"

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ullage.checkpoint.manifest import BLOCK_BYTES
 from ullage.checkpoint.reading import Sources, Tally
 from ullage.errors import CheckpointError
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.replacing import replaced
 from ullage.training.agreement import agreement, gather, rank_here
 from ullage.training.ranges.checks import compare, joined
 from ullage.training.ranges.content import Content, shared_content
@@ -184,19 +184,3 @@ def _make_weights(zero: Any) -> None:
         for partition, view in zip(zero.fp16_partitioned_groups[flat], views, strict=True):
             partition.data = view.data
     zero.checkpoint_event_epilogue()
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` within, on this one object; after it the object is as it was."""
-    # Shadow on the instance; the class is not touched. This function stands for "no attribute of its own", because None
-    # may be a value.
-    own = vars(owner).get(name, replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

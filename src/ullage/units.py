@@ -1,4 +1,4 @@
-"""Numbers in units that people read: rates with a prefix, and times."""
+"""Numbers in units that people read: bytes, rates with a prefix, and times."""
 
 from __future__ import annotations
 
@@ -36,3 +36,26 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes of files in decimal units with three digits: 1234567 → ``1.23 MB``."""
+    if num_bytes < 1000:
+        return f"{num_bytes:,.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        num_bytes /= 1000
+        # From 999.5 on, three digits would read 1e+03: the next unit is taken.
+        if num_bytes < 999.5 or unit == "TB":
+            break
+    return f"{num_bytes:.3g} {unit}"
+
+
+def memory_size(num_bytes: float) -> str:
+    """Bytes of a device's memory in binary units, as devices are sold.
+
+    >>> memory_size(3 * 1024**3), memory_size(float("inf"))
+    ('3.00 GiB', 'more than there is')
+    """
+    if num_bytes == float("inf"):
+        return "more than there is"
+    return f"{num_bytes / 1024**3:.2f} GiB" if abs(num_bytes) >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
