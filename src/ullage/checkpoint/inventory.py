@@ -23,7 +23,7 @@ import numpy as np
 from ullage.checkpoint.manifest import problems_of
 from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import look_again
+from ullage.checkpoint.remote.paths import looked_at
 from ullage.display import Paged, counted
 from ullage.layout import Int64, Pieces
 
@@ -342,15 +342,15 @@ class Inventory(Paged):
         in full. Otherwise no tensor data is read.
         """
         found = list(self.read_problems)
-        if manifest:
-            found += problems_of(self.folder)
-        look_again(self.folder)
-        for file in self.files:
-            path = self.folder / file.name
-            size = path.stat().st_size if path.exists() else -1
-            if size != file.num_bytes:
-                wanted, there = f"{file.num_bytes} bytes", "no file" if size < 0 else f"{size} bytes"
-                found.append(Problem("a file changed", file.name, file.dp_rank, expected=wanted, found=there))
+        with looked_at(self.folder):
+            if manifest:
+                found += problems_of(self.folder)
+            for file in self.files:
+                path = self.folder / file.name
+                size = path.stat().st_size if path.exists() else -1
+                if size != file.num_bytes:
+                    wanted, there = f"{file.num_bytes} bytes", "no file" if size < 0 else f"{size} bytes"
+                    found.append(Problem("a file changed", file.name, file.dp_rank, expected=wanted, found=there))
         return found + self.tiling_problems()
 
     def tiling_problems(self) -> list[Problem]:

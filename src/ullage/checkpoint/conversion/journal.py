@@ -24,6 +24,7 @@ from ullage.checkpoint.formats.locate import JOURNAL as FOLDER
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.reading import row_elements
+from ullage.checkpoint.remote.paths import version_of
 from ullage.errors import InputError
 
 #: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.
@@ -35,11 +36,8 @@ _VERSION = 3
 
 def mark_of(inventory: Inventory, targets: list[Target], options: dict[str, Any]) -> str:
     """A digest that changes when any source file, any target file, or any option does."""
-    # Inode and time too: a file that was replaced by one of the same size is another source.
-    files = []
-    for file in inventory.files:
-        status = (inventory.folder / file.name).stat()
-        files.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    # Not by names and sizes alone: a file that was replaced by one of the same size is another source.
+    files = [(file.name, *version_of(inventory.folder / file.name)) for file in inventory.files]
     names = [
         (t.name, t.num_bytes, t.texts and hashlib.sha256(b"".join(x for _, x in t.texts)).hexdigest()) for t in targets
     ]

@@ -100,8 +100,8 @@ def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int 
 
 def read_pickle(path: Path) -> Any:
     """A plain pickle without tensors, under the same rules. Raises ``CheckpointError``."""
-    with as_checkpoint_error(str(path)):
-        return Unpickler(path.read_bytes()).load()
+    with as_checkpoint_error(str(path)), opened(path) as file:
+        return Unpickler(file.pread(file.size, 0)).load()
 
 
 @contextmanager

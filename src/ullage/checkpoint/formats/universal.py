@@ -233,7 +233,7 @@ def read_universal(folder: Path) -> Inventory:
     one_to_one = len(models) == 1 and len(groups) == len(saved.group_of)
     group_of = {name: g for g, named in zip(saved.group_of, groups) for name in named} if one_to_one else {}
     shapes = {name: shape for named in groups for name, shape in named.items()}
-    paths = sorted((folder / "zero").glob("*/*.pt"))
+    paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
         found.add(path, shapes, group_of)
