@@ -1,9 +1,9 @@
 """Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
 
 The work is cut into units: a range of one large tensor, small tensors that lie side by side, or some small files
-together. Units go to threads (reading, writing, summing and casting all release the interpreter) and, under torchrun,
-to processes; any process may do any unit, since each knows its place in the target. A unit that is done is a line in
-the journal. Checksums of what several units make come last, from the sums of the parts.
+together. Units go to threads (reading, writing, summing and casting all release the interpreter), in any order, since
+each knows its place in the target. A unit that is done is a line in the journal. Checksums of what several units make
+come last, from the sums of the parts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prepare(partial: Path, targets: list[Target]) -> None:
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != target.num_bytes:
-                # The full size at once, as a hole: units are written into it in any order, by any process.
+                # The full size at once, as a hole: units are written into it in any order.
                 os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
                 before = bisect.bisect_right(begins, offset) - 1

@@ -1,7 +1,7 @@
 """Units of the work of a conversion, and the journal of those that are done, so that an interrupted one can go on.
 
 A conversion is a list of units, numbered, the same for the same source and options. As units are finished, lines are
-appended to ``TARGET.partial/.journal/<process>.jsonl``. The first line is a fingerprint of the plan and of the source
+appended to ``TARGET.partial/.journal/0.jsonl``. The first line is a fingerprint of the plan and of the source
 files (names, sizes, times): a journal of another source is not followed. A line may be believed while the machine has
 not been restarted, for what was written to files outlives the process; after a restart only lines before a mark
 ``synced`` count, which is written after the file system was synced.
@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -67,15 +68,18 @@ def sync_files(folder: Path) -> None:
 
 
 class Journal:
-    """This process's journal. ``add`` may be called by several threads."""
+    """The journal of one conversion, which holds the lock on its partial. ``add`` may be called by several threads.
 
-    def __init__(self, partial: Path, process: int, mark: str) -> None:
+    Attributes:
+        done: lines of finished units by number, of an earlier call with the same mark.
+        removed_other: whether a partial of another plan or source was there, which was emptied.
+    """
+
+    def __init__(self, partial: Path, mark: str) -> None:
         folder = partial / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._partial = partial
-        path = folder / f"{process}.jsonl"
-        fresh = not path.exists()
-        self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._stream = open(folder / "0.jsonl", "a+", encoding="utf-8")  # noqa: SIM115
         try:
             # Held until the stream is closed or the process dies, so a killed conversion leaves no stale lock.
             lock(self._stream)
@@ -84,8 +88,15 @@ class Journal:
             raise InputError("another conversion is writing this target", where=str(partial)) from None
         except OSError:
             pass  # a file system without locks
+        self._stream.seek(0)
+        lines = self._stream.read().splitlines()
+        done = _believed(lines, mark) if lines else {}
+        self.done, self.removed_other = done or {}, done is None
+        if done is None:
+            _empty(partial)
+            self._stream.truncate(0)
         # A line that a killed process left half written must not swallow the next: begin on a new line.
-        self._stream.write(json.dumps({"mark": mark}) + "\n" if fresh else "\n")
+        self._stream.write("\n" if lines and done is not None else json.dumps({"mark": mark}) + "\n")
         self._stream.write(json.dumps({"boot": _boot()}) + "\n")
         self._stream.flush()
         self._lock = threading.Lock()
@@ -112,43 +123,43 @@ class Journal:
         self._stream.close()
 
 
-def read_journals(partial: Path, mark: str) -> dict[int, dict[str, Any]] | None:
-    """Lines of finished units by number, of all processes; None when the journals are of another plan or source.
+def _empty(partial: Path) -> None:
+    """Remove all files of a partial but its journal, which is locked."""
+    for path in partial.iterdir():
+        if path.name != FOLDER:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _believed(lines: list[str], mark: str) -> dict[int, dict[str, Any]] | None:
+    """Lines of finished units by number; None when the journal is of another plan or source.
 
     Only lines whose bytes must be in the files: those before a ``synced`` mark, and all since the machine started.
     """
     done: dict[int, dict[str, Any]] = {}
-    here = _boot()
-    for path in sorted((partial / FOLDER).glob("*.jsonl")):
-        pending: list[dict[str, Any]] = []  # not yet followed by a mark
-        boot, seen_mark = "", False
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if not lines:  # just opened by another process
+    pending: list[dict[str, Any]] = []  # not yet followed by a mark
+    here, boot, seen_mark = _boot(), "", False
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:  # empty, or half written
             continue
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except ValueError:  # empty, or half written
-                continue
-            if "mark" in line:
-                if line["mark"] != mark:
-                    return None
-                seen_mark = True
-            elif "boot" in line:
-                if boot and boot != here:
-                    pending = []  # written before a restart and never synced
-                boot = line["boot"]
-            elif "synced" in line:
-                done |= {unit["unit"]: unit for unit in pending}
-                pending = []
-            else:
-                pending.append(line)
-        if not seen_mark:
-            return None
-        # What this boot wrote need not be synced: a killed process leaves its pages to the kernel, a restart does not.
-        if boot == here and here:
+        if "mark" in line:
+            if line["mark"] != mark:
+                return None
+            seen_mark = True
+        elif "boot" in line:
+            if boot and boot != here:
+                pending = []  # written before a restart and never synced
+            boot = line["boot"]
+        elif "synced" in line:
             done |= {unit["unit"]: unit for unit in pending}
-    return done
+            pending = []
+        else:
+            pending.append(line)
+    # What this boot wrote need not be synced: a killed process leaves its pages to the kernel, a restart does not.
+    if boot == here and here:
+        done |= {unit["unit"]: unit for unit in pending}
+    return done if seen_mark else None
 
 
 # Units: a range of one large tensor, small tensors that lie side by side in a large file, or some small files.
@@ -225,7 +236,7 @@ def is_small(target: Target) -> bool:
 
 
 def split(targets: list[Target]) -> list[Unit]:
-    """The units of work for ``targets``; the same in every process for the same targets."""
+    """The units of work for ``targets``; the same for the same targets."""
     units: list[Unit] = []
     first = held = 0
 

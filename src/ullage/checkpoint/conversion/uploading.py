@@ -59,15 +59,8 @@ class Batch:
         return f"{JOURNAL}/batch-{self.number:06d}.json"
 
 
-def require_writable(inventory: Inventory, target: Path, world_size: int) -> None:
+def require_writable(inventory: Inventory, target: Path) -> None:
     """Raise ``InputError`` for a target in a store that is not possible whatever lies there."""
-    if world_size > 1:
-        raise InputError(
-            "several processes cannot write one target in a store",
-            where=str(target),
-            found=f"{world_size} processes",
-            hint="call convert in one process, which works on several threads, or convert to a folder and copy it",
-        )
     if not target.name or key_of(target).strip("/") == target.name:
         raise InputError("the target is a whole bucket", where=str(target), hint="name a folder in it")
     if is_remote(inventory.folder) and target.is_relative_to(inventory.folder):
