@@ -17,7 +17,7 @@ import ullage.checkpoint
 from tests.support import real_zero
 from tests.support.launch import ROOT, environment
 from tests.support.real_zero import Recipe
-from ullage.checkpoint.conversion import differing
+from ullage.checkpoint.conversion import comparing
 
 
 def folder(place: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
@@ -52,7 +52,7 @@ def test_every_format_of_one_checkpoint_is_the_same(zero, tmp_path):
 
 
 def test_values_are_counted_and_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(differing, "_RANGE_BYTES", 64)  # many ranges for one tensor
+    monkeypatch.setattr(comparing, "_RANGE_BYTES", 64)  # many ranges for one tensor
     one, other = tensors(0), tensors(0)
     other["w"][3, 2] += 0.5
     other["w"][39, 6] = -2 * one["w"][39, 6]
