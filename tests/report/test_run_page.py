@@ -24,8 +24,7 @@ from ullage.cli.follow import follow_run, updates
 from ullage.cli.report import report
 from ullage.cli.train.verb import _run
 from ullage.errors import InputError
-from ullage.report.run import LayoutSpan, read_run
-from ullage.report.run_figures import differing_settings, names_of, run_figures, run_record
+from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.log_file import LOG, append, read_log
 from ullage.training.peaks import published_peak

@@ -46,8 +46,7 @@ def report(
         follow_run(run)
         return
     from ullage.cli.writing import require_ours, write_output
-    from ullage.report.run import read_run
-    from ullage.report.run_figures import run_record
+    from ullage.report.run import read_run, run_record
 
     if html is not None:
         require_ours("page", html)
@@ -74,7 +73,7 @@ def show(runs: Sequence[Run]) -> None:
     from rich.table import Table
 
     from ullage.report.curves import sparkline
-    from ullage.report.run_figures import differing_settings, names_of, run_figures
+    from ullage.report.run import differing_settings, names_of, run_figures
 
     console = Console(highlight=False)
 

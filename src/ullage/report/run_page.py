@@ -15,8 +15,7 @@ from ullage.replacing import replacing
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
-from ullage.report.run import Run
-from ullage.report.run_figures import FIGURES, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
+from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
 from ullage.units import prefix_of, rate, size
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
