@@ -20,7 +20,7 @@ import numpy as np
 
 from ullage.datasets.arrow import read_arrow
 from ullage.datasets.column_lengths import Measured, checked_lengths, choose_column, of_arrow, of_texts, of_values
-from ullage.datasets.folders import files_of
+from ullage.datasets.tables import files_of
 from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
 from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
