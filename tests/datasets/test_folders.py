@@ -76,7 +76,11 @@ def test_the_files_of_a_split(tmp_path, names, options, expected, capfd):
     ("names", "options", "message"),
     [
         (["README.md", "a.py"], {}, "no files of data.*found README.md, a.py"),
-        (["train.csv", "test.csv"], {"split": "eval"}, r"no such split \(.*\): expected one of train, test, found eval"),
+        (
+            ["train.csv", "test.csv"],
+            {"split": "eval"},
+            r"no such split \(.*\): expected one of train, test, found eval",
+        ),
         (["a/train.csv"], {"config": "b"}, "no such configuration .*expected one of default, found b"),
         (["a.csv"], {"card": "---\nconfigs: [[\n---"}, "the folder cannot be read"),
         (NAMES, {"card": CARD}, "several configurations .*: expected one of small, big, flat, found none asked for"),

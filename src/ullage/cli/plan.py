@@ -14,7 +14,7 @@ import typer
 from ullage.errors import InputError, UllageError, UsageError
 
 if TYPE_CHECKING:
-    from ullage.datasets.column_lengths import Measured
+    from ullage.datasets.files import Measured
     from ullage.layout import Int64
     from ullage.report.figures import PlannedStep, StepTotals
 
@@ -228,8 +228,7 @@ def _measured(
     """
     import io
 
-    from ullage.datasets.column_lengths import Measured
-    from ullage.datasets.files import read_lengths, read_stream
+    from ullage.datasets.files import Measured, read_lengths, read_stream
     from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths, read_text
 
     if source in WORKLOADS:

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ullage.datasets.column_lengths import Measured
+from ullage.datasets.files import Measured
 from ullage.display import counted
 from ullage.errors import UllageError
 from ullage.planning import Plan

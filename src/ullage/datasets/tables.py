@@ -69,7 +69,7 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
         if match is None:
             raise InputError("not a split", expected="a name, or such as train[:10%]", found=spec)
         files = [file for source in sources for file in files_of(source, config, match[1])]
-        parts.append(_sliced(_joined([(file, _read_file(file)) for file in files]), match[1], spec.strip()))
+        parts.append(_sliced(_joined([(file, read_file(file)) for file in files]), match[1], spec.strip()))
     table = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if len(table) == 0:
         raise no_rows(", ".join(map(str, sources)))
@@ -137,7 +137,7 @@ def _splits_of(folder: Path, config: str | None) -> dict[str, list[Path]]:
     with needed_by("reading a folder of data files"):
         import datasets
 
-    with _quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as cache:
+    with quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as cache:
         try:
             builder = datasets.load_dataset_builder(str(folder), name=config, cache_dir=cache)
         except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
@@ -228,7 +228,11 @@ def _sliced(table: Any, name: str, spec: str) -> Any:
     return table.select(rows)
 
 
-def _read_file(path: Path) -> Any:
+def read_file(path: Path, cache: str | None = None, bars: bool = False) -> Any:
+    """The rows of a file as a ``datasets.Dataset`` in memory, or in files of the folder ``cache``.
+
+    ``bars``: show those of ``datasets``. Raises ``InputError`` for what cannot be read, and where there are no rows.
+    """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing there"
         raise InputError("the data file cannot be read", where=str(path), expected="a file", found=found)
@@ -241,7 +245,7 @@ def _read_file(path: Path) -> Any:
             found=ending or "none",
         )
     _require_content(path, ending)
-    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending)
+    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending, cache, bars)
     if len(table) == 0:
         raise no_rows(path)
     return table
@@ -317,8 +321,8 @@ def _read_arrow(path: Path) -> Any:
     return datasets.Dataset(read_arrow(path))
 
 
-def _read_by_datasets(path: Path, ending: str) -> Any:
-    """The file as an in-memory ``datasets.Dataset``; its cache is a temporary folder."""
+def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) -> Any:
+    """The file as a ``datasets.Dataset``: in ``cache``, or in memory, whose cache is a temporary folder."""
     import datasets
 
     reader, options = {
@@ -333,8 +337,9 @@ def _read_by_datasets(path: Path, ending: str) -> Any:
     if ending == ".json" and path.stat().st_size < _HEAD_BYTES and _parsed(path.read_bytes()) == []:
         raise no_rows(path)
     try:
-        with _quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as cache:
-            table = reader(str(path), cache_dir=cache, keep_in_memory=True, **options)
+        with quiet(bars), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+            names = glob.escape(str(path.resolve()))
+            table = reader(names, cache_dir=cache or folder, keep_in_memory=cache is None, **options)
         if ending != ".txt":
             return table
         # Blank lines are no texts.
@@ -348,14 +353,14 @@ def _read_by_datasets(path: Path, ending: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars and the log of ``datasets`` and of the hub: the errors raised here hold what they would log."""
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Without the log of ``datasets`` and of the hub, which our errors hold, and without its bars unless ``bars``."""
     import datasets
     from huggingface_hub.utils import logging as of_hub
 
-    bars = datasets.is_progress_bar_enabled()
+    enabled = datasets.is_progress_bar_enabled()
     before = [(each, each.get_verbosity()) for each in (datasets.logging, of_hub)]
-    datasets.disable_progress_bars()
+    (datasets.enable_progress_bars if bars else datasets.disable_progress_bars)()
     for each, _ in before:
         each.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -363,8 +368,7 @@ def _quiet() -> Iterator[None]:
     finally:
         for each, verbosity in before:
             each.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()
+        (datasets.enable_progress_bars if enabled else datasets.disable_progress_bars)()
 
 
 def _bad_line(path: Path, ending: str) -> InputError | None:
@@ -381,3 +385,56 @@ def _bad_line(path: Path, ending: str) -> InputError | None:
                 found, hint = repr(text.strip()[:40]), "mend this line, or remove it"
                 return InputError("a line is no JSON object", where=where, found=found, hint=hint)
     return None
+
+
+def text_column(table: Any, column: str | None, where: str, option: str = "--text_column") -> str:
+    """The column of texts or of token ids: ``column``, else ``input_ids``, ``text``, or the only one of either kind.
+
+    Raises ``InputError`` that lists the columns; ``option`` is what it says to name one with.
+    """
+    names = list(table.column_names)
+    kinds = {name: kind_of(feature) for name, feature in table.features.items()}
+    if column is None:
+        usable = [name for name in names if kinds[name] in ("string", "ids")]
+        if kinds.get("input_ids") == "ids":  # what has been tokenized may have its texts and masks beside it
+            column = "input_ids"
+        else:
+            only = usable if len(usable) == 1 else [name for name in ("input_ids",) if name in names]
+            column = "text" if "text" in names else next(iter(only), None)
+        if column is None:
+            raise InputError(
+                "it is not clear which column holds the text",
+                where=where,
+                expected="a column 'text' or 'input_ids', or one column of strings only",
+                found=f"columns {', '.join(map(repr, names))}",
+                hint=f"name it with {option}",
+            )
+    elif column not in names:
+        raise InputError(
+            f"there is no column {column!r}",
+            where=where,
+            expected=f"one of {', '.join(map(repr, names))}",
+            found=repr(column),
+            hint=f"name one of them with {option}",
+        )
+    if kinds[column] not in ("string", "ids"):
+        raise InputError(
+            f"the column {column!r} holds no text",
+            where=where,
+            expected="strings, or lists of token ids",
+            found=kinds[column],
+        )
+    return column
+
+
+def kind_of(feature: Any) -> str:
+    """``string``, ``ids`` for lists of integers, or the feature as ``datasets`` writes it."""
+    dtype = getattr(feature, "dtype", None)
+    if dtype in ("string", "large_string"):
+        return "string"
+    inner = str(getattr(getattr(feature, "feature", None), "dtype", ""))
+    if inner.startswith(("int", "uint", "null")):  # lists that are all empty have values of no type
+        return "ids"
+    if type(feature).__name__ == "Json":  # what ``datasets`` makes of a column whose values do not agree
+        return "values of several kinds"
+    return str(dtype if dtype not in (None, "list", "dict") else feature)
