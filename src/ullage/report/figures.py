@@ -48,44 +48,30 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
     """The table. ``reference``: another plan of the same sequences, usually by ``next_fit``."""
     ours = plan.statistics()
     theirs = None if reference is None else reference.statistics()
+    bound = bound_ullage(plan, ours)
     table = [
-        Figure(
-            "microbatches per rank",
-            str(ours.num_microbatches),
-            _text(theirs and theirs.num_microbatches, "d"),
-            str(ours.lower_bound),
-            f"{ideal_microbatches(plan, ours):.2f}",
-        ),
-        Figure(
-            "ullage",
-            f"{100 * ours.ullage:.2f} %",
-            _text(theirs and 100 * theirs.ullage, ".2f", " %"),
-            f"{100 * bound_ullage(plan, ours):.2f} %",
-            "0.00 %",
-        ),
-        Figure(
-            "rank imbalance",
-            f"{ours.rank_imbalance:.3f}",
-            _text(theirs and theirs.rank_imbalance, ".3f"),
-            f"{ours.rank_imbalance_bound:.3f}",
-            "1.000",
-        ),
-        Figure(
-            "critical path",
-            f"{ours.critical_path:.3f}",
-            _text(theirs and theirs.critical_path, ".3f"),
-            f"{ours.critical_path_bound:.3f}",
-            "1.000",
-        ),
+        Figure(name, *(_text(part, form) for part in (value(ours), theirs and value(theirs), least)), ideal)
+        for name, form, value, least, ideal in (
+            (
+                "microbatches per rank",
+                "{:d}",
+                lambda stats: stats.num_microbatches,
+                ours.lower_bound,
+                f"{ideal_microbatches(plan, ours):.2f}",
+            ),
+            ("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, 100 * bound, "0.00 %"),
+            ("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000"),
+            ("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000"),
+        )
     ]
     if ours.num_shared:
-        shared = _text(theirs and theirs.num_shared, ",")
+        shared = _text(theirs and theirs.num_shared, "{:,}")
         table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", shared, "", ""))
     return table
 
 
-def _text(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
+def _text(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)
 
 
 def reference_name(reference: Plan) -> str:

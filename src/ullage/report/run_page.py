@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ullage.display import counted
-from ullage.errors import InputError, UllageError
-from ullage.replacing import replacing
+from ullage.display import counted, write_page
+from ullage.errors import UllageError
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
@@ -78,12 +77,7 @@ def run_page(runs: Sequence[Run]) -> str:
 
 def write_run_page(runs: Sequence[Run], path: Path) -> None:
     """Write :func:`run_page` to ``path``, whole or not at all. Raises ``InputError`` if it cannot be written."""
-    text = run_page(runs)
-    try:
-        with replacing(path) as file:
-            file.write(text)
-    except OSError as error:
-        raise InputError("the page cannot be written", where=str(path), found=error.strerror) from error
+    write_page(path, run_page(runs))
 
 
 def _tiles() -> Iterator[RunFigure]:
