@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ullage.datasets import load_text
-from ullage.datasets.tables import files_of, read_table, require_no_near_file
+from ullage.datasets.tables import files_of, read_table
 from ullage.errors import InputError
 
 CARD = """---
@@ -95,18 +95,6 @@ def test_the_files_of_a_split(tmp_path, names, options, expected, capfd):
 def test_what_a_folder_does_not_have_is_said(tmp_path, names, options, message):
     with pytest.raises(InputError, match=message):
         chosen(tmp_path, names, **options)
-
-
-def test_a_name_that_is_nearly_a_file_is_no_name_of_the_hub(tmp_path):
-    (tmp_path / "t.jsonl").write_text("")
-    for name, hint in (("t.jsnl", "Did you mean .*t.jsonl"), ("u.jsonl", "Did you mean"), ("tjsonl", "Did you mean"),
-                       ("data.parqet", "Name a file, or a data set of the hub")):  # fmt: skip
-        with pytest.raises(InputError, match=f"not there .*{hint}"):
-            require_no_near_file(str(tmp_path / name))
-    for name in ("t.jsonl", "wiki.test", "pairs"):
-        require_no_near_file(str(tmp_path / name))
-    for name in ("gpt2", "org/name", "org/name-v1.5", "org/name@main"):
-        require_no_near_file(name)
 
 
 def rows(*texts):

@@ -8,7 +8,6 @@ The default tokenizer is ByT5's: one token per byte of UTF-8 and one for the end
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -20,7 +19,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ullage.datasets.arrow import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
-from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
+from ullage.datasets.lengths import (
+    LENGTH_NAMES,
+    as_number,
+    choose_column,
+    is_number,
+    mock_lengths,
+    numbers_of,
+    read_cells,
+)
 from ullage.datasets.tables import files_of
 from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
@@ -121,7 +128,7 @@ def _read(file: BinaryIO, ending: str, where: str, column: str | None, tokenizer
         elif ending == ".json":
             measured = _from_json(text, where, column, tokenizer)
         elif ending in (".csv", ".tsv"):
-            measured = _from_csv(_with_commas(text) if ending == ".tsv" else text, where, column, tokenizer)
+            measured = _from_csv(text, ending, where, column, tokenizer)
         else:
             measured = _from_txt(text, where, column, tokenizer)
     if not len(measured.lengths):
@@ -230,39 +237,16 @@ def _from_records(records: list[Any], where: str, column: str | None, tokenizer:
     return of_values([record[chosen] for record in records], chosen, where, tokenizer)
 
 
-def _with_commas(text: str) -> str:
-    """Tab-separated text as comma-separated text."""
-    made = io.StringIO()
-    csv.writer(made).writerows(csv.reader(io.StringIO(text), delimiter="\t"))
-    return made.getvalue()
-
-
-def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
-    """Numbers by :func:`parse_csv`; a column of text where the header names one and nothing of lengths."""
-    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
-    try:
-        header = next((row for row in rows if any(cell.strip() for cell in row)), [])
-        if all(map(is_number, header)):
-            return Measured(parse_csv(text, where, column))
-        if len(header) == 1 and ";" in header[0]:
-            raise InputError(
-                "the columns of a .csv file are parted by commas",
-                where=where,
-                found=header[0][:60],
-                hint="write it with commas, or with tabs as a .tsv file",
-            )
-        first = next((row for row in rows if row), [])
-        chosen = choose_column([name.strip() for name in header], column, where)
-        place = [name.strip() for name in header].index(chosen)
-        # The first row below the header tells a column of numbers from one of text.
-        if is_number(first[place]) if place < len(first) else True:
-            return Measured(parse_csv(text, where, chosen), chosen)
-        if chosen.lower() in LENGTH_NAMES:
-            raise InputError("a file holds something that is not a length", where=where, found=repr(first[place][:60]))
-        texts = [first[place], *(row[place] if place < len(row) else "" for row in rows if row)]
-    except csv.Error as error:
-        raise InputError("a file is not a CSV", where=where, found=str(error)) from error
-    return of_texts(texts, chosen, tokenizer)
+def _from_csv(text: str, ending: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    """Numbers, or a column of text where the header names one and nothing of lengths."""
+    chosen, cells = read_cells(text, where, column, "\t" if ending == ".tsv" else ",")
+    # The first row below the header tells a column of numbers from one of text.
+    first = next((cell for cell in cells if cell is not None), None)
+    if chosen is None or first is None or is_number(first):
+        return Measured(numbers_of(cells, where), chosen)
+    if chosen.lower() in LENGTH_NAMES:
+        raise InputError("a file holds something that is not a length", where=where, found=repr(first[:60]))
+    return of_texts([cell or "" for cell in cells], chosen, tokenizer)
 
 
 def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -280,12 +264,6 @@ def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str
         raise InputError("a .parquet file cannot be read", where=where, found=first_line(error)) from error
 
 
-#: Names of a column of text among several.
-TEXT_NAMES = ("text", "content", "document")
-#: Columns that an error names before it only counts: a table may have hundreds.
-_NAMED = 16
-
-
 @dataclass(frozen=True, eq=False)
 class Measured:
     """Lengths with their source.
@@ -299,38 +277,6 @@ class Measured:
     lengths: Int64
     column: str | None = None
     unit: str = "tokens"
-
-
-def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column among ``names`` to measure: ``column``, or by name, of lengths, ``input_ids``, the only one, of text.
-
-    Raises ``InputError`` that lists them.
-    """
-    if column is not None:
-        if column not in names:
-            raise InputError("a column is missing", where=where, expected=column, found=_listed(names))
-        return column
-    # The first rule that leaves a single name decides.
-    for wanted in (
-        [name for name in names if name.lower() in LENGTH_NAMES],
-        [name for name in names if name == "input_ids"],
-        names,
-        [name for name in names if name.lower() in TEXT_NAMES],
-    ):
-        if len(wanted) == 1:
-            return wanted[0]
-    raise InputError(
-        "no single column holds lengths or text",
-        where=where,
-        expected="length, input_ids or text",
-        found=_listed(names),
-        hint="name one of them with --column",
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED]) or "none"
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
 
 
 def checked_lengths(values: Any, where: str) -> Int64:

@@ -10,7 +10,6 @@ wrong name into a bad model. Tables lie in memory, and nothing is left in any ca
 from __future__ import annotations
 
 import codecs
-import difflib
 import glob
 import json
 import os
@@ -112,19 +111,6 @@ def files_of(source: str | os.PathLike[str], config: str | None = None, split: s
     if not found:
         raise InputError("no file matches the pattern", where=pattern)
     return found
-
-
-def require_no_near_file(name: str) -> None:
-    """Raise ``InputError`` for a name that is nothing here, but nearly a file: by its ending, or beside one like it."""
-    path = Path(name)
-    if path.exists():
-        return
-    folder = path.parent
-    beside = [file.name for file in folder.iterdir() if file.suffix in ENDINGS] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1, 0.8)
-    if near or difflib.get_close_matches(path.suffix.lower(), ENDINGS, 1, 0.7):
-        hint = f"did you mean {folder / near[0]}" if near else "name a file, or a data set of the hub"
-        raise InputError("the data file is not there", where=name, expected="a file", found="nothing there", hint=hint)
 
 
 def _splits_of(folder: Path, config: str | None) -> dict[str, list[Path]]:
