@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ullage.datasets.arrow import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
 from ullage.datasets.lengths import (
     LENGTH_NAMES,
     as_number,
@@ -28,6 +27,7 @@ from ullage.datasets.lengths import (
     numbers_of,
     read_cells,
 )
+from ullage.datasets.stored import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
 from ullage.datasets.tables import files_of
 from ullage.errors import InputError, first_line
 from ullage.extras import needed_by

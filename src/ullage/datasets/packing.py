@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ullage.datasets.arrow import list_lengths, require_values
 from ullage.datasets.files import load_tokenizer
+from ullage.datasets.stored import list_lengths, require_values
 from ullage.datasets.tables import kind_of, quiet, read_file, text_column
 from ullage.display import Shown, counted
 from ullage.errors import InputError, require_int, require_one_of

@@ -302,7 +302,7 @@ def _parsed(line: bytes) -> Any:
 def _read_arrow(path: Path) -> Any:
     import datasets
 
-    from ullage.datasets.arrow import read_arrow
+    from ullage.datasets.stored import read_arrow
 
     return datasets.Dataset(read_arrow(path))
 
