@@ -183,7 +183,7 @@ class Evaluator:
         first = len(trainer.accelerator._models) == 0
         start = time.time()
         fsdp.shard_for_evaluation(trainer)
-        prepare(_Nothing(), description, True)
+        prepare(DataLoader([]), description, True)  # pyright: ignore[reportArgumentType]
         model = trainer.model_wrapped if first else trainer._wrap_model(trainer.model, training=False)
         trainer.model_preparation_time = round(time.time() - start, 4) if first else 0.0
         return model
@@ -359,18 +359,6 @@ def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
         ahead.append(batch)
     if ahead:
         yield ahead.pop(), True
-
-
-class _Nothing:
-    """A dataloader without batches."""
-
-    dataset = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _fields_of(inputs: Any) -> list[str]:
