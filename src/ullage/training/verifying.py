@@ -285,6 +285,3 @@ def forget_trace(model: Any) -> None:
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
     coordinator.reset_step()
-
-
-_logger = logging.getLogger(__name__)
