@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ullage.attention.context import serving
-from ullage.attention.masks import DeferredMask
-from ullage.attention.packed_call import PackedCall, refusal, require_known_keywords
+from ullage.attention.packed_call import DeferredMask, PackedCall, refusal, require_known_keywords
 from ullage.attention.slices import Slices
 
 _RESTART = "position_ids restart within a row, but no cu_seq_lens_q came to keep its sequences apart"
