@@ -35,6 +35,7 @@ from ullage.training.choices import has_choices, joined
 from ullage.training.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.loss.divisions import defining_class
 from ullage.training.packed_batch import refuse_as_one
+from ullage.training.sharding import sharding_of
 
 logger = logging.get_logger(__name__)
 
@@ -188,9 +189,10 @@ class BatchReader:
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
             inputs = inputs.select(name for name in inputs.names if name != field)
-            keywords = forms.keywords_of(
-                self._trainer._prepare_input(inputs), self.form, shifts=self.shifts, pad_token_id=self.pad_token_id
-            )
+            moved, sharding = self._trainer._prepare_input(inputs), sharding_of(self._trainer.model)
+            keywords = None if sharding is None else sharding.keywords(moved)
+            if keywords is None:
+                keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
             return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
         if isinstance(inputs, PackedSequence):
             inputs = {self.main_input: inputs}
