@@ -10,13 +10,13 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
+from maintenance.models_page import audit_entry, entries, page
 from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.layout import Layout
 from ullage.mixers import by_lengths, forwards, is_packed, pack_model
 from ullage.mixers.ways import HYBRIDS
-from ullage.proofs.catalogue import audit_entry, entries, page
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -265,11 +265,9 @@ def test_the_command_takes_a_folder_and_its_weights(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a model, or --all"),
-        (["gpt2", "--all"], "a model, or --all"),
+        ([], "Missing argument 'MODEL'"),
         (["no_such_type"], "no such text model type"),
         (["gpt2", "--weights"], "a model type has no weights"),
-        (["gpt2", "--output", "models.md"], "the table of --all"),
         (["gpt2", "--kind", "image"], "no such kind of model"),
     ],
 )
