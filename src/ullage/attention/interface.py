@@ -48,7 +48,7 @@ def attention(
         module: the attention layer, which names itself in errors.
         query: [batch, query heads, tokens, dim]; batch 1 if packed.
         key, value: [batch, key heads, tokens, dim].
-        attention_mask: what ``masks.packed_mask`` made, or a mask of the model's own.
+        attention_mask: what ``packed_mask`` made, or a mask of the model's own.
         dropout: probability of dropping an attention weight.
         scaling: factor of the scores; 1/√dim if None.
         sliding_window: how many tokens a query sees, itself included; None for all.

@@ -190,7 +190,7 @@ def prove(
             run.with_loss = False  # by a rule of its own, which says nothing of the sequences
             again, alone, packed = _run_all(run, shortest)
         proof.tokens = 2 * sum(sizes) + sizes[shortest]
-        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and _is_routed(model)
+        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _repeated(alone[shortest], again))
         proof.differences = list(_compared(proof, trial, alone, packed, limits, has_ties))
         if agree(not proof.passed):
@@ -305,7 +305,7 @@ def _compared(
     proof.left_out = list(dict.fromkeys(left))
 
 
-def _is_routed(model: nn.Module) -> bool:
+def is_routed(model: nn.Module) -> bool:
     """Whether tokens are routed to experts."""
     return any("expert" in type(module).__name__.lower() for module in model.modules())
 
