@@ -17,10 +17,6 @@ def audit(
         typer.Argument(metavar="MODEL", help="A folder or config file of a model, or a model type such as qwen3_next."),
     ],
     kind: Annotated[str | None, typer.Option(metavar="NAME", help="The head: causal, masked or seq2seq.")] = None,
-    weights: Annotated[bool, typer.Option("--weights", help="Load the folder's weights, not tiny ones.")] = False,
-    layers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --weights: only the first layers.")
-    ] = None,
     packed: Annotated[
         bool, typer.Option("--pack/--as-is", help="Pack the model first, or audit it as transformers has it.")
     ] = True,
@@ -38,15 +34,12 @@ def audit(
 
     Exit status 1 for a model that is not exact.
     """
-    report = _audit_one(
-        model,
-        kind=kind,
-        weights=weights or layers is not None,
-        layers=layers,
-        packed=packed,
-        attention=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        seed=seed,
+    from ullage import proofs
+    from ullage.proofs import tiny
+
+    config = tiny.config_of(model, trust_remote_code=trust_remote_code)
+    report = proofs.audit(
+        tiny.tiny_like(config, kind=kind, seed=seed, attention=attn_implementation), pack=packed, seed=seed
     )
     if as_json:
         typer.echo(json.dumps(report.to_json()))
@@ -54,23 +47,6 @@ def audit(
         _print(report)
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _audit_one(
-    model: str, *, kind: str | None, weights: bool, packed: bool, attention: str | None, seed: int, **options: Any
-) -> Any:
-    from ullage.errors import UsageError
-    from ullage.proofs import audit, tiny
-
-    config = tiny.config_of(model, trust_remote_code=options["trust_remote_code"])
-    if not weights:
-        return audit(tiny.tiny_like(config, kind=kind, seed=seed, attention=attention), pack=packed, seed=seed)
-    if isinstance(config, str):
-        raise UsageError("a model type has no weights", expected="a folder", found=model, hint="leave --weights out")
-    size = tiny.num_bytes(config, kind=kind, **options)
-    typer.echo(f"the audit of these weights needs about {size / 2**30:.1f} GiB of memory", err=True)
-    whole = tiny.with_weights(model, config, kind=kind, attention=attention, **options)
-    return audit(whole, pack=packed, seed=seed)
 
 
 def _print(report: Any) -> None:
