@@ -17,7 +17,7 @@ from transformers.trainer_utils import has_length
 
 from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
-from ullage.errors import DistributedError, InputError, require_one_of
+from ullage.errors import DistributedError, InputError, listed, require_one_of
 from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
 from ullage.training import counting
@@ -73,10 +73,9 @@ class RunCheck:
         first = int(large[0])
         if self._collated_length(dataset, first) <= options.capacity:
             return  # what is stored is padded, or cut by the collator: the steps will tell
-        more = f" and {len(large) - 1:,} more" if len(large) > 1 else ""
         truncates = self._packer.truncates
         error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=truncates)
-        raise error.at(f"train_dataset[{first}]{more}")
+        raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
 
     def _collated_length(self, dataset: Any, index: int) -> int:
         """Tokens of a sample as the collator gives it; 0 if that is not known."""

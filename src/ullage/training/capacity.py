@@ -37,6 +37,7 @@ from ullage.training.beginning import collated
 from ullage.training.device_memory import DeviceMemory
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.verifying import within_engine
 from ullage.units import memory_size
 
 logger = logging.get_logger(__name__)
@@ -188,7 +189,7 @@ class CapacityFinder:
     def _forward_and_backward(self, model: nn.Module, row: RaggedBatch) -> None:
         trainer = self._trainer
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
-        module: Any = model.module if _is_wrapper(model) else model
+        module = within_engine(model)
         module.train()
         inputs = trainer._prepare_inputs(targets.apart(row))
         labels = self._reader.label_elements(inputs)
@@ -242,10 +243,6 @@ class CapacityFinder:
             return gradients  # its state is there already
         held = [each for group in optimizer.param_groups for each in group["params"]]
         return gradients + int(state_bytes(optimizer) * sum(each.numel() for each in held))
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

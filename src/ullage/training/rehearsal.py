@@ -38,11 +38,6 @@ _KEPT = ("_metrics", "_stored_metrics")
 _DOING = "evaluating a few samples before the first step"
 
 
-def verifies(arguments: Any) -> bool:
-    """Whether checks that run the model before the first step are wanted: ``packing_verify``, on by default."""
-    return bool(getattr(arguments, "packing_verify", True))
-
-
 class Rehearsal:
     """The evaluation of ``trainer`` before its first step. ``reader``: of its batches."""
 
@@ -84,7 +79,7 @@ class Rehearsal:
     @property
     def _is_asked_for(self) -> bool:
         trainer, args, reader = self._trainer, self._trainer.args, self._reader
-        if trainer.eval_dataset is None or not verifies(args) or args.eval_on_start:
+        if trainer.eval_dataset is None or not getattr(args, "packing_verify", True) or args.eval_on_start:
             return False
         # Batches of a loader of the trainer's own may be consumed by a look; a loop of its own does what it likes.
         standard = type(trainer).get_eval_dataloader is transformers.Trainer.get_eval_dataloader
