@@ -39,7 +39,7 @@ CALLS = {
     "from ullage import pack_model": "ullage.pack_model needs transformers: pip install 'ullage[hf]'",
     "from ullage import audit": "ullage.audit needs transformers: pip install 'ullage[hf]'",
     "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
-    "from ullage.engines.fsdp import Trainer": "ullage.engines.fsdp.Trainer needs",
+    "from ullage.engines.fsdp import parallelize": "ullage.engines.fsdp.parallelize needs",
     "from ullage.engines.megatron import packed_block_spec": (
         "ullage.engines.megatron.packed_block_spec needs megatron-core: pip install 'ullage[megatron]'"
     ),

@@ -385,7 +385,8 @@ class Packer:
             return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
-            parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
+            parts = [microbatch.numel() for microbatch in batch.microbatches]
+            whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
         elif division == "token_mean":
             parts, whole = [*map(self._reader.num_labels, batch.microbatches)], int(num_items_in_batch)
         else:
