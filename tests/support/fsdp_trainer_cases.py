@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from tests.support import fsdp_cases
+from tests.support.rank_memory import local_bytes
 from ullage.engines import fsdp
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, local_bytes
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 VOCAB, SEQUENCES = 61, 12
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     )
     from ullage.training.loss.sequence_logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
-    from ullage.training.device_memory import LocalBytes as LocalBytes, local_bytes as local_bytes
     from ullage.training.run_log import RunLog as RunLog
     from ullage.training.stopping import StopOnSignal as StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
@@ -32,7 +31,6 @@ else:
         {
             "arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
             "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
-            "device_memory": ["LocalBytes", "local_bytes"],
             "loss.sequence_logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
             "run_log": ["RunLog"],

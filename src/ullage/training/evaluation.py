@@ -28,6 +28,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.ranks import Axis, agree
 from ullage.ranks.wire import gather_objects
+from ullage.replacing import replaced
 from ullage.training import counting, forms, fsdp
 from ullage.training.packing import Packer
 from ullage.training.predicting import Frame, Predictor, Record, as_tensors, missing_labels
@@ -217,14 +218,9 @@ class Evaluator:
         else:
             self._keep_in_rows(inputs, record, rows.num, predicted)
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what is evaluated is reported by transformers' own ``evaluate``, which needs a loss for it."""
-        before, self._is_reporting = self._is_reporting, True
-        try:
-            yield
-        finally:
-            self._is_reporting = before
+        return replaced(self, "_is_reporting", True)
 
     def _asks_for_loss(self, loss_only: bool) -> bool:
         """Whether a batch without a loss leaves unreported what was asked for.

@@ -320,7 +320,7 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with self._batches_stay_on_host(), self._drawn_over_dp():
+            with replaced(self.accelerator, "device_placement", False), self._drawn_over_dp():
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
@@ -328,14 +328,6 @@ class RaggedTrainerMixin(_Base):
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
-
-    @contextlib.contextmanager
-    def _batches_stay_on_host(self) -> Iterator[None]:
-        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
-        try:
-            yield
-        finally:
-            self.accelerator.device_placement = placement
 
     @contextlib.contextmanager
     def _drawn_over_dp(self) -> Iterator[None]:

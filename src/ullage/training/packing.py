@@ -24,24 +24,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
+from ullage.attention.heads import second_label
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
-from ullage.layout import Layout
 from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
+from ullage.replacing import replaced
 from ullage.schema import IGNORED_LABEL
 from ullage.training import targets
 from ullage.training.arguments import PackingOptions
-from ullage.training.costing import cost_of, model_flops, num_parameters
-from ullage.training.loss.divisions import Division, division_of
-from ullage.training.loss.second_labels import adds_two_losses, uncounted
+from ullage.training.loss.divisions import Division, division_of, shares
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.metering import StepTimes
-from ullage.training.packable import refuse_images, require_equal_calls, truncation_problem
-from ullage.training.packed_batch import PackedBatch
+from ullage.training.metering import StepTimes, cost_of, model_flops, num_parameters
+from ullage.training.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.packed_batch import PackedBatch, stand_in
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import Sharding, sharding_of
 from ullage.training.trl.known import padded_loss_of
@@ -330,7 +329,7 @@ class Packer:
         self.proof.before_step(model, inputs)
         division = self._division(inputs, count)
         self.sequences_of_step = len(inputs.plan.order)
-        shares = self._shares(inputs, division, count)
+        parts = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
@@ -339,7 +338,7 @@ class Packer:
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
         metrics = self.metrics.step(inputs.num_tokens)
         with self._weighed(division), around, metrics as calls, self._gradients_meet_once() as coalesced:
-            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
+            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
                 # its share is left. A share of zero is a division by infinity, hence zero.
@@ -377,21 +376,16 @@ class Packer:
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
-        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences.
-
-        Over all ranks and microbatches the fractions add up to one, or are all zero where nothing counts.
-        """
+        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
         if self.padded_loss is not None:
             return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
-            parts = [microbatch.numel() for microbatch in batch.microbatches]
             whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
-        elif division == "token_mean":
-            parts, whole = [*map(self._reader.num_labels, batch.microbatches)], int(num_items_in_batch)
-        else:
-            parts, whole = [len(microbatch) for microbatch in batch.microbatches], len(batch.plan.order)
-        return [part / whole if whole else 0.0 for part in parts]
+            return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
+        if division == "token_mean":
+            return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
+        return shares(map(len, batch.microbatches), len(batch.plan.order))
 
     @contextlib.contextmanager
     def _weighed(self, division: Division) -> Iterator[None]:
@@ -399,20 +393,15 @@ class Packer:
 
         A context manager: the trainer's own settings are restored after it.
         """
-        trainer = self._trainer
-        # An instance attribute over the class's None. training_step divides the loss by
-        # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
-        before = vars(trainer).get("loss_is_scaled_for_ga")
         divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
-        trainer.loss_is_scaled_for_ga = division == "sum" or divides_itself
         try:
-            yield
+            # An instance attribute over the class's None. training_step divides the loss by
+            # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
+            with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
+                yield
         finally:
-            trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self._trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
             self.weigher.end()
-            del trainer.loss_is_scaled_for_ga
-            if before is not None:
-                trainer.loss_is_scaled_for_ga = before
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""
@@ -421,35 +410,19 @@ class Packer:
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
 
-        A sum over no labels is zero, so a placeholder will do. A mean over no labels is nan, and nan times a weight of
-        zero is still nan; so the shortest sequence of this rank that has something to count runs instead.
+        A sum over no labels is zero, so a placeholder will do; a mean over none would be nan.
         """
         if self.padded_loss is not None:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
-        is_pair = targets.is_joined(microbatch)
-        if division == "sum" and not len(microbatch):
-            if is_pair:
-                return targets.pair_of_one(microbatch, label=IGNORED_LABEL)
-            return uncounted(self._reader.model, microbatch.placeholder())
         if division == "sum":
-            return microbatch
+            if len(microbatch):
+                return microbatch
+            second = (second_label(self._reader.model) or ("",))[0]  # of a head with two losses, counted by sequence
+            return targets.placeholder(microbatch, **{second: IGNORED_LABEL})
         if self._share_of_step > 0:
             return microbatch
-        by_label = division == "token_mean"
-        # The stand-in is computed in full and counts for nothing, so take the shortest.
-        samples = [sample for other in batch.microbatches if len(other) for sample in other.samples()]
-        batches = [RaggedBatch.from_samples([s], per_sequence=microbatch.per_sequence) for s in samples]
-        counting = [each for each in batches if not by_label or self._reader.num_labels(each) > 0]
-        if counting:
-            return min(counting, key=lambda each: each.numel())
-        if is_pair:
-            return targets.pair_of_one(microbatch, label=0)
-        # No sequence of this rank counts: make one of zeros, which is a valid id and a valid label. Two tokens, so that
-        # a loss that shifts still has one label to take the mean over.
-        values = {name: microbatch[name] for name in microbatch.names}
-        sizes = {name: 1 if name in microbatch.per_sequence else 2 for name in values}
-        values = {name: tensor.new_zeros((sizes[name], *tensor.shape[1:])) for name, tensor in values.items()}
-        return RaggedBatch(values, Layout([2]), microbatch.per_sequence)
+        counts = len if division == "sequence_mean" else self._reader.num_labels
+        return stand_in(batch.microbatches, microbatch, counts=counts)
 
     def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
         """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""

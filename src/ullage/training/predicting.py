@@ -11,8 +11,8 @@ are float64 and reduced over ranks once. Predictions are put back in the order o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers.wrappers import bare
+from ullage.replacing import replaced
 from ullage.schema import IGNORED_LABEL
 from ullage.training import counting, forms
 from ullage.training.forms import SampleRows
@@ -181,14 +182,9 @@ class Predictor:
         """Whether ``ragged_predictions`` is asked for: an array per sample, in the place of padded rows."""
         return bool(getattr(self._trainer.args, "ragged_predictions", False))
 
-    @contextmanager
-    def framed(self, frame: Frame | None) -> Iterator[None]:
+    def framed(self, frame: Frame | None) -> AbstractContextManager[None]:
         """Within it, the samples of a batch are those of the padded rows ``frame``."""
-        before, self._frame = self._frame, frame
-        try:
-            yield
-        finally:
-            self._frame = before
+        return replaced(self, "_frame", frame)
 
     def predict_batch(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None

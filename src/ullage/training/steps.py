@@ -49,8 +49,8 @@ from ullage.ranks import Axis, agree
 from ullage.training import counting
 from ullage.training.background import BackgroundSave
 from ullage.training.beginning import empty_step_of
-from ullage.training.loss.second_labels import require_losses
 from ullage.training.metering import TokenMeter
+from ullage.training.packable import require_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import data_ranks, sharding_of

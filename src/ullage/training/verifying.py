@@ -18,12 +18,10 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.display import counted
 from ullage.mixers import call_equally_often, is_packed
-from ullage.mixers.placing import way_of
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
-from ullage.schema import IGNORED_LABEL, fill_value
 from ullage.training import choices, targets
 from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
@@ -190,7 +188,7 @@ class PackingProof:
         """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
         there = [each for each in microbatches if each.numel()]
         if not there:
-            return [_placeholder(microbatches[0])] * _SEQUENCES
+            return [targets.placeholder(microbatches[0], [1])] * _SEQUENCES
         vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
         most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
         places = [(batch, place) for batch in there for place in range(len(batch))]
@@ -269,17 +267,6 @@ def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     length = int(batch.layout.lengths[place])
     if length > most and not batch.per_sequence:
         sample = {name: value[:most] for name, value in sample.items()}
-    return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
-
-
-def _placeholder(batch: RaggedBatch) -> RaggedBatch:
-    """A sequence of one token, of the same fields, with nothing to count."""
-    if targets.is_joined(batch):
-        return targets.pair_of_one(batch, label=IGNORED_LABEL)
-    sample = {}
-    for name in batch.names:
-        empty = batch[name].new_full((1, *batch[name].shape[1:]), fill_value(name, batch[name].dtype))
-        sample[name] = empty[0] if name in batch.per_sequence else empty
     return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
 
 

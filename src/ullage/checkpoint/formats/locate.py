@@ -13,7 +13,7 @@ from ullage.errors import CheckpointError
 _LONGEST_TAG = 4096
 #: In a target: the folder in which a conversion notes what is done, and the file that says that all is there.
 JOURNAL, COMPLETE = ".journal", "ullage.json"
-#: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded, the folder of torch's format with model and optimizer.
+#: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded: the folder with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 
@@ -95,9 +95,9 @@ def is_megatron(folder: Path) -> bool:
     path = folder / "metadata.json"
     if not path.is_file():
         return False
-    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
+    with as_checkpoint_error(str(path)):
         try:
-            told = json.loads(stream.read(_LONGEST_TAG))
+            told = json.loads(read_start(path, _LONGEST_TAG))
         except (ValueError, RecursionError):
             return False
     return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"

@@ -68,7 +68,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.script import sample_of, script_of
     from ullage.cli.train.summary import Voice, save_and_summarize
-    from ullage.training.costing import num_parameters
+    from ullage.training.metering import num_parameters
 
     command = parse(argv)
     say = Voice(first, command.output.json)

@@ -121,21 +121,20 @@ VIEWS: dict[str, Callable[..., View | None]] = {
 
 
 #: Operations on each score by itself, with numbers, single values or one value per word beside it.
-_ELEMENTWISE = frozenset(
-    {"add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide"}
-    | {"neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to"}
-)
+_ELEMENTWISE = frozenset({
+    "add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide",
+    "neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to",
+})  # fmt: skip
 _EITHER_WAY = frozenset({"add", "radd", "mul", "rmul", "multiply"})
-_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")) | {
-    "__idiv__",
-    "__setitem__",
-}
+_IN_PLACE = frozenset({
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
+})  # fmt: skip
 _OPERATORS = (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
-    *("__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
-    *("__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__", *sorted(_IN_PLACE - {"__idiv__"})),
-)
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
+    "__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__",
+    "__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__",
+)  # fmt: skip
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
@@ -296,7 +295,7 @@ class LazyLogits:
             if result is not NotImplemented:
                 return result
         name = func.__name__
-        if name in _IN_PLACE or (name.endswith("_") and not name.startswith("_")):
+        if name in _IN_PLACE or name == "__idiv__" or (name.endswith("_") and not name.startswith("_")):
             # In place: whatever else there is of these logits may see it.
             for each in (*others, first):
                 if isinstance(each, LazyLogits):
@@ -436,7 +435,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in _OPERATORS:
+for _name in (*_OPERATORS, *_IN_PLACE):
     setattr(LazyLogits, _name, _operator(_name))
 # By identity, as tensors: comparing two of them computes them.
 LazyLogits.__hash__ = object.__hash__

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ullage.attention.heads import second_label
 from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
-from ullage.mixers.two_losses import NUM_SEQUENCES
+from ullage.mixers.whole import NUM_SEQUENCES
 from ullage.training import counting
-from ullage.training.loss.divisions import OwnLoss
+from ullage.training.loss.divisions import OwnLoss, part_of_step
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
-from ullage.training.loss.second_labels import adds_two_losses
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequence_loss, weighted_token_loss
+from ullage.training.packable import adds_two_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import sharding_of
@@ -189,18 +189,15 @@ class LossRule:
         The parameters are those of :meth:`compute`.
         """
         # With num_items_in_batch=None the model returns its own mean, and compute_loss multiplies by nothing. Σ over
-        # batches of mean · labels in it / labels in the step is the mean over the step; the ranks are there because
-        # reducing gradients divides by them.
+        # batches of mean · labels in it / labels in the step is the mean over the step.
         elements = self._reader.label_elements(inputs)
         assert elements is not None
         count = counting.count_labels(elements)
         loss, outputs = compute(model, inputs, True, num_items_in_batch=None)
         ranks = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
-        weight = count / num_items_in_batch * ranks
         # training_step must not divide by the number of batches as well.
         self._trainer.loss_is_scaled_for_ga = True
-        # A mean over no labels is nan, which a weight of zero would keep.
-        loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+        loss = part_of_step(loss, count, num_items_in_batch, ranks)
         return (loss, outputs) if return_outputs else loss
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from ullage.attention.heads import works_by_sequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.layout import Int64
 from ullage.mixers.wrappers import bare
+from ullage.replacing import replaced
+from ullage.training.loss.divisions import shares
 from ullage.training.packable import make_packable
-from ullage.training.packed_batch import PackedBatch
+from ullage.training.packed_batch import PackedBatch, stand_in
 
 #: Keyword by which TRL asks for per-token log-probabilities in the place of logits.
 _FUSED = "fused_lm_head"
@@ -46,22 +48,10 @@ def packed_rows(*models: nn.Module | None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for model in {id(each): each for each in (bare(one) for one in models if one is not None)}.values():
-            stack.enter_context(_put_in(model))
+            # In the place of the instance's own forward, outside what TRL, accelerate and pack_model have put there:
+            # PEFT calls ``forward`` itself, so that a hook of the module would not be met.
+            stack.enter_context(replaced(model, "forward", _RowsForward(model, model.forward)))
         yield
-
-
-@contextlib.contextmanager
-def _put_in(model: nn.Module) -> Iterator[None]:
-    # In the place of the instance's own forward, outside whatever TRL, accelerate and pack_model have put there:
-    # PEFT calls ``forward`` itself, so that a hook of the module would not be met.
-    before: Callable[..., Any] | None = vars(model).get("forward")
-    vars(model)["forward"] = _RowsForward(model, model.forward)
-    try:
-        yield
-    finally:
-        vars(model).pop("forward")
-        if before is not None:
-            vars(model)["forward"] = before
 
 
 class _RowsForward:
@@ -229,24 +219,7 @@ class PaddedLoss:
 
         ``microbatches``: of this rank in the step. ``empty``: one of them, which knows its fields.
         """
-        best: list[dict[str, Tensor]] | None = None
-        for microbatch in microbatches:
-            samples = microbatch.samples() if len(microbatch) else []
-            sizes = microbatch.layout.lengths.reshape(-1, self.per_sample).sum(1)
-            if len(sizes) and (best is None or sizes.min() < sum(len(each["input_ids"]) for each in best)):
-                first = int(sizes.argmin()) * self.per_sample
-                best = samples[first : first + self.per_sample]
-        if best is not None:
-            return RaggedBatch.from_samples(best, per_sequence=empty.per_sequence)
-        # Two tokens each, so that there is one to predict.
-        lengths = np.full(self.per_sample, 2)
-        values = {
-            name: empty[name].new_zeros(
-                (self.per_sample if name in empty.per_sequence else int(lengths.sum()), *empty[name].shape[1:])
-            )
-            for name in empty.names
-        }
-        return RaggedBatch(values, Layout(lengths), empty.per_sequence)
+        return stand_in(microbatches, empty, self.per_sample)
 
     # Planning.
 
@@ -286,8 +259,7 @@ class PaddedLoss:
 
     def shares(self, step: PackedBatch) -> list[float]:
         """Fraction of the step over all ranks that each microbatch makes up; of the samples, where not said else."""
-        whole = len(step.plan.order)
-        return [len(microbatch) / whole if whole else 0.0 for microbatch in step.microbatches]
+        return shares(map(len, step.microbatches), len(step.plan.order))
 
     def step(self, model: nn.Module, step: PackedBatch) -> contextlib.AbstractContextManager[None]:
         """Around the microbatches of a step. ``model``: as the training loop calls it."""
