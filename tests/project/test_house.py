@@ -13,9 +13,7 @@ TREE = house.read_tree(ROOT / "src", "ullage")
 #: Exceptions that are left, each with its reason. Empty ones are the aim.
 UPWARD: set[tuple[str, str]] = set()
 #: Class names of several modules, with the reason.
-DOUBLED = {
-    "Trainer",  # the same face over two engines: ullage.training's and ullage.engines.fsdp's
-}
+DOUBLED: set[str] = set()
 #: Modules longer than one idea needs, with the reason.
 LONG: set[str] = set()
 
