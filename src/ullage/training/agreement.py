@@ -11,12 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ullage.errors import DistributedError
+from ullage.errors import DistributedError, listed
 from ullage.ranks import Axis, together
 from ullage.ranks.wire import gather_objects
-
-#: How many different values an error lists.
-_LISTED = 8
 
 #: Of a thread with a group of its own: ``axis``.
 _here = threading.local()
@@ -67,10 +64,9 @@ def require_same_folder(folder: Path, several: bool) -> Path:
     if len(ranks) == 1:
         return folder
     named = [f"{path} on rank {', '.join(who)}" for path, who in ranks.items()]
-    more = f"; and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
     raise DistributedError(
         "the ranks name different folders for one checkpoint",
         expected="the same path on every rank",
-        found="; ".join(named[:_LISTED]) + more,
+        found=listed(named, 8, "; "),
         hint="make the name on rank 0 and broadcast it, or take a fixed one",
     )

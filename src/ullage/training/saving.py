@@ -25,15 +25,15 @@ from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
 from ullage.training import fsdp
 from ullage.training.agreement import agreement
-from ullage.training.background import BackgroundSave
+from ullage.training.background import BackgroundSave, Snapshot
 from ullage.training.damage import examine, is_damaged
-from ullage.training.disks import one_line
 from ullage.training.staging import (
     PARTIAL,
     finish_whole,
     incomplete,
     not_written,
     old_of,
+    one_line,
     recover,
     stage_whole,
     staging_of,
@@ -59,7 +59,6 @@ _TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 
-    from ullage.training.snapshot import Snapshot
     from ullage.training.staging import Staged
 else:
     _Base = object
