@@ -24,6 +24,7 @@ from ullage.columns import Columns
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
+from ullage.rows import LENGTH_NAMES, usual_positions
 from ullage.schema import (
     IGNORED_LABEL,
     LABEL_NAMES,
@@ -332,19 +333,9 @@ class RaggedBatch(Shown):
             starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
-            positions = layout.positions()
-            if layout.num_tokens < layout.size:
-                positions[layout.padding_mask()] = 0
-            row["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
-        cu_seqlens = torch.from_numpy(layout.cu_seqlens_padded).to(self.device)
-        longest = int(layout.slots.max(initial=0))
-        return {
-            **row,
-            "cu_seq_lens_q": cu_seqlens,
-            "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+            row["position_ids"] = torch.from_numpy(usual_positions(layout))[None].to(self.device)
+        cu_seqlens, longest = self.cu_seqlens_padded, int(layout.slots.max(initial=0))
+        return row | dict(zip(LENGTH_NAMES, (cu_seqlens, cu_seqlens, longest, longest)))
 
     def with_shift_labels(self) -> RaggedBatch:
         """A batch with ``shift_labels`` too: labels moved one token to the left within each sequence, -100 last.

@@ -8,13 +8,13 @@ import torch
 import transformers as hf
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from trl import SFTConfig, SFTTrainer
+from ullage.engines.fsdp.trainer_arguments import require_supported
 
 from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
 from ullage.cli.train.record import settings_of
-from ullage.engines.fsdp.trainer_arguments import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.beginning import describe_arguments

@@ -9,8 +9,8 @@ from typing import Any
 from ullage.layout import Int64
 from ullage.planning import Plan
 from ullage.planning import plan as make_plan
-from ullage.planning.arrival import at_least_degree
 from ullage.planning.placement import free_degrees
+from ullage.planning.planner import at_least_degree
 from ullage.report.figures import step_time
 from ullage.report.padded import Padded, padded
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.checkpoint.dtypes import SAFETENSORS
+from ullage.checkpoint.numbers import SAFETENSORS
 from ullage.errors import InputError
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end

@@ -27,11 +27,13 @@ from ullage.attention.heads import package_of
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.ranks import Axis, agree
+from ullage.ranks.wire import gather_objects
 from ullage.replacing import replaced
 from ullage.training import counting, forms, fsdp
 from ullage.training.packing import Packer
 from ullage.training.predicting import Frame, Predictor, Record, as_tensors, missing_labels
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import data_ranks, sharding_of
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
@@ -80,6 +82,14 @@ class Evaluator:
         """
         trainer = self._trainer
         loss_only: bool = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        sharding = sharding_of(trainer.model)
+        if sharding is not None and sharding.topology.cp.size > 1 and not loss_only:
+            raise InputError(
+                "compute_metrics needs whole sequences, and cp shares them",
+                where="compute_metrics",
+                expected="cp 1",
+                found=f"cp {sharding.topology.cp.size}",
+            )
         model = self._prepared(prepare, description)
         share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
         batchwise = trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
@@ -309,16 +319,24 @@ class Evaluator:
         args, reduced = self._trainer.args, totals
         if args.world_size > 1:
             reduced = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
+            reduced[:3] /= args.world_size // data_ranks(self._trainer)[1]  # ranks that evaluate the same samples
         assert isinstance(reduced, Tensor)
         if float(reduced[3]) > 0:  # only then do the ranks meet again, to hear of the error
             agree(problem, Axis.world(), "evaluating its batches")
         return reduced
 
+    def _gather(self, mine: list[Any]) -> list[Any]:
+        """The entries of all ranks that evaluate different samples, end to end."""
+        sharding = sharding_of(self._trainer.model)
+        if sharding is None:
+            return gather_object(mine)
+        return [entry for rank in gather_objects(mine, sharding.topology.dp) for entry in rank]
+
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
         loss, count, num_samples, _ = totals.tolist()
-        world, concatenate = self._trainer.args.world_size, self._trainer.args.eval_do_concat_batches
-        found = {name: record.gathered(name, gather_object, world, concatenate=concatenate) for name in _KINDS}
+        world, concatenate = data_ranks(self._trainer)[1], self._trainer.args.eval_do_concat_batches
+        found = {name: record.gathered(name, self._gather, world, concatenate=concatenate) for name in _KINDS}
         predictions, labels = found["predictions"], found["labels"]
         compute = self._trainer.compute_metrics
         if metrics is None and compute is not None and predictions is not None and labels is not None:
@@ -485,8 +503,7 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
     return EvaluationLoader.over(
         dataset,  # pyright: ignore[reportArgumentType]
         batch_size,
-        args.process_index,
-        args.world_size,
+        *data_ranks(trainer),
         args.dataloader_num_workers,
         collate_fn=collator,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),

@@ -55,6 +55,7 @@ from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.rehearsal import Rehearsal
 from ullage.training.saving import require_same_model
+from ullage.training.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 
@@ -143,7 +144,8 @@ class RaggedTrainerMixin(_Base):
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
             fsdp.require_possible(arguments)
-            PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            require_trainable(given_argument("model", type(self), RaggedTrainerMixin, args, kwargs), arguments, options)
         end_groups_at_exit()
 
     def _after_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,6 +169,10 @@ class RaggedTrainerMixin(_Base):
         """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""
         with fsdp.sharding_on_cpus(self.args):
             super().create_accelerator_and_postprocess()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if sharding_of(model) is None:  # others are where they belong
+            super()._move_model_to_device(model, device)
 
     # The run.
 
@@ -213,9 +219,11 @@ class RaggedTrainerMixin(_Base):
         self._capacity.begin_run()
         self._packer.proof.begin_run()
         options, world = self._packer.options, self.args.world_size
+        sharding = sharding_of(self.model)
+        everyone = dist.group.WORLD if world > 1 else None
         self.meter.begin_run(
             self.args.device,
-            dist.group.WORLD if world > 1 else None,
+            everyone if sharding is None else sharding.topology.dp.group,
             num_devices=world,
             oversize="error" if options is None else options.oversize,
             peak_flops=None if options is None else options.peak_flops,
@@ -239,12 +247,28 @@ class RaggedTrainerMixin(_Base):
         self._continuation.settle_loss()
         return super()._finalize_training(*args, **kwargs)
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer as transformers does; one of a sharded model is looked at."""
+        optimizer = super().create_optimizer(model)
+        if (sharding := sharding_of(self.model)) is not None:
+            sharding.require_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
+        return optimizer
+
+    def get_tp_size(self) -> int:
+        sharding = sharding_of(self.model)
+        return super().get_tp_size() if sharding is None else sharding.topology.tp.size
+
+    def get_cp_size(self) -> int:
+        sharding = sharding_of(self.model)
+        return super().get_cp_size() if sharding is None else sharding.topology.cp.size
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with fsdp.sharded_once(self):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._continuation.loads_weights(model):
+        # Those of a sharded model are loaded with the optimizer's state.
+        if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
             with fsdp.read_as_written(self, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -296,7 +320,7 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with replaced(self.accelerator, "device_placement", False):
+            with replaced(self.accelerator, "device_placement", False), self._drawn_over_dp():
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
@@ -304,6 +328,13 @@ class RaggedTrainerMixin(_Base):
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
+
+    @contextlib.contextmanager
+    def _drawn_over_dp(self) -> Iterator[None]:
+        """Within it accelerate divides batches among the ranks that draw different ones."""
+        state, (rank, number) = self.accelerator.state, data_ranks(self)
+        with replaced(state, "process_index", rank), replaced(state, "num_processes", number):
+            yield
 
     # One step.
 
@@ -342,8 +373,20 @@ class RaggedTrainerMixin(_Base):
         with contextlib.nullcontext() if padded is None else padded.packed_rows():
             return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = super().compute_loss_context_manager()
+        if (sharding := sharding_of(self.model)) is not None:
+            stack.enter_context(sharding.context())
+        return stack
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        sharding = sharding_of(self.model)
+        return super()._clip_grad_norm(model) if sharding is None else sharding.clip(model, self.args.max_grad_norm)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, the same on every rank; ``TrainingError`` on all of them if it is not finite."""
+        if grad_norm is None and (sharding := sharding_of(self.model)) is not None:
+            grad_norm = sharding.clip(model, None)
         norm = super()._get_grad_norm(model, grad_norm)
         scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
         if norm is not None and not scaled:
@@ -355,7 +398,8 @@ class RaggedTrainerMixin(_Base):
     def floating_point_ops(self, inputs: Any) -> int:
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
-            return self._packer.flops(inputs)
+            # Added up over all ranks, of which some share their batches.
+            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self)[1])
         if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):

@@ -42,6 +42,7 @@ from ullage.training.metering import StepTimes, cost_of, model_flops, num_parame
 from ullage.training.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch, stand_in
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import Sharding, sharding_of
 from ullage.training.trl.known import padded_loss_of
 from ullage.training.trl.metrics import CallMetrics
 from ullage.training.trl.padded import PaddedLoss
@@ -243,11 +244,12 @@ class Packer:
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
         refuse_images(self._trainer)
-        self.proof.pack(self._reader.model)
+        if self._sharding is None:  # otherwise whoever sharded it has packed it
+            self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
         if self.padded_loss is not None:
             self.padded_loss.require_packable()
-        if self.meets_every_microbatch:
+        if self.meets_every_microbatch and self._sharding is None:
             require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
             raise InputError(
@@ -258,10 +260,11 @@ class Packer:
 
     @functools.cached_property
     def _topology(self) -> Topology:
-        """All ranks along dp, on a gloo group where the main group takes device tensors only."""
+        """All ranks along dp unless the model says otherwise, on gloo where their group takes device tensors only."""
         if self._trainer.args.world_size == 1:
             return Topology.single()
-        topology = Topology.from_groups(dp=dist.group.WORLD)
+        sharding = self._sharding
+        topology = Topology.from_groups(dp=dist.group.WORLD) if sharding is None else sharding.topology
         return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
 
     @property
@@ -277,7 +280,18 @@ class Packer:
     @property
     def meets_every_microbatch(self) -> bool:
         """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
-        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled
+        is_sharded = self._sharding is not None and self._trainer.args.world_size > 1
+        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled or is_sharded
+
+    @property
+    def _sharding(self) -> Sharding | None:
+        return sharding_of(self._trainer.model)
+
+    @property
+    def averaged_over(self) -> int:
+        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
+        sharding = self._sharding
+        return self._trainer.accelerator.num_processes if sharding is None else sharding.averaged_over
 
     def flops(self, batch: PackedBatch) -> int:
         """Model FLOPs of this rank's part of a step, forward and backward."""
@@ -329,7 +343,7 @@ class Packer:
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
                 # its share is left. A share of zero is a division by infinity, hence zero.
                 self._share_of_step = share
-                number = 1 / (share * accelerator.num_processes) if share else math.inf
+                number = 1 / (share * self.averaged_over) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 runs = self._runnable(inputs, microbatch, division)
                 batch = self._inputs_of(runs)
@@ -411,7 +425,10 @@ class Packer:
 
     def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
         """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
-        is_sharded = self.options is not None and self.options.coalesce_gradients and isinstance(model, FSDPModule)
+        coalesces = self.options is not None and self.options.coalesce_gradients
+        if more_to_come and coalesces and self._sharding is not None:
+            return self._sharding.deferred(model)
+        is_sharded = coalesces and isinstance(model, FSDPModule)
         if more_to_come and (is_sharded or isinstance(model, nn.parallel.DistributedDataParallel)):
             return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
@@ -450,8 +467,7 @@ class Packer:
             return loss
         # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
         # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
-        ranks = self._trainer.accelerator.num_processes
-        return loss + (self._share_of_step - included) * factor * ranks * auxiliary.to(loss.device)
+        return loss + (self._share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
 
     # Evaluation.
 

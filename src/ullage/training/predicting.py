@@ -29,6 +29,7 @@ from ullage.schema import IGNORED_LABEL
 from ullage.training import counting, forms
 from ullage.training.forms import SampleRows
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
 from ullage.training.trl.metrics import Taken
 
 
@@ -212,6 +213,8 @@ class Predictor:
                     model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
                 )
                 loss = loss.detach().mean()
+                if (sharding := sharding_of(trainer.model)) is not None:
+                    loss = sharding.whole_loss(loss)
             else:
                 outputs = model(**keywords)
         if prediction_loss_only:

@@ -37,12 +37,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from ullage.batch import RaggedBatch
-from ullage.errors import TrainingError
+from ullage.errors import CheckpointError, DistributedError, TrainingError
 from ullage.exchange.source import deal
 from ullage.layout import Int64
 from ullage.ranks import Axis, agree
@@ -53,6 +53,7 @@ from ullage.training.metering import TokenMeter
 from ullage.training.packable import require_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import data_ranks, sharding_of
 from ullage.training.stopping import StopFlag
 from ullage.training.trl.padded import PaddedLoss
 
@@ -95,9 +96,26 @@ class StepCounts:
         return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
 
     @classmethod
-    def of(cls, ranks: Tensor) -> StepCounts:
-        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device."""
-        _, complete, failed, batches, stops, weights = ranks.cpu().numpy().T
+    def of(cls, ranks: Tensor, sharing: Sequence[Sequence[int]] | None = None) -> StepCounts:
+        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device.
+
+        ``sharing``: the ranks that draw the same batches, each group one rank of the result; None if all draw others.
+        Raises ``DistributedError`` on every rank if those of a group have drawn others.
+        """
+        told = ranks.cpu().numpy()
+        _, complete, failed, _, stops, _ = told.T
+        if sharing is not None:
+            drawn = told[np.array(sharing)]
+            if not failed.any() and (drawn != drawn[:, :1])[..., [0, 3]].any():
+                raise DistributedError(
+                    "ranks that share their batches have drawn different ones",
+                    expected="as many batches and labels on the ranks of tp and cp",
+                    found=f"(labels, batches) by place in dp: {drawn[..., [0, 3]].tolist()}",
+                    hint="a data set that draws random numbers has to draw the same on these ranks",
+                )
+            firsts = [group[0] for group in sharing]
+            told, ranks = told[firsts], ranks[firsts]
+        batches, weights = told[:, 3], told[:, 5]
         return cls(
             labels=ranks[:, 0],
             batches=batches,
@@ -217,16 +235,26 @@ class EverySample(IterableDatasetShard):
                 yield sample
 
 
-def divide_exactly(loader: Any, dataset: Any, *, packed: bool) -> None:
+class EveryBatch(BatchSamplerShard):
+    """One rank's batches of a data set with indices, without samples that fill up an epoch's last step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
+
+
+def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = False) -> None:
     """Make a prepared dataloader over an iterable data set read each sample on one rank.
 
     Args:
         loader: the dataloader that accelerate has prepared.
         dataset: that of the dataloader before.
         packed: whether ranks may end unequally. Without packing the last batches are filled up, as accelerate does.
+        sharded: whether the last step of a data set with indices stays short too, so that it is that of one process.
     """
     inner = getattr(loader, "base_dataloader", loader)
-    part = getattr(inner, "dataset", None)
+    part, batches = getattr(inner, "dataset", None), getattr(inner, "batch_sampler", None)
+    if sharded and isinstance(batches, BatchSamplerShard) and not (batches.split_batches or batches.drop_last):
+        vars(inner)["batch_sampler"] = EveryBatch(batches.batch_sampler, batches.num_processes, batches.process_index)
     if part is dataset or not isinstance(part, IterableDataset):
         return
     # A DataLoader's own setter refuses another data set after construction.
@@ -275,6 +303,8 @@ def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
 
     None for an epoch that was trained before the checkpoint.
     """
+    if _resumes(trainer, progress):
+        _require_same_steps(trainer, progress["num_update_steps_per_epoch"])
     kept: Any = trainer.state.stateful_callbacks.get(_DRAWN)
     number = progress.get("epoch", 0)
     if not _resumes(trainer, progress) or not isinstance(kept, dict) or number > kept.get("epoch", -1):
@@ -283,6 +313,23 @@ def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
         return None
     steps = kept["steps"] * trainer.args.gradient_accumulation_steps
     return {**progress, "epochs_trained": number, "steps_trained_in_current_epoch": steps}
+
+
+def _require_same_steps(trainer: Any, steps_per_epoch: int) -> None:
+    """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
+    state, (_, ranks) = trainer.state, data_ranks(trainer)
+    if sharding_of(trainer.model) is None or not state.epoch:
+        return
+    before = state.global_step / state.epoch
+    if abs(before - steps_per_epoch) >= 0.5:
+        each = trainer.args.per_device_train_batch_size
+        raise CheckpointError(
+            "the run would go on with steps of another size",
+            where=f"step {state.global_step}",
+            expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
+            found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
+            hint="choose per_device_train_batch_size and dp whose product is that of the run",
+        )
 
 
 def begin(
@@ -295,7 +342,8 @@ def begin(
 ) -> Epoch:
     """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
     args = trainer.args
-    begun = Epoch.of(args.world_size, epoch, epoch * num_update_steps_per_epoch)
+    rank, number = data_ranks(trainer)
+    begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
     drawn = trainer.state.stateful_callbacks.pop(_DRAWN, None)
     if not _resumes(trainer, others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
         return begun
@@ -309,7 +357,7 @@ def begin(
     if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
         begun.given = np.array(drawn["given"], np.int64)
         begun.live = begun.given >= begun.steps
-        begun.ahead = max(0, int(begun.given[args.process_index]) - begun.steps)
+        begun.ahead = max(0, int(begun.given[rank]) - begun.steps)
     return begun
 
 
@@ -367,7 +415,12 @@ class StepSource:
 
     def read_from(self, loader: Any, dataset: Any) -> Any:
         """The training dataloader over ``dataset``, whose indices are recorded from now on."""
-        divide_exactly(loader, dataset, packed=self._packer.options is not None)
+        divide_exactly(
+            loader,
+            dataset,
+            packed=self._packer.options is not None,
+            sharded=sharding_of(self._trainer.model) is not None,
+        )
         self._indices = SampleIndices(loader)
         return loader
 
@@ -394,7 +447,7 @@ class StepSource:
 
         Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
         """
-        epoch = self._epoch or Epoch.of(self._trainer.args.world_size)
+        epoch = self._epoch or Epoch.of(data_ranks(self._trainer)[1])
         self._is_empty = False
         if epoch.ended:
             return [], None
@@ -495,7 +548,8 @@ class StepSource:
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The step's one packed batch, made of as many batches as there are ranks, or of all that are left."""
-        rank, wanted = self._trainer.args.process_index, self._trainer.args.world_size
+        rank, number = data_ranks(self._trainer)
+        wanted = number
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
         # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
@@ -510,7 +564,7 @@ class StepSource:
             wanted -= int(met.batches.sum())
             drawn += batches
             meetings.append(met)
-        if wanted == self._trainer.args.world_size:
+        if wanted == number:
             epoch.ended = True
             return [], None
         keep_place(self._trainer, epoch)
@@ -562,7 +616,8 @@ class StepSource:
         complete = len(counts) == len(batches)
         told = problem or self._background.failure
         mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
-        met = StepCounts.of(self._gathered(mine, device))
+        sharding = sharding_of(self._trainer.model)
+        met = StepCounts.of(self._gathered(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop
         if met.failed:  # only then do the ranks meet again, to hear of the error
             self._background.settle()  # that of a save comes first: it is older

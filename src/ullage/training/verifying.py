@@ -18,16 +18,16 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.display import counted
 from ullage.mixers import call_equally_often, is_packed
-from ullage.mixers.placing import way_of
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
 from ullage.training import choices, targets
 from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +68,9 @@ class PackingProof:
     def _capacity(self) -> int | None:
         """Tokens of a row; None where nothing is to be proved."""
         options = self._packer.options
-        return options.capacity if options is not None and options.verify else None
+        # Whoever shards a model by hand looks at its parts; rows of a trial are whole on every rank.
+        is_open = options is not None and options.verify and sharding_of(self._trainer.model) is None
+        return options.capacity if is_open else None
 
     def before_step(self, model: nn.Module, batch: PackedBatch) -> None:
         """Prove the packing of the model before it trains on its first batch. Collective.

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
 from ullage.checkpoint.files.pickling import Constant, Instance, TensorCopy, is_writable
@@ -32,6 +31,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number,
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.safe_names import safe_name
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.numbers import NUMBER_CODES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
@@ -227,7 +227,7 @@ def read_universal(folder: Path) -> Inventory:
     """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
     found = _Reading(folder)
     models = found.models()
-    paths = sorted((folder / "zero").glob("*/*.pt"))
+    paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     groups = [shapes for model in models for shapes in model.param_shapes or []]
     saved = found.optimizer({path.stem for path in paths})
     settings = saved.groups

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ullage.attention.heads import second_label
 from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
-from ullage.mixers.two_losses import NUM_SEQUENCES
+from ullage.mixers.whole import NUM_SEQUENCES
 from ullage.training import counting
 from ullage.training.loss.divisions import OwnLoss, part_of_step
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
@@ -23,6 +23,7 @@ from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequenc
 from ullage.training.packable import adds_two_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
 
 _logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class LossRule:
         if hook is None:
             add_loss(self._reader.model, None, outputs)
         # Reducing gradients divides by the ranks.
-        loss = found[0] * self._trainer.accelerator.num_processes
+        loss = found[0] * self._packer.averaged_over
         loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
         return (loss, outputs) if return_outputs else loss
 
@@ -158,7 +159,8 @@ class LossRule:
             return "the loss is not the model's own"
         if trainer.args.fp16 or trainer.accelerator.mixed_precision == "fp16":
             return "fp16 scales the loss before its gradients are made"
-        if trainer.is_fsdp_enabled or has_compiled_regions(model) or is_compiled_module(model):
+        is_sharded = trainer.is_fsdp_enabled or sharding_of(trainer.model) is not None
+        if is_sharded or has_compiled_regions(model) or is_compiled_module(model):
             return "FSDP and torch.compile keep the model's forward as it is"
         if self._packer.weigher.is_on and runs_whole(self._reader.model):
             return "the logits that are weighed are joined from several calls"
@@ -176,7 +178,7 @@ class LossRule:
         numbers = {"num_items_in_batch": num_items_in_batch, NUM_SEQUENCES: self._packer.sequences_of_step}
         loss, outputs = compute(model, {**inputs, **numbers}, True, num_items_in_batch=None)
         # Reducing gradients divides by the ranks.
-        loss = loss * self._trainer.accelerator.num_processes
+        loss = loss * self._packer.averaged_over
         return (loss, outputs) if return_outputs else loss
 
     def _mean_by_share(

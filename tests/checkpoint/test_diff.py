@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, and means of several, against numpy on the same numbers."""
+"""Differences of two checkpoints, against numpy on the same numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import ullage.checkpoint
 from tests.support import real_zero
-from tests.support.launch import ROOT, environment, full_disk
+from tests.support.launch import ROOT, environment
 from tests.support.real_zero import Recipe
-from ullage.checkpoint.conversion import averaging, differing
-from ullage.errors import CheckpointError, InputError, UsageError
-
-KIND = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+from ullage.checkpoint.conversion import comparing
 
 
 def folder(place: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
@@ -55,7 +52,7 @@ def test_every_format_of_one_checkpoint_is_the_same(zero, tmp_path):
 
 
 def test_values_are_counted_and_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(differing, "_RANGE_BYTES", 64)  # many ranges for one tensor
+    monkeypatch.setattr(comparing, "_RANGE_BYTES", 64)  # many ranges for one tensor
     one, other = tensors(0), tensors(0)
     other["w"][3, 2] += 0.5
     other["w"][39, 6] = -2 * one["w"][39, 6]
@@ -113,69 +110,6 @@ def test_steps_and_states_differ_by_name(zero, tmp_path):
     assert {d.key for d in weights.differences} == {"weight"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("how", [{}, {"weights": [0.5, 0.2, 0.3]}, {"ema": 0.9}, {"ema": 0.0}])
-def test_a_mean_is_the_sum_in_float64(tmp_path, dtype, how, monkeypatch):
-    monkeypatch.setattr(averaging, "CHUNK_BYTES", 256)
-    made = [tensors(seed, dtype) for seed in range(3)]
-    folders = [folder(tmp_path / str(seed), each, seed=seed) for seed, each in enumerate(made)]
-    report = ullage.checkpoint.average(folders, tmp_path / "mean", **how)
-    mean = load_file(tmp_path / "mean" / "model.safetensors")
-    shares = how.get("weights", [1 / 3] * 3)
-    if "ema" in how:
-        shares = [how["ema"] ** 2, (1 - how["ema"]) * how["ema"], 1 - how["ema"]]
-    assert sorted(mean) == sorted(made[0])
-    for name, found in mean.items():
-        if name == "count":
-            assert found.tolist() == [2, 3]
-            continue
-        exact = sum(share * each[name].double() for share, each in zip(shares, made, strict=True))
-        assert found.dtype == dtype
-        # torch rounds float64 to float16 by way of float32, numpy does not
-        rounded = exact.float().bfloat16()
-        if dtype in KIND:
-            rounded = torch.from_numpy(np.asarray(exact.numpy().astype(KIND[dtype])))
-        assert torch.equal(found, rounded), name
-    assert json.loads((tmp_path / "mean" / "config.json").read_text()) == {"seed": 0}
-    assert report.notes == ["no floating-point numbers, taken from the last: count"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "mean"]
-
-
-def test_a_mean_over_formats_and_casts(zero, tmp_path):
-    ullage.checkpoint.convert(zero.tag_folder, tmp_path / "st", format="safetensors")
-    ullage.checkpoint.average([zero.tag_folder, tmp_path / "st"], tmp_path / "mean", dtype="bfloat16")
-    found = load_file(tmp_path / "mean" / "model.safetensors")
-    assert torch.equal(found["a.w"], torch.from_numpy(zero.tensor("a.w", "fp32")).view(9, 5).bfloat16())
-    assert ullage.checkpoint.read(tmp_path / "mean").problems() == []
-
-
-def test_what_cannot_be_averaged_is_refused_and_leaves_nothing(tmp_path):
-    one, other = folder(tmp_path / "one", tensors(0)), tensors(1)
-    del other["b"]
-    other["w"] = other["w"].t()
-    two = folder(tmp_path / "two", other)
-    refused = [
-        ([one, two], {}, CheckpointError, "different models cannot be averaged .*found b is missing, and 1 more"),
-        ([one], {}, InputError, "nothing to average: expected two or more checkpoints, found 1"),
-        ([one, one], {"weights": [1.0]}, InputError, "one weight for each checkpoint .*expected 2, found 1"),
-        ([one, one], {"weights": [1.0, 0.5]}, InputError, "must add up to 1 .*found 1.5"),
-        ([one, one], {"weights": [math.nan, 1.0]}, InputError, "must add up to 1"),
-        ([one, one], {"ema": 1.0}, InputError, "0 <= ema < 1, found 1.0"),
-        ([one, one], {"ema": 0.5, "weights": [0.5, 0.5]}, InputError, "two kinds of shares"),
-    ]
-    for sources, options, kind, message in refused:
-        with pytest.raises(kind, match=message):
-            ullage.checkpoint.average(sources, tmp_path / "mean", **options)
-    with pytest.raises(InputError, match="the target exists"):
-        ullage.checkpoint.average([one, one], two)
-    with (
-        full_disk(200),
-        pytest.raises(InputError, match=r"cannot write: .*\. Nothing is left of it: .*once there is room$"),
-    ):
-        ullage.checkpoint.average([one, one], tmp_path / "mean")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
-
-
 def test_an_inventory_is_one_line(zero):
     inventory = ullage.checkpoint.read(zero.tag_folder)
     said = repr(inventory)
@@ -202,13 +136,7 @@ def test_the_commands_say_what_the_functions_find(zero, tmp_path):
     status, out, _ = command("diff", tmp_path / "st", other, "--weights-only", "--json")
     assert status == 1
     assert len(json.loads(out)["differences"]) == 6
-    status, out, _ = command("average", tmp_path / "st", other, "--out", tmp_path / "m", "--weights", "0.25,0.75")
+    status, out, _ = command("inspect", tmp_path / "st")
     assert status == 0
-    assert "the mean of 2 checkpoints: 6 tensors" in out
-    status, _, err = command("average", tmp_path / "st", other, "--out", tmp_path / "n", "--weights", "a")
-    assert (status, err.count("\n")) == (UsageError.exit_status, 1)
-    for name in ("st", "m"):
-        status, out, _ = command("inspect", tmp_path / name)
-        assert status == 0
-        assert "padding" not in out
-        assert "ranks" not in out
+    assert "padding" not in out
+    assert "ranks" not in out

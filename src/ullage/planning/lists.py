@@ -1,8 +1,15 @@
-"""Bins that hold no more than their capacity, with even work: of one rank, or of ranks that run them side by side."""
+"""Lists in, lists out: lengths to lists of ids, over the plan, as the balancing functions of other frameworks work.
+
+``partitions`` divides values evenly, ``bins`` fills microbatches, ``schedule`` fills the microbatches of every rank.
+Pure: no process group, no device, no data. The adapters of ``ullage.engines`` are tables of names over these three,
+which ``ullage.engines.replacing`` puts in place of a framework's own functions.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,18 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from ullage.engines.lists.grouping import Grouping
 from ullage.errors import InputError, require_int, require_one_of
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.bins import pack_lengths
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
+from ullage.planning.request import groups as item_numbers
 from ullage.planning.request import refuse_large_groups, refuse_oversize
 
 _logger = logging.getLogger(__name__)
 #: Bits of the work of all sequences together: as exact as float64, and far from where sums of it would overflow.
 WORK_BITS = 52
+#: Differencing is left out where the largest partition is within this factor of the bound on every division,
+_LEVEL = 1.0002
+#: unless there are at most this many items, for which it takes next to no time.
+_FEW = 1024
 
 
 def bins(
@@ -105,6 +116,38 @@ def work_of(lengths: Int64, work: Any) -> Int64:
     model = TransformerCost() if work is None else work
     costs, _, _ = integer_costs(model if callable(model) else lambda _: np.asarray(model), lengths)
     return costs >> max(0, int(costs.sum()).bit_length() - WORK_BITS)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The item of each sequence: a group of sequences that stay together, or the sequence alone.
+
+    Attributes:
+        item [n]: number of the item of each sequence, int64.
+        members: ids of the sequences of each item, ascending.
+    """
+
+    item: Int64
+    members: list[list[int]]
+
+    @classmethod
+    def read(cls, groups: Any, n: int) -> Grouping:
+        """``groups``: as ``keep_together`` of ``ullage.plan``; ``None`` leaves every sequence alone."""
+        item = np.arange(n) if groups is None else item_numbers(groups, n, np.arange(n))
+        members: list[list[int]] = [[] for _ in range(int(item.max(initial=-1)) + 1)]
+        for i, number in enumerate(item.tolist()):
+            members[number].append(i)
+        return cls(item, members)
+
+    def sums(self, values: Int64) -> Int64:
+        """Sum over each item."""
+        found = np.zeros(len(self.members), np.int64)
+        np.add.at(found, self.item, values)
+        return found
+
+    def ids(self, items: Sequence[int]) -> list[int]:
+        """Ids of the sequences of ``items``, ascending."""
+        return sorted(i for number in items for i in self.members[number])
 
 
 @dataclass(frozen=True)
@@ -251,3 +294,109 @@ def fill_empty(bins: list[list[int]], costs: Sequence[float], grouping: Grouping
         work[source] -= costs[cheapest]
         work[k] = costs[cheapest]
     return bins
+
+
+def partitions(
+    values: Sequence[float], parts: int, *, equal_size: bool = False, groups: Any = None, name: str = "values"
+) -> list[list[int]]:
+    """Ids of ``parts`` parts whose sums are as equal as can be found; each part ascending, none empty.
+
+    Args:
+        values [n]: numbers >= 0, lengths or work: integers of any size, or floats.
+        parts: number of parts.
+        equal_size: whether all parts have as many items.
+        groups: ids that stay together, as ``keep_together`` of ``ullage.plan``; a group is one item.
+        name: the caller's word for ``values``, for errors.
+
+    The largest sum is at most that of Karmarkar-Karp's differencing, or within 0.02 % of what no division can beat.
+    Raises ``InputError`` for fewer items than parts, and for items that ``equal_size`` cannot divide.
+
+    >>> partitions([8, 7, 6, 5, 4], 2)
+    [[2, 3, 4], [0, 1]]
+    >>> partitions([8, 7, 6, 5, 4], 2, groups=[[0, 1, 2]])
+    [[3, 4], [0, 1, 2]]
+    """
+    given, k = _numbers(values, name), require_int(parts, "parts", least=1)
+    grouping = Grouping.read(groups, len(given))
+    sums = [sum(given[i] for i in ids) for ids in grouping.members]
+    if len(sums) < k:
+        raise InputError("there are fewer items than partitions", expected=f"at least {k}", found=len(sums))
+    if equal_size and len(sums) % k:
+        raise InputError("equal_size must divide the items", expected=f"a multiple of {k}", found=len(sums))
+    # The plan: every item takes one slot, so that a capacity of n/k slots gives parts of equal size.
+    made = plan(
+        np.ones(len(sums), np.int64),
+        ranks=k,
+        capacity=len(sums) // k if equal_size else len(sums),
+        cost=lambda _: _costs(sums),
+    )
+    found = fill_empty(bins_of(made), sums)
+    # Differencing, where the plan is not at the bound; the more even division is taken.
+    largest, least = _largest(sums, found), max(_share(sum(sums), k), max(sums))
+    if largest > least and (len(sums) <= _FEW or largest > least * _LEVEL):
+        others = fill_empty(_differencing(sums, k, equal_size), sums)
+        found = min(found, others, key=lambda each: _largest(sums, each))
+    return [grouping.ids(part) for part in found]
+
+
+def _numbers(values: Any, name: str) -> list[float]:
+    """``values`` as Python's numbers, which neither overflow nor round. Raises ``InputError`` for what is none."""
+    to_list = getattr(values, "tolist", None)  # of arrays and tensors: of any device, and of types that numpy lacks
+    array = np.asarray(to_list() if to_list is not None else values)
+    found = array.tolist()
+    if array.ndim != 1:
+        raise InputError(f"{name} must have one dimension", expected="[n]", found=f"shape {list(array.shape)}")
+    if array.dtype.kind not in "iufO" or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in found):
+        raise InputError(f"{name} must be numbers", found=f"dtype {array.dtype}")
+    for i, value in enumerate(found):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} must be finite and not negative", where=f"item {i}", found=value)
+    return found
+
+
+def _costs(values: Sequence[float]) -> Int64:
+    """``values`` as int64 costs of a plan: themselves, where they are integers and their sum is small enough."""
+    total = sum(values)
+    whole = [value for value in values if isinstance(value, int)]
+    if len(whole) == len(values):
+        shift = max(0, sum(whole).bit_length() - WORK_BITS)
+        return np.array([value >> shift for value in whole], np.int64)
+    return np.array([value / total * 2.0**WORK_BITS if total else 0 for value in values]).astype(np.int64)
+
+
+def _share(total: float, k: int) -> float:
+    """What the largest of ``k`` parts of ``total`` is at least: rounded up where the values are integers."""
+    return -(-total // k) if isinstance(total, int) else total / k
+
+
+def _largest(values: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    return max(sum(values[i] for i in part) for part in parts)
+
+
+def _differencing(values: Sequence[float], k: int, equal_size: bool) -> list[list[int]]:
+    """Karmarkar and Karp's differencing for ``k`` parts.
+
+    Of the two partial divisions with the widest spread, the large parts of one are joined with the small parts of the
+    other, until one division is left. A part is (sum, number of items, items as (index, value)); ties are broken by
+    these, so that the result is deterministic.
+    """
+    # With equal_size the first divisions have one item in each part, and joining them keeps the counts equal.
+    order = sorted((value, i) for i, value in enumerate(values))
+    size = k if equal_size else 1
+    empty = (0, 0, [])
+    heap: list[Any] = []
+
+    def push(parts: list[tuple[float, int, list[tuple[int, float]]]]) -> None:
+        parts.sort(reverse=True)
+        total, count, items = parts[0]
+        tie = [(-i, -value) for i, value in items]
+        # Smallest less largest sum: the heap gives the widest spread first.
+        heapq.heappush(heap, (parts[-1][0] - total, -total, -count, tie, parts))
+
+    for begin in range(0, len(order), size):
+        parts = [(value, 1, [(i, value)]) for value, i in order[begin : begin + size]]
+        push(parts + [empty] * (k - len(parts)))
+    while len(heap) > 1:
+        wide, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
+        push([(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in zip(wide, reversed(other))])
+    return [[i for i, _ in items] for _, _, items in heap[0][-1]]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from ullage.engines.lists.filling import bins
 from ullage.errors import InputError
 from ullage.layout import Integers
-from ullage.planning.cost import Cost
+from ullage.planning.lists import bins
 
 
 class BinPacker:
-    """BinPacker of sequences into as few bins as possible, with balanced work.
+    """Packer of sequences into as few bins as possible, with balanced work.
 
     Args:
         bin_capacity: most tokens in a bin.
         min_bin_count: least number of bins.
         bin_count_multiple: the number of bins is a multiple of this; each group of that many bins runs at the same
             time, one per rank.
-        cost: cost model, as for ``ullage.plan``.
-        order, oversize: as for :func:`ullage.engines.lists.bins`.
+        order, oversize: as for :func:`ullage.planning.lists.bins`.
 
     Raises ``InputError``, a ``ValueError``, for numbers out of range.
     """
@@ -30,7 +28,6 @@ class BinPacker:
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
         *,
-        cost: Cost | None = None,
         order: str = "balanced",
         oversize: str = "error",
     ) -> None:
@@ -41,7 +38,6 @@ class BinPacker:
         self.bin_capacity = bin_capacity
         self.min_bin_count = min_bin_count
         self.bin_count_multiple = bin_count_multiple
-        self.cost = cost
         self.order = order
         self.oversize = oversize
 
@@ -55,7 +51,6 @@ class BinPacker:
             self.bin_capacity,
             ranks=self.bin_count_multiple or 1,
             least=self.min_bin_count or 0,
-            work=self.cost,
             order=self.order,
             oversize=self.oversize,
         )

@@ -1,4 +1,4 @@
-"""``ullage.engines.lists``: partitions, bins and schedules against their invariants and brute force."""
+"""``ullage.planning.lists``: partitions, bins and schedules against their invariants and brute force."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.lists import bins, partitions, schedule
 from ullage.engines.replacing import replace
+from ullage.planning.lists import bins, partitions, schedule
 
 
 def check(found, lengths, cap, groups=None):

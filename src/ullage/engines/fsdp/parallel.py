@@ -1,23 +1,98 @@
-"""Device meshes for FSDP2 and DTensor, made from a topology, and topologies made from sizes.
+"""The distribution of a model over ranks, and the device meshes that FSDP2 and DTensor want of it.
 
-FSDP2 and DTensor want their meshes cut from one mesh. A :class:`Topology` lists ranks along its axes in any order, so
-the mesh is laid out by what the ranks themselves say: each tells its coordinates.
+They want their meshes cut from one mesh. A :class:`Topology` lists ranks along its axes in any order, so the mesh is
+laid out by what the ranks themselves say: each tells its coordinates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import ullage.attention as packed_attention
+from ullage.engines.fsdp.objective import NEXT_TOKEN
 from ullage.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects
+from ullage.training.sharding import sharding_of
 
 AXES = ("dp", "cp", "tp")
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """The distribution of a model over ranks.
+
+    Attributes:
+        topology: of all ranks, with its groups.
+        device: on which this rank computes.
+        mesh: of dp, cp and tp; ``None`` on one process.
+        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged, or with
+            dp_replicate the two axes of HSDP; ``None`` on one process.
+        cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
+        dtype: what layers compute in; ``None`` is that of their parameters.
+        dp_replicate: groups of dp ranks that each hold all parameters.
+        dp_cp: the ranks that have different tokens, as one axis.
+        objective: what the loss is a mean over, see :mod:`ullage.engines.fsdp.objective`.
+    """
+
+    topology: Topology
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    sharded: DeviceMesh | None = None
+    cp_method: str = "auto"
+    cp_fallback: bool = True
+    dtype: torch.dtype | None = None
+    objective: str = NEXT_TOKEN
+    dp_replicate: int = 1
+    dp_cp: DeviceMesh | None = None
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which a forward of this model runs."""
+        if self.mesh is None and self.dtype is not None:  # no FSDP to cast its weights
+            return torch.autocast(self.device.type, self.dtype)
+        if self.mesh is None or self.topology.cp.size == 1:
+            return contextlib.nullcontext()
+        return packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
+
+    @cached_property
+    def cp(self) -> Axis:
+        """The context-parallel axis, on the mesh's own group."""
+        return Axis.from_group(None if self.mesh is None else self.mesh.get_group("cp"), "cp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different microbatches."""
+        assert self.mesh is not None
+        return self.mesh.get_group("dp")
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses add up to the step's: dp·cp."""
+        assert self.dp_cp is not None
+        return self.dp_cp.get_group()
+
+    @property
+    def averaged_over(self) -> int:
+        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
+        return self.topology.dp.size * self.topology.cp.size
+
+
+def parallel_of(model: nn.Module) -> Parallel:
+    """The distribution that :func:`parallelize` gave the model. Raises ``InputError`` if it did not."""
+    found: Any = sharding_of(model)
+    if found is None:
+        raise InputError("this model was not made parallel", found=type(model).__name__, hint="parallelize it first")
+    return found.parallel
 
 
 def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topology:

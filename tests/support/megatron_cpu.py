@@ -1,4 +1,4 @@
-"""Stand-ins that let megatron-core run on CPUs with gloo, for tests and laptops; nothing is replaced under CUDA.
+"""Stand-ins that let megatron-core run on CPUs with gloo, for tests; nothing is replaced under CUDA.
 
 megatron-core asks torch for the current CUDA device when it makes buffers, moves batches with ``Tensor.cuda`` and
 counts tokens in a tensor with ``device="cuda"``. Within :func:`on_cpu` all of these use the CPU. Synchronising and the
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ullage.errors import InputError
-from ullage.extras import needed_by
 
 
 class _HostTorch(types.ModuleType):
@@ -63,9 +62,8 @@ def on_cpu(required: bool = False) -> Iterator[None]:
             raise InputError("megatron-core runs on the GPU that is here", hint="hide it with CUDA_VISIBLE_DEVICES=''")
         yield
         return
-    with needed_by("ullage.engines.megatron.on_cpu"):
-        from megatron.core.pipeline_parallel import schedules
-        from megatron.core.tensor_parallel import random
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random
 
     free = schedules.deallocate_output_tensor
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import TorchFile
 from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
+from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.flat import FlatTensor
 from ullage.checkpoint.zero.partitions import fragments_by_parameter, stage3_group, stage12_group
@@ -21,6 +22,14 @@ from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 
 #: Bytes before the tensors of a file, a stand-in for the description that is not made.
 _HEADER_BYTES = 4096
+
+
+class OnPaper(Inventory):
+    """An inventory whose files do not exist."""
+
+    def problems(self, *, manifest: bool = True) -> list[Problem]:
+        """Those of the tiling."""
+        return self.tiling_problems()
 
 
 def on_paper(
@@ -64,7 +73,7 @@ def on_paper(
     numel = sum(int(np.prod(s, dtype=np.int64)) for g in groups for s in g.values())
     module = 0 if stage == 3 else numel * ITEM_BYTES[module_dtype]
     files.append(File("mp_rank_00_model_states.pt", _HEADER_BYTES + module, "model", 0, 0))
-    return Inventory(
+    return OnPaper(
         Path("on-paper"),
         "zero",
         WrittenBy(stage, f"ZeRO stage {stage}", dp),
@@ -73,7 +82,6 @@ def on_paper(
         tuple(laid),
         dict.fromkeys(range(len(groups)), 1.0),
         details=_details(len(groups), stage, len(files) - 1),
-        on_paper=True,
     )
 
 

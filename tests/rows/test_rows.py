@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage.places import Places, permute
+from ullage.rows import Places, permute
 
 pytestmark = pytest.mark.property
 
