@@ -43,7 +43,7 @@ def arguments(job: Job, folder: Path | None, **options: Any) -> Any:
     options = {"max_steps": 8, "save_steps": 3, **options}
     return TrainingArguments(
         output_dir=str(folder),
-        deepspeed=made,
+        deepspeed=made if job.stage else None,
         use_cpu=True,
         per_device_train_batch_size=GLOBAL_BATCH // job.world,
         logging_steps=1,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,15 @@ import torch.distributed as dist
 from ullage.errors import DistributedError, listed
 from ullage.ranks import Axis, together
 from ullage.ranks.wire import gather_objects
+from ullage.replacing import replaced
 
 #: Of a thread with a group of its own: ``axis``.
 _here = threading.local()
 
 
-@contextmanager
-def meeting_over(axis: Axis) -> Iterator[None]:
+def meeting_over(axis: Axis) -> AbstractContextManager[None]:
     """Within it, this thread meets the other ranks over ``axis``: all of them, in a group that no other thread uses."""
-    _here.axis = axis
-    try:
-        yield
-    finally:
-        del _here.axis
+    return replaced(_here, "axis", axis)
 
 
 def gather(value: Any, several: bool) -> list[Any]:
