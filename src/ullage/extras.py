@@ -56,6 +56,7 @@ MODULES = {
     "megatron": Package("megatron-core", "megatron", "0.16"),
     "trl": Package("trl", "trl", "1"),
     "fsspec": Package("fsspec", "remote", "2024.6"),
+    "upath": Package("universal_pathlib", "remote", "0.3"),
     "s3fs": Package("s3fs", "remote", "2024.6"),
 }
 

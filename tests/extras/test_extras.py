@@ -40,9 +40,6 @@ CALLS = {
     "from ullage import audit": "ullage.audit needs transformers: pip install 'ullage[hf]'",
     "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
     "from ullage.engines.fsdp import Trainer": "ullage.engines.fsdp.Trainer needs",
-    "from ullage.engines.megatron import packed_block_spec": (
-        "ullage.engines.megatron.packed_block_spec needs megatron-core: pip install 'ullage[megatron]'"
-    ),
     "from ullage.datasets import load_text; load_text(path)": (
         "reading data files needs datasets: pip install 'ullage[hf]'"
     ),

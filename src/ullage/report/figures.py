@@ -18,8 +18,8 @@ from ullage.display import counted
 from ullage.layout import Int64
 from ullage.planning import Plan, Statistics
 from ullage.planning import plan as make_plan
-from ullage.planning.arrival import at_least_degree
 from ullage.planning.placement import free_degrees, slots_of
+from ullage.planning.planner import at_least_degree
 
 
 class Figure(NamedTuple):

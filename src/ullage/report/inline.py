@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ullage.planning.arrival import arrival_order
+from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.figures import figures, reference_name
 from ullage.report.page import NUM_COLOURS, Box, Row, percent, render

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile, as_number
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.formats import run_files
 from ullage.checkpoint.formats.dcp import BUFFERS, Place, read_metadata
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero.details import Details

@@ -11,13 +11,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
 from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, states_by_name
 from ullage.checkpoint.formats.safetensors import cast_of
 from ullage.checkpoint.formats.universal import kept_entries
 from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.shards import ModelFile
 from ullage.errors import CheckpointError

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import FLOATS, ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
 from ullage.checkpoint.formats.weight_index import missing_parts
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import FLOATS, ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.details import Details, kept_by_group

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.dtypes import FLOATS
-from ullage.checkpoint.dtypes import ITEM_BYTES as _ITEM
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
@@ -27,6 +25,8 @@ from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.megatron_settings import grouped, settings_of, written_by
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.numbers import FLOATS
+from ullage.checkpoint.numbers import ITEM_BYTES as _ITEM
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.folder import record_table

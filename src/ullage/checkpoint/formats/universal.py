@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
 from ullage.checkpoint.files.pickling import Constant, Instance, TensorCopy, is_writable
@@ -32,10 +31,12 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number,
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.safe_names import safe_name
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.numbers import NUMBER_CODES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.details import WRAPPER, Details
+from ullage.checkpoint.zero.expert_weights import router_copies
 from ullage.checkpoint.zero.folder import record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
@@ -226,21 +227,26 @@ def read_universal(folder: Path) -> Inventory:
     """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
     found = _Reading(folder)
     models = found.models()
+    paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     groups = [shapes for model in models for shapes in model.param_shapes or []]
-    saved = found.optimizer()
+    saved = found.optimizer({path.stem for path in paths})
     settings = saved.groups
-    # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers.
-    one_to_one = len(models) == 1 and len(groups) == len(saved.group_of)
-    group_of = {name: g for g, named in zip(saved.group_of, groups) for name in named} if one_to_one else {}
+    # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers. The model ranks
+    # have the same groups.
+    count = len(saved.group_of)
+    one_to_one = bool(models) and all(len(model.param_shapes or []) == count for model in models)
+    group_of = {name: saved.group_of[n % count] for n, named in enumerate(groups) for name in named if one_to_one}
     shapes = {name: shape for named in groups for name, shape in named.items()}
-    paths = sorted((folder / "zero").glob("*/*.pt"))
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
         found.add(path, shapes, group_of)
+    for model in models:
+        found.add_of_module(model, shapes)
     steps: dict[int, tuple[Any, str | None]] = {}
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
             found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
+    steps = saved.steps | steps  # DeepSpeed's own, of stage 3, has no files of steps
     optimizer_problems = []
     if not one_to_one:
         what = "which parameter belongs to which group of the optimizer is not in the files"
@@ -250,8 +256,9 @@ def read_universal(folder: Path) -> Inventory:
     weights = {t.name for t in found.tensors if t.key == "fp32"}
     names: list[list[str]] = [[] for _ in settings]
     dealt = [_in_order(list(named), models[0]) for named in groups] if one_to_one else []
-    for group, listed in zip(saved.group_of, dealt):
-        names[group] += [name for name in listed if name in weights]
+    for n, listed in enumerate(dealt):
+        group = saved.group_of[n % count]
+        names[group] += [name for name in listed if name in weights and name not in names[group]]
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
     return Inventory(
         folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
@@ -259,7 +266,7 @@ def read_universal(folder: Path) -> Inventory:
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
         read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
         details=Details(
-            {}, {0: models[0]} if len(models) == 1 else {}, steps, settings, names=names if one_to_one else None,
+            {}, {0: models[0]} if models else {}, steps, settings, names=names if one_to_one else None,
             numbers=saved.numbers, settings_file=saved.source, wrapper=saved.wrapper,
         ),
     )  # fmt: skip
@@ -280,13 +287,14 @@ class _SavedOptimizer:
     groups: list[dict[str, Any]] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, tuple[Any, str | None]] = field(default_factory=dict)
     wrapper: dict[str, Any] = field(default_factory=dict)
     source: TorchFile | None = None
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> _SavedOptimizer:
-        """Read the file. Raises ``CheckpointError``."""
+    def read(cls, path: Path, keys: set[str]) -> _SavedOptimizer:
+        """Read the file; state of ``keys`` has files of its own. Raises ``CheckpointError``."""
         where, source = str(path), read_torch_file(path)
         root = metadata.mapping(source.root, "the content", where)
         saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
@@ -298,10 +306,16 @@ class _SavedOptimizer:
         state = metadata.mapping(inner.get("state"), "state", where)
         for flat, index in enumerate(found.group_of):
             for key, value in metadata.mapping(state.get(flat), "state", where).items():
-                if isinstance(value, TensorRef) and value.shape and key != "step":
+                if key == "step":
+                    if value is not None:
+                        dtype = value.dtype if isinstance(value, TensorRef) else None
+                        found.steps.setdefault(index, (as_number(value, source), dtype))
+                elif key in keys:
+                    continue  # DeepSpeed's own, of stage 3, has the partitions of rank 0 here too
+                elif isinstance(value, TensorRef) and value.shape:
                     what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
                     found.problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
-                elif key != "step" and value is not None:
+                elif value is not None:
                     found.numbers.setdefault(index, {})[key] = as_number(value, source)
         return found
 
@@ -338,15 +352,19 @@ class _Reading:
             read = self._tried(path, partial(shards.read_model, self.folder, len(self.files), file))
             if read is not None:
                 found.append(read[0])
+                read[0].aliases |= router_copies(read[0])
                 self.buffers |= read[0].buffer_names
                 self.records[len(self.files)] = record_table(read[1])
                 self.files.append(file)
         return found
 
-    def optimizer(self) -> _SavedOptimizer:
-        """The content of ``optimizer_state.pt``; empty where there is none, or none that can be read."""
+    def optimizer(self, keys: set[str]) -> _SavedOptimizer:
+        """The content of ``optimizer_state.pt``; empty where there is none, or none that can be read.
+
+        ``keys``: of the state that has files of its own.
+        """
         path = self.folder / "zero" / "optimizer_state.pt"
-        found = self._tried(path, partial(_SavedOptimizer.read, path)) if path.is_file() else None
+        found = self._tried(path, partial(_SavedOptimizer.read, path, keys)) if path.is_file() else None
         return found or _SavedOptimizer()
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
@@ -379,3 +397,16 @@ class _Reading:
         self.tensors.append(replace(made, key=key, shape=shape, slices=(part,), group=group_of.get(name)))
         self.records[len(self.files)] = record_table(source)
         self.files.append(File(where, source.num_bytes, "weights"))
+
+    def add_of_module(self, model: ModelFile, trained: metadata.Shapes) -> None:
+        """Add what no optimizer holds and only the model states have: DeepSpeed's converter gives it no file."""
+        known = {*trained, *model.aliases, *(tensor.name for tensor in self.tensors)}
+        for name, ref in (model.module or {}).items():
+            if not isinstance(ref, TensorRef) or name in known:
+                continue
+            kind = "buffer" if name in self.buffers else "frozen"
+            # Stage 3 leaves a tensor of no elements for each parameter that it shards.
+            if kind == "buffer" or ref.numel:
+                path = self.folder / model.name
+                made = self._tried(path, partial(whole_tensor, name, kind, ref, model.file, model.source, kind))
+                self.tensors += [] if made is None else [made]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ullage.checkpoint.blocks import NUM_CODES, CodedPart, block_size
+from ullage.checkpoint.numbers import NUM_CODES, CodedPart, block_size
 from ullage.checkpoint.zero.flat import FlatTensor
 
 #: The entry of a state that holds what is quantised.

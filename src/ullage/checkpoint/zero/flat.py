@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ullage.checkpoint.blocks import CodedPart
-from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.numbers import ITEM_BYTES, CodedPart
 
 
 @dataclass(frozen=True, slots=True)

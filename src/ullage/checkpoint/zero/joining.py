@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.inventory import Fragments, Slice, Tensor
+from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder

@@ -17,9 +17,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
+from ullage.checkpoint.numbers import CodedBlocks
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
 from ullage.errors import CheckpointError
 

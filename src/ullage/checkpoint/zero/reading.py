@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.zero import expert_weights, modules, muon, plain, shards
 from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
 from ullage.checkpoint.zero.details import WRAPPER, Details
