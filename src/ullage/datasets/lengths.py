@@ -16,8 +16,8 @@ other workloads are those that chat logs, mixtures of short and long documents, 
 
 A mock sample of *L* tokens is 1, 2, ..., L − 1 and an end-of-document token. Its labels are the next tokens, its
 positions 0 to L − 1, its loss mask 1 everywhere but at the last token, which has no next one. Source:
-``MockSFTDataset`` in the same file. Two things differ on purpose: samples are not padded unless asked, because a packed layout pads, and
-the mask goes by position, so that a token that happens to be the padding token counts.
+``MockSFTDataset`` in the same file. Two things differ on purpose: samples are not padded unless asked, because a packed
+layout pads, and the mask goes by position, so that a token that happens to be the padding token counts.
 """
 
 from __future__ import annotations
