@@ -8,26 +8,39 @@ lies a whole ``.pt`` archive of that tensor. We write one chunk per tensor. Name
     optim.state.<name>.<key>             exp_avg, exp_avg_sq, ..., step
     optim.param_groups.<i>.<setting>     hyperparameters, and the names of the parameters
 
+Chunks that are read are what ranks wrote: whole tensors, rows of one (FSDP2), columns (rows of what tensor parallelism
+cut along another dim), or any other blocks. ``ullage.engines.fsdp`` leaves its sizes beside them, in
+``ullage_layout.json``.
 Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`` and ``_nested_dict.py`` of torch 2.13.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
-from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, Named, Size
-from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
-from ullage.checkpoint.formats.safetensors import cast_of
-from ullage.checkpoint.formats.universal import number
-from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_pickle, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
+from ullage.checkpoint.formats.entries import cast_of, known_buffers, number, optimizer_groups
+from ullage.checkpoint.formats.locate import schedule, steps_taken
+from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.remote.paths import hold_descriptions
+from ullage.checkpoint.zero.folder import record_table
+from ullage.checkpoint.zero.modules import whole_tensor
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
+from ullage.layout import Int64
 
 #: A file is closed once it has this many bytes; a larger tensor still lies in one file.
 MAX_FILE_BYTES = 4 << 30
@@ -256,3 +269,286 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
 
 def _is(value: Any, module: str, name: str) -> bool:
     return isinstance(value, Inert) and (value.module, value.name) == (module, name)
+
+
+#: Runs of neighbouring elements in one tensor, each of which is read by itself.
+_MAX_RUNS = 1 << 22
+#: The sizes of the axes of the run that wrote a folder, as ``ullage.engines.fsdp`` writes them.
+LAYOUT = "ullage_layout.json"
+
+
+def read_dcp(folder: Path) -> Inventory:
+    """The inventory of a DCP folder. Raises ``CheckpointError`` for one that is not of this format.
+
+    Tensors may be cut along any dims.
+    """
+    _, entries, places = read_metadata(folder)
+    hold_descriptions((folder / p.file, p.offset, p.length) for each in places.values() for p in each)
+    reading = _DcpReading(folder, entries, places)
+    aliases = reading.aliases()
+    for flat, entry in entries.items():
+        if flat.removeprefix("model.") not in aliases:
+            reading.add(flat, entry)
+    details = reading.details()
+    listed = tuple(File(name, (folder / name).stat().st_size, "weights") for name in reading.files)
+    return Inventory(
+        folder, "dcp", _written_by(folder), listed, tuple(map(reading.placed, reading.tensors)),
+        steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
+        read_problems=tuple(reading.problems),
+        records={file: _by_offset(parts) for file, parts in reading.records.items()},
+        details=details,
+    )  # fmt: skip
+
+
+@dataclass
+class _DcpReading:
+    """A folder while it is read, item by item."""
+
+    folder: Path
+    entries: dict[str, Inert]
+    places: dict[str, list[Place]]
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    records: dict[int, list[Int64]] = field(default_factory=dict)
+    #: by parameter: the step, and its dtype as it was saved
+    steps: dict[str, tuple[Any, str | None]] = field(default_factory=dict)
+
+    #: by group: numbers of the state beside the step
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings = self._settings()
+        self.buffers = self._buffers()
+        names = [group.get("params") for group in self.settings]
+        self._group_of = {
+            name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
+        }
+
+    def add(self, flat: str, entry: Inert) -> None:
+        """Read one item: a tensor, a step, or a setting, which was read before."""
+        if flat.startswith("optim.state.") and flat.endswith(".step"):
+            self._add_step(flat)
+            return
+        if flat.startswith("optim.state.") and entry.name != "TensorStorageMetadata":
+            self._add_number(flat)
+        if entry.name != "TensorStorageMetadata":
+            return
+        name_key = _parameter(flat)
+        if name_key is None:
+            return
+        shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", str(self.folder / ".metadata"))
+        chunks: list[_Chunk] = []
+        for place in self.places.get(flat, []):
+            try:
+                chunks.append(self._chunk(name_key, place, shape))
+            except RefusedFile:
+                raise
+            except CheckpointError as error:
+                self.problems.append(Problem.of_error(error, place.file, parameter=flat))
+        try:
+            self.tensors.append(_joined(name_key, shape, chunks))
+        except CheckpointError as error:
+            self.problems.append(Problem.of_error(error, parameter=flat))
+
+    def _chunk(self, name_key: tuple[str, str], place: Place, shape: tuple[int, ...]) -> _Chunk:
+        source = place.open(self.folder)
+        file = self.files.setdefault(place.file, len(self.files))
+        ref, offsets = source.root, place.offsets
+        if not isinstance(ref, TensorRef) or len(ref.shape) != len(shape) or len(offsets) != len(shape):
+            found = list(ref.shape) if isinstance(ref, TensorRef) else None
+            raise CheckpointError("a chunk that is no part of its tensor", expected=list(shape), found=found)
+        whole = whole_tensor(*name_key, ref, file, source, "parameter")
+        self.records.setdefault(file, []).append(record_table(source))
+        return _Chunk(file, source.place(ref), tuple(ref.shape), offsets, ref.dtype, whole)
+
+    def _add_step(self, flat: str) -> None:
+        name = flat.removeprefix("optim.state.").removesuffix(".step")
+        for place in self.places.get(flat, [])[:1]:
+            try:
+                source = place.open(self.folder)
+                value = as_number(source.root, source)
+            except CheckpointError as error:
+                self.problems.append(Problem.of_error(error, place.file, parameter=flat))
+                continue
+            if value is not None:
+                self.steps[name] = value, source.root.dtype if isinstance(source.root, TensorRef) else None
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group, with the names of its parameters."""
+        found: dict[int, dict[str, Any]] = {}
+        for flat, entry in self.entries.items():
+            index, _, setting = flat.removeprefix("optim.param_groups.").partition(".")
+            if (
+                not flat.startswith("optim.param_groups.")
+                or not index.isdecimal()
+                or entry.name != "BytesStorageMetadata"
+            ):
+                continue
+            for place in self.places.get(flat, [])[:1]:
+                try:
+                    found.setdefault(int(index), {})[setting] = place.open(self.folder).root
+                except RefusedFile:
+                    raise
+                except CheckpointError as error:
+                    self.problems.append(Problem.of_error(error, place.file, parameter=flat))
+        return [found[index] for index in sorted(found)]
+
+    def aliases(self) -> dict[str, str]:
+        """Tied names -> the name that is stored, of names whose places are the same."""
+        owners: dict[Any, str] = {}
+        found: dict[str, str] = {}
+        named = [flat for flat in self.entries if flat.startswith("model.") and self.places.get(flat)]
+        # Of two names, the one that the optimizer knows.
+        for flat in sorted(named, key=lambda flat: flat.removeprefix("model.") not in self._group_of):
+            place = tuple(sorted((p.file, p.offset, p.length) for p in self.places[flat]))
+            owner = owners.setdefault(place, flat.removeprefix("model."))
+            if owner != flat.removeprefix("model."):
+                found[flat.removeprefix("model.")] = owner
+        return found
+
+    def details(self) -> Details:
+        """What the folder says beside tensors."""
+        names = [list(metadata.sequence(group.get("params"), "params", ".metadata")) for group in self.settings]
+        named = all(isinstance(name, str) for listed in names for name in listed)
+        return Details(
+            {}, {}, self.steps_by_group(), self.settings, names=names if named else None, numbers=self.numbers,
+            scheduler=schedule(self.folder), buffers_known=self.buffers is not None,
+            global_step=steps_taken(self.folder),
+        )  # fmt: skip
+
+    def _buffers(self) -> frozenset[str] | None:
+        for place in self.places.get(".".join(BUFFERS), [])[:1]:
+            listed = place.open(self.folder).root
+            return frozenset(metadata.names(listed, ".".join(BUFFERS), str(self.folder)))
+        return None
+
+    def _add_number(self, flat: str) -> None:
+        name, _, key = flat.removeprefix("optim.state.").rpartition(".")
+        for place in self.places.get(flat, [])[:1]:
+            source = place.open(self.folder)
+            number = as_number(source.root, source)
+            if number is not None:
+                self.numbers.setdefault(self._group_of.get(name, 0), {})[key] = number
+
+    def steps_by_group(self) -> dict[int, tuple[Any, str | None]]:
+        """The step of each group; a group whose parameters are at several steps is a problem."""
+        steps: dict[int, tuple[Any, str | None]] = {}
+        for name, step in self.steps.items():
+            group = self._group_of.get(name, 0)
+            if steps.setdefault(group, step) != step:
+                found = f"{step[0]}, and {steps[group][0]} of another"
+                self.problems.append(Problem("parameters of one group are at two steps", parameter=name, found=found))
+        return steps
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """The tensor with its group; what is in no group of an optimizer that has some, is frozen or a buffer."""
+        if tensor.name in (self.buffers or ()) and tensor.key == "fp32":
+            return replace(tensor, key="buffer", kind="buffer")
+        group = self._group_of.get(tensor.name)
+        if group is not None or not self._group_of or tensor.key != "fp32":
+            return replace(tensor, group=group)
+        return replace(tensor, key="frozen", kind="frozen")
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of a tensor: where it lies, its shape, and its first index along each dim of the whole."""
+
+    file: int
+    at: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    alone: Tensor
+
+
+def _joined(name_key: tuple[str, str], shape: tuple[int, ...], chunks: list[_Chunk]) -> Tensor:
+    """The tensor of its chunks. Raises ``CheckpointError`` where they do not fit together."""
+    # What is not contiguous cannot be a fragment: such a chunk is read only where it is the only one.
+    strided = [chunk for chunk in chunks if chunk.alone.merge.kind == "strided"]
+    if strided and len(chunks) == 1 and chunks[0].shape == shape:
+        return strided[0].alone
+    if strided or len({chunk.dtype for chunk in chunks}) > 1:
+        raise CheckpointError("chunks that do not fit together")
+    dtype = chunks[0].dtype if chunks else "float32"
+    cut = {dim for chunk in chunks for dim in range(1, len(shape)) if chunk.shape[dim] != shape[dim]}
+    if len(cut) > 1 or (cut and not _side_by_side(chunks, shape, min(cut))):
+        return Tensor(*name_key, shape, dtype, "parameter", (Slice(0, shape, _blocks(chunks, shape)),))
+    if not cut:
+        part = Slice(0, shape, _rows(chunks, shape))
+        return Tensor(*name_key, shape, dtype, "parameter", (part,))
+    # Blocks side by side along one dim: those of one place there make a slice, whose rows are fragments.
+    (dim,) = cut
+    slices, bands = [], []
+    for k, (at, width) in enumerate(sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks})):
+        column = [chunk for chunk in chunks if (chunk.offsets[dim], chunk.shape[dim]) == (at, width)]
+        narrow = (*shape[:dim], width, *shape[dim + 1 :])
+        slices.append(Slice(k, narrow, _rows(column, narrow)))
+        bands.append(Band(k, 0, at, width))
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    merge = Merge("columns", outer, shape[dim], inner, tuple(bands))
+    return Tensor(*name_key, shape, dtype, "parameter", tuple(slices), merge)
+
+
+def _side_by_side(chunks: list[_Chunk], shape: tuple[int, ...], dim: int) -> bool:
+    """Whether the chunks are columns along ``dim``: no two of other widths overlap there."""
+    columns = sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks})
+    return sum(width for _, width in columns) == shape[dim]
+
+
+def _blocks(chunks: list[_Chunk], shape: tuple[int, ...]) -> Fragments:
+    """Blocks cut along any dims, each run of neighbouring elements a fragment. Raises ``CheckpointError``."""
+    item = ITEM_BYTES[chunks[0].dtype]
+    strides = np.array([math.prod(shape[dim + 1 :]) for dim in range(len(shape))], np.int64)
+    tables: list[Int64] = []
+    held = 0
+    for chunk in chunks:
+        # Of the dims behind ``last`` the block has all indices, so its elements are neighbours from there on.
+        last = max(dim for dim in range(len(shape)) if chunk.shape[dim] != shape[dim] or dim == 0)
+        run, count = math.prod(chunk.shape[last:]), math.prod(chunk.shape[:last])
+        held += count
+        if held > _MAX_RUNS:
+            raise CheckpointError("a tensor that is cut into too many pieces", expected=f"at most {_MAX_RUNS}")
+        if not run * count:
+            continue
+        index = np.indices(chunk.shape[:last], np.int64).reshape(last, -1)
+        first = np.array(chunk.offsets, np.int64) @ strides
+        starts = first + (strides[:last, None] * index).sum(0)
+        offsets = chunk.at + np.arange(count) * run * item
+        columns = (np.full(count, chunk.file), offsets, starts, np.full(count, run))
+        tables.append(np.column_stack(columns))
+    return Fragments.of(np.concatenate(tables) if tables else [])
+
+
+def _rows(chunks: list[_Chunk], shape: tuple[int, ...]) -> Fragments:
+    """Each chunk as a fragment, at the element of ``shape`` where its rows begin."""
+    row = math.prod(shape[1:])
+    found = [(c.file, c.at, c.offsets[0] * row if c.offsets else 0, math.prod(c.shape)) for c in chunks]
+    return Fragments.of([fragment for fragment in found if fragment[3]])
+
+
+def _written_by(folder: Path) -> WrittenBy:
+    """The sizes of the run that wrote the folder; one of each where it does not tell."""
+    try:
+        told = json.loads((folder / LAYOUT).read_bytes())
+        sizes = {name: int(told[name]) for name in ("dp", "cp", "tp")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return WrittenBy()
+    replicas = int(told.get("dp_replicate", 1))
+    words = ["FSDP2"] + [f"{word} {n}" for word, n in (("cp", sizes["cp"]), ("dp_replicate", replicas)) if n > 1]
+    # cp shares out parameters as dp does, and has no column of its own.
+    return WrittenBy(None, ", ".join(words), sizes["dp"] * sizes["cp"], sizes["tp"])
+
+
+def _by_offset(parts: list[Int64]) -> Int64:
+    table = np.unique(np.concatenate(parts), axis=0)  # tied names share an archive
+    return table[np.argsort(table[:, 0], kind="stable")]
+
+
+def _parameter(flat: str) -> tuple[str, str] | None:
+    """(parameter, key) of an item's flat name; None for a setting. The key follows the last dot."""
+    if flat.startswith("optim.state."):
+        name, _, key = flat.removeprefix("optim.state.").rpartition(".")
+        return name, key
+    return None if flat.startswith("optim.") else (flat.removeprefix("model."), "fp32")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ullage.checkpoint.inventory import Band, Inventory, Merge, Slice, Tensor
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.states import Details
 
 #: Names of (w1, w2, w3) of one expert in files of weights, by model type.
 _EXPERTS = {

@@ -14,12 +14,10 @@ from typing import Any
 from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, states_by_name
-from ullage.checkpoint.formats.safetensors import cast_of
-from ullage.checkpoint.formats.universal import kept_entries
+from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entries, states_by_name
 from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.shards import ModelFile
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
 
 #: The version whose files are written.

@@ -15,33 +15,32 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``
 
 from __future__ import annotations
 
-import struct
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import NUMBER_CODES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
-from ullage.checkpoint.files.pickling import Constant, Instance, TensorCopy, is_writable
+from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.formats.safe_names import safe_name
+from ullage.checkpoint.formats import model_states
+from ullage.checkpoint.formats.entries import OptimizerGroup, described, in_file, kept_entries, number, optimizer_groups
+from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.details import WRAPPER, Details
 from ullage.checkpoint.zero.folder import record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, kept_whole
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_whole
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -50,7 +49,16 @@ _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of
 
 
 def universal_targets(inventory: Inventory) -> list[Target]:
-    """The files of the universal checkpoint of ZeRO shards, without the tensors' bytes. Raises ``CheckpointError``."""
+    """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
+    return _of_shards(inventory) if _has_shards(inventory) else _of_any(inventory)
+
+
+def _has_shards(inventory: Inventory) -> bool:
+    """Whether the source is shards with model states of their own, which are carried over."""
+    return inventory.format == "zero" and bool(inventory.written_by.stage)
+
+
+def _of_shards(inventory: Inventory) -> list[Target]:
     details = inventory.details
     assert isinstance(details, Details)
     laid_out: dict[Any, Target] = {}
@@ -81,14 +89,6 @@ def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Targ
     if sort not in laid_out:
         laid_out[sort] = archive(name, content, stem=stem)
     return archive_like(laid_out[sort], name, content, copy)
-
-
-def number(value: Any, dtype: str | None) -> Any:
-    """A number as it was saved: a tensor of no dims, or a Python number."""
-    if dtype is None or dtype not in NUMBER_CODES:
-        return value
-    code = NUMBER_CODES[dtype]
-    return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
 
 
 def _step_files(inventory: Inventory) -> list[Target]:
@@ -130,37 +130,10 @@ def _optimizer_file(details: Details) -> Target:
     return described("zero/optimizer_state.pt", content, shard.source, shard.file)
 
 
-def described(name: str, content: Any, source: TorchFile | None, file: int, more: int = 0) -> Target:
-    """An archive of what ``source`` describes. Tensors in it are carried over from there.
-
-    Args:
-        name: of the file.
-        content: what it holds.
-        source: the file that is described; None where nothing in ``content`` refers to one.
-        file: its number in the inventory.
-        more: bytes of description that ``content`` has beyond what ``source`` describes, at most.
-    """
-
-    def stored(ref: TensorRef) -> TensorCopy:
-        assert source is not None
-        return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
-
-    with in_file(source):
-        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source) + more)
-
-
-def kept_entries(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
-    """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
-    # Client state may hold objects that only torch can make. Such an entry is left out, rather than all of the states.
-    limit = _limit(model.source)
-    content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
-    left_out = [k for k, v in content.items() if not is_writable(v, limit)]
-    kept = {k: v for k, v in model.root.items() if k != "frozen_param_fragments" and k not in left_out}
-    return kept, [str(k) for k in left_out]
-
-
-def notes_on_left_out(inventory: Inventory) -> list[str]:
-    """One note per file of model states with entries that a universal checkpoint leaves out."""
+def notes_on_missing(inventory: Inventory) -> list[str]:
+    """What the source lacks; of shards, one note per file of model states with entries that are left out."""
+    if not _has_shards(inventory):
+        return model_states.notes_on_missing(inventory)
     found = []
     for model in inventory.details.models.values():
         with in_file(model.source):
@@ -170,24 +143,6 @@ def notes_on_left_out(inventory: Inventory) -> list[str]:
             names = ", ".join(left_out[:5])
             found.append(f"{names} of {model.name} cannot be written again; left out for engines of {stages}")
     return found
-
-
-def _limit(source: TorchFile | None) -> int:
-    """Most bytes of a description that is written again: an object that the source names often is written as often."""
-    return (1 << 20) + 64 * (source.description_bytes if source else 0)
-
-
-@contextmanager
-def in_file(source: TorchFile | None) -> Iterator[None]:
-    """A context in which an error that names no file names ``source``."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.where is None and source is not None:
-            raise CheckpointError(
-                error.what, where=source.path, expected=error.expected, found=error.found, hint=error.hint
-            ) from None
-        raise
 
 
 def _model_files(inventory: Inventory, details: Details) -> list[Target]:
@@ -379,3 +334,83 @@ class _Reading:
         self.tensors.append(replace(made, key=key, shape=shape, slices=(part,), group=group_of.get(name)))
         self.records[len(self.files)] = record_table(source)
         self.files.append(File(where, source.num_bytes, "weights"))
+
+
+#: Bytes of the longest name of a file on the file systems in use.
+_LONGEST_NAME = 255
+
+
+def safe_name(name: str) -> str:
+    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that cannot be one."""
+    where = repr(name if len(name) <= 80 else f"{name[:80]}...")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or "/" in name or "\0" in name or name in (".", ".."):
+        raise CheckpointError("a name that cannot be a file's", where=where)
+    if len(encoded) > _LONGEST_NAME:
+        found = f"{len(encoded)} bytes"
+        raise CheckpointError("a name too long to be a file's", where=where, expected=f"{_LONGEST_NAME}", found=found)
+    if name == "optimizer_state.pt":
+        raise CheckpointError(
+            "a parameter has the name of a file of the universal format", where=where, hint="rename the parameter"
+        )
+    return name
+
+
+def _of_any(inventory: Inventory) -> list[Target]:
+    """The files of a universal checkpoint of any source but ZeRO shards.
+
+    They are those that a run of stage 3 would leave: of the module only what no optimizer holds, because the weights
+    are in ``zero/``.
+    """
+    groups = optimizer_groups(inventory)
+    if not groups:
+        raise CheckpointError(
+            "a universal checkpoint has the groups of an optimizer, and this one holds none",
+            where=str(inventory.folder),
+            found=f"{inventory.format} of weights alone",
+            hint="weights alone are loaded as they are: from_pretrained, or load_state_dict",
+        )
+    parts = model_states.parts_of(inventory, None, groups)
+    kinds = dict.fromkeys(parts.trained, "parameter") | dict.fromkeys(parts.frozen, "frozen")
+    laid_out: dict[Any, Target] = {}
+    targets = [state_file(t, kinds.get(t.name, t.kind), laid_out) for t in inventory.tensors]
+    for group in groups:
+        targets += step_files(group.names, group.step, group.step_dtype)
+    targets.append(_made_optimizer_file(inventory, groups))
+    content = _made_states(inventory, parts, groups)
+    model = model_states.lead_model(inventory)
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        source, file = (model.source, model.file) if model else (None, 0)
+        targets.append(described(name, content, source, file, model_states.description_bytes(inventory)))
+    return targets
+
+
+def _made_optimizer_file(inventory: Inventory, groups: list[OptimizerGroup]) -> Target:
+    details = inventory.details
+    wrapper = dict(details.wrapper) if isinstance(details, Details) else {}
+    settings = [{**group.settings, "params": [index]} for index, group in enumerate(groups)]
+    # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.
+    state = {
+        index: {"step": None if group.step is None else number(group.step, group.step_dtype), **group.kept}
+        for index, group in enumerate(groups)
+    }
+    content = {
+        **wrapper,
+        "ds_version": model_states.DEEPSPEED,
+        "param_groups": settings,
+        "optimizer_state_dict": {"state": state, "param_groups": settings},
+    }
+    more = model_states.description_bytes(inventory)
+    return described("zero/optimizer_state.pt", content, None, 0, more)
+
+
+def _made_states(inventory: Inventory, parts: ModelParts, groups: list[OptimizerGroup]) -> dict[str, Any]:
+    held = {name: parts.weight(name) for name in (*parts.frozen, *parts.buffers)}
+    module = OrderedDict({**held, **model_states.others(inventory)})
+    names = [[name for name in group.names if name in parts.trained] for group in groups]
+    model = model_states.lead_model(inventory)
+    config = model.root.get("ds_config") if model else {}
+    return model_states.states(inventory, parts, module, names, inventory.written_by.dp, config or {})

@@ -31,12 +31,11 @@ from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats import model_states
+from ullage.checkpoint.formats.entries import OptimizerGroup, described, number, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.model_states import ModelParts
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
-from ullage.checkpoint.formats.universal import described, number
 from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
-from ullage.checkpoint.zero.details import Details
 from ullage.checkpoint.zero.partitions import stage3_group, stage12_group
+from ullage.checkpoint.zero.states import Details
 from ullage.display import counted
 from ullage.errors import CheckpointError, InputError, require_int
 

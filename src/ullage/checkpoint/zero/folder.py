@@ -13,9 +13,8 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
 from ullage.checkpoint.inventory import Group
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import is_remote
-from ullage.checkpoint.zero import experts, shards
-from ullage.checkpoint.zero.experts import ExpertFile
-from ullage.checkpoint.zero.shards import ModelFile, ShardFile
+from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
@@ -52,8 +51,9 @@ class Folder:
         self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
 
 
-def read_files(folder: Folder) -> None:
-    """Read the descriptions of all files, on several threads; a file that cannot be read is a problem."""
+def read_folder(path: Path) -> Folder:
+    """The descriptions of all files, read on several threads; a file that cannot be read is a problem."""
+    folder = Folder(path, shards.sort_files(path))
 
     def one(index: int) -> Any:
         file = folder.files[index]
@@ -61,7 +61,7 @@ def read_files(folder: Folder) -> None:
             if file.kind == "optimizer":
                 return shards.read_shard(folder.path, index, file)
             if file.kind == "expert":
-                return experts.read_expert(folder.path, index, file)
+                return shards.read_expert(folder.path, index, file)
             return shards.read_model(folder.path, index, file) if file.kind == "model" else None
         except RefusedFile:
             raise
@@ -101,6 +101,7 @@ def read_files(folder: Folder) -> None:
         folder.notes.append(
             f"names of other packages, not looked into: {listed}; a loader of the model states imports them"
         )
+    return folder
 
 
 def record_table(source: TorchFile) -> Int64:

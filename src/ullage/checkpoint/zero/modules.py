@@ -20,8 +20,7 @@ from ullage.checkpoint.inventory import Fragments, Merge, Slice, Tensor
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder, record_table
-from ullage.checkpoint.zero.joining import Stages, join_stages
-from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero.parallel import Patterns, Stages, join_stages
 from ullage.errors import CheckpointError
 from ullage.layout import Layout
 

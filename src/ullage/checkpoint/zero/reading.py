@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.dtypes import ITEM_BYTES
@@ -26,31 +25,36 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.zero import expert_weights, modules, muon, plain, shards
-from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
-from ullage.checkpoint.zero.details import WRAPPER, Details
-from ullage.checkpoint.zero.expert_layers import layers_of
-from ullage.checkpoint.zero.expert_parts import FlatBuffer, dense_ranks, experts_of, parts_of
-from ullage.checkpoint.zero.folder import Folder, read_files
-from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
-from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups, unsaved_state
-from ullage.checkpoint.zero.muon import Momentum, taken_momentum
-from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero import modules
+from ullage.checkpoint.zero.agreement import (
+    compare_mappings,
+    require_agreement,
+    require_known_kind,
+    require_ranks,
+    shard_groups,
+    unsaved_state,
+)
+from ullage.checkpoint.zero.expert_layers import (
+    FlatBuffer,
+    dense_ranks,
+    experts_of,
+    layers_of,
+    parts_of,
+    router_copies,
+    untrained_experts,
+)
+from ullage.checkpoint.zero.folder import Folder
+from ullage.checkpoint.zero.parallel import Patterns, Stages, join_stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
 from ullage.checkpoint.zero.shards import ShardFile
-from ullage.checkpoint.zero.states import Uncut, compare_uncut
+from ullage.checkpoint.zero.states import MOMENTUM, WRAPPER, Details, Momentum, Uncut, compare_uncut, taken_momentum
 from ullage.errors import CheckpointError
 
 
-def read_zero(path: Path) -> Inventory:
-    """The inventory of a ZeRO folder (the tag's), or of stage 0. Raises ``CheckpointError`` when it is neither."""
-    # 1. The description of every file, and whether all files are there and agree.
-    folder = Folder(path, shards.sort_files(path))
-    read_files(folder)
-    if plain.is_plain(folder):
-        if folder.experts:
-            raise RefusedFile("experts without ZeRO are not supported", where=str(path))
-        return plain.read_plain(folder)
+def read_shards(folder: Folder) -> Inventory:
+    """The inventory of a folder of ZeRO shards. Raises ``CheckpointError`` where it holds none."""
+    # 1. Whether all files are there and agree.
+    path = folder.path
     require_known_kind(folder)
     first = _first(folder)
     lead = folder.models[min(folder.models)]
@@ -64,7 +68,7 @@ def read_zero(path: Path) -> Inventory:
     require_ranks(folder, world, range(tp * pp), copies)
     require_agreement(folder)
     for model in folder.models.values():
-        model.aliases |= expert_weights.router_copies(model)
+        model.aliases |= router_copies(model)
     saved = first.root.get("optimizer_state_dict", {})
     info = lead.info or saved.get("universal_checkpoint_info")
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
@@ -77,7 +81,7 @@ def read_zero(path: Path) -> Inventory:
     tensors, twins = join_stages(folder, found.slices, patterns, tp)
     # 3. Tensors that no optimizer holds.
     trained = {name for name, _ in found.slices}
-    more_files = expert_weights.untrained(folder, trained)
+    more_files = untrained_experts(folder, trained)
     untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, trained, more_files)
     modules.note_left_out_parameters(folder)
     if unused := patterns.unused():
@@ -274,9 +278,9 @@ def _add_momentum(
     """
     for name, copies in momentum.copies.items():
         held = [Slice(model_rank, named[name], whole) for whole in copies]
-        parts = found.slices.setdefault((name, muon.KEY), {}).setdefault(model_rank // tp, {})
+        parts = found.slices.setdefault((name, MOMENTUM), {}).setdefault(model_rank // tp, {})
         parts[model_rank % tp] = (held[0], momentum.dtype, group)
-        first, *others = (Tensor(name, muon.KEY, s.shape, momentum.dtype, "parameter", (s,)) for s in held)
+        first, *others = (Tensor(name, MOMENTUM, s.shape, momentum.dtype, "parameter", (s,)) for s in held)
         found.twins += [(first, other) for other in others]
 
 

@@ -1,22 +1,31 @@
-"""Optimizer state that is not cut like the weights, and whether it can be carried to another layout.
+"""Optimizer state that is not cut like the weights, and what else of a ZeRO checkpoint writers of other formats need.
 
-A state tensor as long as the partition is cut with the weights, after ``blockwise`` has decoded what it knows. Any
-other is either a code book that is the same everywhere, or belongs to ONE rank's partition and means nothing once the
-partition is gone. The files do not say which. What two ranks hold in common byte for byte belongs to neither
-partition, and is carried; what differs, or was saved by one rank only, cannot be carried to another layout, and the
-optimizer's state is refused. The weights are not concerned.
+A state tensor as long as the partition is cut with the weights, after ``shards.decoded`` has found what is quantised.
+Muon's momentum is whole parameters (:func:`taken_momentum`). Any other tensor is either a code book that is the same
+everywhere, or belongs to ONE rank's partition and means nothing once the partition is gone. The files do not say which.
+What two ranks hold in common byte for byte belongs to neither partition, and is carried; what differs, or was saved by
+one rank only, cannot be carried to another layout, and the optimizer's state is refused. The weights are not concerned.
+
+Muon makes a matrix orthogonal, so below stage 3 a rank needs the whole momentum of every parameter of which its
+partition has some elements: ``momentum_buffer`` is those parameters end to end, in the order of the flat buffer,
+without padding. A parameter that lies in two partitions is there twice, and both must be equal. With the optimizer
+offloaded to the CPU the momentum is a partition like any other state; stage 3 saves it as one too.
+Source: ``_muon_momentum_buffer`` and ``get_flat_partition`` in ``stage_1_and_2.py`` of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from ullage.checkpoint.files.metadata import brief, comparable
-from ullage.checkpoint.inventory import Group
+import numpy as np
+
+from ullage.checkpoint.files.metadata import Shapes, brief, comparable
+from ullage.checkpoint.files.torchfile import TorchFile
+from ullage.checkpoint.inventory import Fragments, Group
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.zero.flat import FlatTensor
-from ullage.checkpoint.zero.shards import ShardFile
+from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile
 
 #: What to do where the optimizer's state cannot be carried.
 WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
@@ -197,3 +206,106 @@ def kept_whole(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
     """State of a group that is neither cut nor the step: numbers, and references to tensors."""
     found = {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
     return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}
+
+
+#: Muon's state.
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass
+class Momentum:
+    """The momentum of one group: its dtype, and by parameter one whole copy per rank that has one."""
+
+    dtype: str
+    copies: dict[str, list[Fragments]] = field(default_factory=dict)
+
+
+def taken_momentum(group: Group, named: Shapes, mine: dict[int, ShardFile]) -> Momentum | None:
+    """The momentum of a Muon group, taken out of the shards; None where the group has none of this layout.
+
+    Args:
+        group: the flat buffer.
+        named: the shape of each parameter, in the order of memory.
+        mine: the optimizer files by data-parallel rank; ``momentum_buffer`` is removed from what they hold.
+    """
+    if not all(_uses_muon(shard, group.index) and shard.stage < 3 for shard in mine.values()):
+        return None
+    numels = np.array([int(np.prod(shape, dtype=np.int64)) for shape in named.values()], np.int64)
+    flats: dict[int, FlatTensor] = {}
+    items: dict[int, list[int]] = {}
+    for rank, shard in mine.items():
+        items[rank] = np.unique(group.pieces.item[group.pieces.shard == rank]).tolist()
+        flat = shard.flats[group.index].get(MOMENTUM)
+        # A rank of padding only has no momentum.
+        if (flat.numel if flat else 0) != int(numels[items[rank]].sum()):
+            return None
+        if flat is not None:
+            flats[rank] = flat
+    if len({flat.dtype for flat in flats.values()}) != 1:
+        return None
+    if all(flat.numel == group.shard_size for flat in flats.values()) and _is_offloaded(mine):
+        return None
+    names = list(named)
+    found = Momentum(next(iter(flats.values())).dtype)
+    for rank, flat in sorted(flats.items()):
+        del mine[rank].flats[group.index][MOMENTUM]
+        starts = np.concatenate([[0], np.cumsum(numels[items[rank]])]).tolist()
+        for item, (low, high) in zip(items[rank], pairwise(starts)):
+            whole = Fragments.one(mine[rank].file, flat.offset + low * flat.item_bytes, high - low)
+            found.copies.setdefault(names[item], []).append(whole)
+    return found
+
+
+def _uses_muon(shard: ShardFile, index: int) -> bool:
+    group = shard.group_of[index] if index < len(shard.group_of) else -1
+    return 0 <= group < len(shard.settings) and bool(shard.settings[group].get("use_muon"))
+
+
+def _is_offloaded(mine: dict[int, ShardFile]) -> bool:
+    config = mine[min(mine)].root.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    return isinstance(offload, dict) and str(offload.get("device", "none")) != "none"
+
+
+#: Entries of a shard that are the same on all ranks, of DeepSpeed's wrapper around the optimizer.
+WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+@dataclass
+class Details:
+    """The files of data-parallel rank 0, by model rank, and the settings of the optimizer."""
+
+    shards: dict[int, ShardFile]
+    models: dict[int, ModelFile]
+    #: by parameter group: the step, and its dtype as it was saved (None for a Python number)
+    steps: dict[int, tuple[Any, str | None]]
+    param_groups: list[dict[str, Any]]
+    #: by model rank: the state that is not cut like the weights
+    uncut: dict[int, Uncut] = field(default_factory=dict)
+    #: by parameter group: the names in the order of the optimizer, where it is not that of the tensors
+    names: list[list[str]] | None = None
+    #: of sources other than ZeRO: by parameter group, numbers of the state beside the step
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: of sources other than ZeRO: the file that the hyperparameters were read from
+    settings_file: TorchFile | None = field(default=None, repr=False)
+    #: entries of DeepSpeed's wrapper around the optimizer, such as ``loss_scaler``
+    wrapper: dict[str, Any] = field(default_factory=dict)
+    #: state of the learning rate's schedule, where it lies outside the model states
+    scheduler: Any = None
+    #: whether buffers are told from frozen parameters
+    buffers_known: bool = True
+    #: steps taken by the run, where the files say so
+    global_step: int | None = None
+    #: by model rank with experts: ``param_shapes`` with the experts of all ranks, which the files have of one
+    shapes: dict[int, list[Shapes]] = field(default_factory=dict)
+
+
+def kept_by_group(details: Details) -> dict[int, dict[str, Any]]:
+    """Optimizer state that is neither cut nor the step and is the same on all ranks, by parameter group."""
+    found: dict[int, dict[str, Any]] = {group: dict(held) for group, held in details.numbers.items()}
+    for rank, shard in list(details.shards.items())[:1]:
+        for index, group in enumerate(shard.group_of):
+            if rank in details.uncut:
+                found.setdefault(group, {}).update(kept_whole(shard, index, details.uncut[rank]))
+    return {group: kept for group, kept in found.items() if kept}

@@ -10,28 +10,40 @@ Source: ``_common_checkpoint_state`` in ``deepspeed/runtime/engine.py``; ``Optim
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.torch_optimizer import read_numbered, unnamed
 from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.folder import Folder
-from ullage.checkpoint.zero.joining import parallel_sizes
-from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero.folder import Folder, read_folder
+from ullage.checkpoint.zero.parallel import Patterns, parallel_sizes
+from ullage.checkpoint.zero.reading import read_shards
 from ullage.checkpoint.zero.shards import ModelFile
+from ullage.checkpoint.zero.states import Details
 
 
-def is_plain(folder: Folder) -> bool:
+def _is_plain(folder: Folder) -> bool:
     """Whether the folder was written without ZeRO: no optimizer shards, and model states that name no groups."""
     shards = any(file.kind == "optimizer" for file in folder.files)
     return not shards and bool(folder.models) and all(m.param_shapes is None for m in folder.models.values())
 
 
-def read_plain(folder: Folder) -> Inventory:
+def read_zero(path: Path) -> Inventory:
+    """The inventory of a folder of DeepSpeed (the tag's). Raises ``CheckpointError`` where it is none of any stage."""
+    folder = read_folder(path)
+    if not _is_plain(folder):
+        return read_shards(folder)
+    if folder.experts:
+        raise RefusedFile("experts without ZeRO are not supported", where=str(path))
+    return _read_plain(folder)
+
+
+def _read_plain(folder: Folder) -> Inventory:
     """The inventory of a folder of stage 0."""
     lead = folder.models[min(folder.models)]
     model_ranks = len({model_rank for model_rank, _ in folder.models})
