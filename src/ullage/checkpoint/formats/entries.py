@@ -7,11 +7,13 @@ that loads such shards must have its groups in the same order.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Constant, TensorCopy, is_writable
 from ullage.checkpoint.files.torchfile import TorchFile, read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.formats.locate import text_of
+from ullage.checkpoint.inventory import Fragments, Inventory, Merge, Slice, Tensor
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.checkpoint.zero.shards import ModelFile
+from ullage.checkpoint.zero.parallel import flattened
+from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.errors import CheckpointError, InputError
 
@@ -54,9 +58,7 @@ def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
 
     Raises ``CheckpointError`` for a group that names what is no parameter, or two groups with one parameter.
     """
-    details = inventory.details
-    if not isinstance(details, Details) or not details.param_groups:
-        return []
+    details = Details.of(inventory)
     listed = _listed(inventory, details)
     kept = kept_by_group(details)
     found = []
@@ -98,20 +100,28 @@ def setting(value: Any, name: str, details: Details) -> Any:
     return Constant(value.dtype, tuple(value.shape), read_bytes(source, value))
 
 
+def weights_of(inventory: Inventory) -> list[Tensor]:
+    """The master weights, and what no optimizer holds."""
+    return [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
+
+
+def states_of(inventory: Inventory) -> list[Tensor]:
+    """The optimizer's tensors, without the weights."""
+    return [t for t in inventory.tensors if t.kind == "parameter" and t.key != "fp32"]
+
+
 def states_by_name(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
     """State tensors of each trained parameter by key, without the weights."""
     found: dict[str, dict[str, Tensor]] = {}
-    for tensor in inventory.tensors:
-        if tensor.kind == "parameter" and tensor.key != "fp32":
-            found.setdefault(tensor.name, {})[tensor.key] = tensor
+    for tensor in states_of(inventory):
+        found.setdefault(tensor.name, {})[tensor.key] = tensor
     return found
 
 
 def known_buffers(inventory: Inventory) -> list[str] | None:
     """Names of buffers, to be written beside tensors that no optimizer holds; None where there is nothing to say."""
-    details = inventory.details
     untrained = [tensor for tensor in inventory.tensors if tensor.kind != "parameter"]
-    if not untrained or not isinstance(details, Details) or not details.buffers_known:
+    if not untrained or inventory.details is None or not inventory.details.buffers_known:
         return None
     return [tensor.name for tensor in untrained if tensor.kind == "buffer"]
 
@@ -134,20 +144,32 @@ def number(value: Any, dtype: str | None) -> Any:
     return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
 
 
-def described(name: str, content: Any, source: TorchFile | None, file: int, more: int = 0) -> Target:
-    """An archive of what ``source`` describes. Tensors in it are carried over from there.
+def text_file(name: str, text: bytes) -> Target:
+    """A file of these bytes."""
+    return Target(name, len(text), texts=((0, text),))
+
+
+def copied(folder: Path, names: Iterable[str]) -> list[Target]:
+    """Those of the small files that lie in the source folder or beside it, as they are."""
+    texts = ((name, text_of(folder, name)) for name in names)
+    return [text_file(name, text) for name, text in texts if text is not None]
+
+
+def described(name: str, content: Any, held: ShardFile | ModelFile | None, more: int = 0) -> Target:
+    """An archive of what a file of the source describes. Tensors in it are carried over from there.
 
     Args:
         name: of the file.
         content: what it holds.
-        source: the file that is described; None where nothing in ``content`` refers to one.
-        file: its number in the inventory.
-        more: bytes of description that ``content`` has beyond what ``source`` describes, at most.
+        held: the file that is described; None where nothing in ``content`` refers to one.
+        more: bytes of description that ``content`` has beyond what ``held`` describes, at most.
     """
+    source = held.source if held else None
 
     def stored(ref: TensorRef) -> TensorCopy:
+        assert held is not None
         assert source is not None
-        return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
+        return TensorCopy(whole_tensor("", "carried", ref, held.file, source), ref.dtype)
 
     with in_file(source):
         return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source) + more)
@@ -179,3 +201,64 @@ def in_file(source: TorchFile | None) -> Iterator[None]:
                 error.what, where=source.path, expected=error.expected, found=error.found, hint=error.hint
             ) from None
         raise
+
+
+def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Rows ``[begin, end)`` along the first dim of ``tensor``, however its slices make the whole: the same bytes."""
+    tensor = _flat(tensor)
+    if (begin, end) == (0, tensor.shape[0]):
+        return tensor
+    shape = (end - begin, *tensor.shape[1:])
+    item, merge = tensor.item_bytes, tensor.merge
+    # Elements of each slice per row: its own, as wide as its bands, where rows lie in front of the dim that is cut.
+    widths = [math.prod(shape[1:])] * len(tensor.slices)
+    shapes: list[tuple[int, ...]] = [shape] * len(tensor.slices)
+    if merge.kind == "columns":
+        lines = merge.outer // tensor.shape[0]
+        own = [merge.inner * sum(b.width for b in merge.bands if b.slice == n) for n in range(len(tensor.slices))]
+        widths, shapes = [lines * width for width in own], [(lines * (end - begin), width) for width in own]
+        merge = replace(merge, outer=lines * (end - begin))
+    elif merge.kind == "strided":
+        span = 1 + sum((d - 1) * s for d, s in zip(shape, merge.strides)) if math.prod(shape) else 0
+        part = tensor.slices[0]
+        first = begin * merge.strides[0]
+        cut = part.fragments.window(first, first + span, item).moved(-first)
+        return replace(tensor, shape=shape, slices=(Slice(part.model_rank, (span,), cut),))
+    slices = [
+        Slice(part.model_rank, own, part.fragments.window(begin * width, end * width, item).moved(-begin * width))
+        for part, own, width in zip(tensor.slices, shapes, widths)
+    ]
+    return _flat(replace(tensor, shape=shape, slices=tuple(slices), merge=merge))
+
+
+def with_dim_in_front(tensor: Tensor) -> Tensor:
+    """The tensor with a dim of length 1 before its own: one layer of a stack."""
+    merge = tensor.merge
+    if merge.kind == "strided":
+        merge = replace(merge, strides=(0, *merge.strides))
+    return replace(tensor, shape=(1, *tensor.shape), merge=merge)
+
+
+def stacked_rows(parts: list[Tensor]) -> Tensor:
+    """Rows of one tensor, as :func:`rows_of` gives them, end to end as one tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    first, starts = parts[0], list(accumulate((part.shape[0] for part in parts), initial=0))
+    rows, merge = starts.pop(), first.merge
+    slices = []
+    for number, lead in enumerate(first.slices):
+        width = math.prod(lead.shape) // max(1, first.shape[0])
+        held = [part.slices[number].fragments.moved(at * width) for part, at in zip(parts, starts)]
+        slices.append(Slice(lead.model_rank, (rows, width), Fragments.join(held)))
+    if merge.kind == "columns":
+        merge = replace(merge, outer=merge.outer // max(1, first.shape[0]) * rows)
+    return replace(first, shape=(rows, *first.shape[1:]), slices=tuple(slices), merge=merge)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Slices side by side with nothing before the dim that is cut as one: their bands are stretches of the whole."""
+    if tensor.merge.kind != "columns" or tensor.merge.outer != 1:
+        return tensor
+    fragments = flattened(tensor.slices, tensor.merge, tensor.numel, tensor.item_bytes)
+    whole = Slice(tensor.slices[0].model_rank, tensor.shape, fragments)
+    return replace(tensor, slices=(whole,), merge=Merge())

@@ -121,21 +121,22 @@ def text_of(folder: Path, name: str) -> bytes | None:
     return None
 
 
-def steps_taken(folder: Path) -> int | None:
-    """The number of steps in ``trainer_state.json``, where there is one."""
-    found = _object(folder, TRAINER_STATE).get("global_step")
-    return found if type(found) is int else None
-
-
-def schedule(folder: Path) -> Any:
-    """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
-    return _object(folder, _STATES).get("scheduler")
-
-
-def _object(folder: Path, name: str) -> dict[str, Any]:
+def object_of(folder: Path, name: str) -> dict[str, Any]:
+    """The content of such a file of JSON; empty where there is none, or something else."""
     text = text_of(folder, name)
     try:
         said = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def steps_taken(folder: Path) -> int | None:
+    """The number of steps in ``trainer_state.json``, where there is one."""
+    found = object_of(folder, TRAINER_STATE).get("global_step")
+    return found if type(found) is int else None
+
+
+def schedule(folder: Path) -> Any:
+    """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
+    return object_of(folder, _STATES).get("scheduler")

@@ -160,7 +160,7 @@ def ranges_of(row: NameRow, rows: int, architecture: Architecture, where: str) -
         )
     # A group: the rows of its query heads, those of its key, those of its value.
     query = heads // groups * channels
-    starts = range(0, rows, query + 2 * channels)
+    starts = range(0, rows, max(1, query + 2 * channels))
     return [
         [(at, at + query) for at in starts],
         [(at + query, at + query + channels) for at in starts],

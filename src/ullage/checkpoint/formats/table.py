@@ -1,6 +1,6 @@
 """The formats of a checkpoint: which function reads each, and which lays out the files of each.
 
-To add a format, name its reader in ``_READERS``, and what lays out its files in :func:`targets`.
+To add a format, name its reader in ``_READERS``, and what lays out its files in ``_WRITERS``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _READERS = {
     "torch_dist": read_torch_dist,
     "trainer": read_trainer,
 }
+#: What lays out the files of the formats that take a dtype, and may leave the optimizer's state out.
+_WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets, "torch_dist": torch_dist_targets}
 #: The formats that a checkpoint can be converted to.
 FORMATS = ("universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3")
 #: Those that are shards of a number of ranks, and their ZeRO stage.
@@ -84,17 +86,13 @@ def targets(
 def _targets(
     inventory: Inventory, format: str, dtype: str | None, optimizer: bool | None, ranks: int | None
 ) -> list[Target]:
-    if carries_optimizer(format, optimizer):
+    carried = carries_optimizer(format, optimizer)
+    if carried:
         require_none(inventory, optimizer_problems(inventory, format))
-    if format == "safetensors":
-        return safetensors_targets(inventory, dtype=dtype, optimizer=bool(optimizer))
-    if format == "dcp":
-        return dcp_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
     if format in STAGES:
-        carried = optimizer is not False
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
-    if format == "torch_dist":
-        return torch_dist_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
+    if format in _WRITERS:
+        return _WRITERS[format](inventory, dtype=dtype, optimizer=carried)
     article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")

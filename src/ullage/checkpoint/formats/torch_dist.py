@@ -15,14 +15,13 @@ Source: ``megatron/core/dist_checkpointing`` and ``optimizer/distrib_optimizer.p
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats.dcp import ItemWriter
-from ullage.checkpoint.formats.entries import cast_of
+from ullage.checkpoint.formats.entries import cast_of, rows_of, text_file, weights_of, with_dim_in_front
 from ullage.checkpoint.formats.name_tables import (
     COMPUTED,
     EXTRA_STATES,
@@ -37,7 +36,7 @@ from ullage.checkpoint.formats.name_tables import (
     read_config,
 )
 from ullage.checkpoint.formats.safetensors import companions
-from ullage.checkpoint.inventory import Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
 
@@ -72,7 +71,7 @@ def torch_dist_targets(inventory: Inventory, *, dtype: str | None = None, optimi
             found="none",
             hint="put the model's config.json there",
         )
-    weights = {t.name: t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"}
+    weights = {t.name: t for t in weights_of(inventory)}
     states = _states(inventory) if optimizer else {}
     step, content = _optimizer(inventory, states) if states else (0, {})
     content = {
@@ -101,15 +100,13 @@ def torch_dist_targets(inventory: Inventory, *, dtype: str | None = None, optimi
     writer.close()
     folder = f"iter_{step:07d}" if states else "release"
     tracker = f"{step}\n" if states else "release\n"
-    backend = json.dumps(BACKEND).encode()
     inner = [
         *writer.targets,
         writer.metadata(),
-        Target("metadata.json", len(backend), texts=((0, backend),)),
+        text_file("metadata.json", json.dumps(BACKEND).encode()),
         archive("common.pt", content, stem="common", limit=_LIMIT),
     ]
-    text = tracker.encode()
-    outer = [Target("latest_checkpointed_iteration.txt", len(text), texts=((0, text),)), *companions(inventory)]
+    outer = [text_file("latest_checkpointed_iteration.txt", tracker.encode()), *companions(inventory)]
     return [replace(target, name=f"{folder}/{target.name}") for target in inner] + outer
 
 
@@ -199,9 +196,8 @@ def _states(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
 
 def _optimizer(inventory: Inventory, states: dict[str, dict[str, Tensor]]) -> tuple[int, dict[str, Any]]:
     """(step, entries of ``common.pt``): the groups of the distributed optimizer, with the settings of the source."""
-    details = inventory.details if isinstance(inventory.details, Details) else None
-    groups = details.param_groups if details else []
-    steps = {value for value, _ in details.steps.values()} if details else set()
+    groups = Details.of(inventory).param_groups
+    steps = {value for value, _ in Details.of(inventory).steps.values()}
     step = next(iter(steps)) if len(steps) == 1 else None
     hint = "convert the weights only, with --weights-only"
     if not groups or not isinstance(step, (int, float)) or step != int(step):
@@ -251,56 +247,3 @@ def _optimizer(inventory: Inventory, states: dict[str, dict[str, Tensor]]) -> tu
 
 def _plain(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
-
-
-def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """Rows ``[begin, end)`` along the first dim of ``tensor``, however its slices make the whole."""
-    if (begin, end) == (0, tensor.shape[0]):
-        return tensor
-    shape = (end - begin, *tensor.shape[1:])
-    row, item, merge = math.prod(shape[1:]), tensor.item_bytes, tensor.merge
-    if merge.kind == "columns" and merge.outer == 1:
-        tensor, merge = _flat(tensor), Merge()
-    if merge.kind == "columns":
-        # A slice's own row is as wide as its bands; rows of the dims in front of the cut go with the first.
-        lines = merge.outer // tensor.shape[0]
-        slices = []
-        for number, part in enumerate(tensor.slices):
-            own = lines * merge.inner * sum(b.width for b in merge.bands if b.slice == number)
-            narrow = (lines * (end - begin), own // max(1, lines))
-            slices.append(Slice(part.model_rank, narrow, _cut(part.fragments, begin * own, end * own, item)))
-        return replace(tensor, shape=shape, slices=tuple(slices), merge=replace(merge, outer=lines * (end - begin)))
-    if merge.kind == "strided":
-        span = 1 + sum((d - 1) * s for d, s in zip(shape, merge.strides)) if math.prod(shape) else 0
-        first = begin * merge.strides[0]
-        part = tensor.slices[0]
-        cut = Slice(part.model_rank, (span,), _cut(part.fragments, first, first + span, item))
-        return replace(tensor, shape=shape, slices=(cut,))
-    slices = [
-        Slice(part.model_rank, shape, _cut(part.fragments, begin * row, end * row, item)) for part in tensor.slices
-    ]
-    return replace(tensor, shape=shape, slices=tuple(slices), merge=merge)
-
-
-def with_dim_in_front(tensor: Tensor) -> Tensor:
-    """The tensor with a dim of length 1 before its own: one layer of a stack."""
-    merge = tensor.merge
-    if merge.kind == "strided":
-        merge = replace(merge, strides=(0, *merge.strides))
-    return replace(tensor, shape=(1, *tensor.shape), merge=merge)
-
-
-def _cut(fragments: Fragments, start: int, stop: int, item: int) -> Fragments:
-    return fragments.window(start, stop, item).moved(-start)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Slices side by side along the first dim as one: their bands are stretches of the whole."""
-    inner, item = tensor.merge.inner, tensor.item_bytes
-    parts = []
-    for band in tensor.merge.bands:
-        held = tensor.slices[band.slice].fragments
-        cut = held.window(band.begin * inner, (band.begin + band.width) * inner, item)
-        parts.append(cut.moved((band.at - band.begin) * inner))
-    whole = Slice(tensor.slices[0].model_rank, tensor.shape, Fragments.join(parts))
-    return replace(tensor, slices=(whole,), merge=Merge())

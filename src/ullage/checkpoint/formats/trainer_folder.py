@@ -18,7 +18,14 @@ from typing import Any
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
-from ullage.checkpoint.formats.entries import OptimizerGroup, number, optimizer_groups, states_by_name
+from ullage.checkpoint.formats.entries import (
+    OptimizerGroup,
+    copied,
+    number,
+    optimizer_groups,
+    states_by_name,
+    weights_of,
+)
 from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.safetensors import companions, divided, read_safetensors, weights_targets
@@ -26,7 +33,6 @@ from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_number
 from ullage.checkpoint.inventory import File, Inventory
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import record_table
-from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
 
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
@@ -49,18 +55,14 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
         )
     adapter = text_of(inventory.folder, "adapter_config.json")
     if adapter is None:
-        weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
-        targets = weights_targets(inventory, "model", {t.name: t for t in weights})
+        targets = weights_targets(inventory, "model", {t.name: t for t in weights_of(inventory)})
     else:
         targets = weights_targets(inventory, "adapter_model", {t.name: t for t in adapter_of(inventory).tensors})
     targets.append(optimizer_target(inventory, groups))
     scheduler = schedule_of(inventory)
     if scheduler is not None:
         targets.append(archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT))
-    for name in _COPIED:
-        text = text_of(inventory.folder, name)
-        if text is not None:
-            targets.append(Target(name, len(text), texts=((0, text),)))
+    targets += copied(inventory.folder, _COPIED)
     return targets + companions(inventory)
 
 
@@ -128,9 +130,9 @@ def read_trainer(folder: Path) -> Inventory:
         found = NumberedState([], problem=Problem.of_error(error, OPTIMIZER))
     if found.problem is None and not any(found.names):
         found.problem = unnamed(OPTIMIZER, "no parameter")
-    details = Details(
-        {}, {}, found.steps, found.groups if found.problem is None else [], names=found.names, numbers=found.numbers,
-        settings_file=source, scheduler=_schedule(folder), global_step=steps_taken(folder),
+    schedule = read_torch_file(folder / SCHEDULER).root if (folder / SCHEDULER).is_file() else None
+    details = found.details(
+        settings_file=source, scheduler=schedule, global_step=steps_taken(folder),
         buffers_known=base.details.buffers_known,
     )  # fmt: skip
     group_of = {name: index for index, names in enumerate(found.names) for name in names}
@@ -146,8 +148,3 @@ def read_trainer(folder: Path) -> Inventory:
         optimizer_problems=problems,
         details=details,
     )
-
-
-def _schedule(folder: Path) -> object:
-    path = folder / SCHEDULER
-    return read_torch_file(path).root if path.is_file() else None

@@ -17,25 +17,23 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.torchfile import as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.entries import OptimizerGroup, described, in_file, kept_entries, number, optimizer_groups
-from ullage.checkpoint.formats.model_states import ModelParts
+from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.folder import record_table
+from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
@@ -63,10 +61,13 @@ def _of_shards(inventory: Inventory) -> list[Target]:
     assert isinstance(details, Details)
     laid_out: dict[Any, Target] = {}
     targets = [state_file(tensor, laid_out=laid_out) for tensor in inventory.tensors]
-    targets += _step_files(inventory)
-    targets.append(_optimizer_file(details))
-    targets += _model_files(inventory, details)
-    return targets
+    named: dict[Any, dict[str, None]] = {}
+    for tensor in inventory.tensors:
+        if tensor.kind == "parameter":
+            named.setdefault(tensor.group, {})[tensor.name] = None
+    for group, names in named.items():
+        targets += step_files(names, *details.steps.get(group, (None, None)))
+    return [*targets, _optimizer_file(details), *_model_files(inventory, details)]
 
 
 def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Target] | None = None) -> Target:
@@ -89,15 +90,6 @@ def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Targ
     if sort not in laid_out:
         laid_out[sort] = archive(name, content, stem=stem)
     return archive_like(laid_out[sort], name, content, copy)
-
-
-def _step_files(inventory: Inventory) -> list[Target]:
-    steps = inventory.details.steps
-    group_of = {t.name: t.group for t in inventory.tensors if t.kind == "parameter"}
-    named: dict[Any, list[str]] = {}
-    for name, group in group_of.items():
-        named.setdefault(group, []).append(name)
-    return [target for group, names in named.items() for target in step_files(names, *steps.get(group, (None, None)))]
 
 
 def step_files(names: Iterable[str], value: Any, dtype: str | None) -> list[Target]:
@@ -127,7 +119,7 @@ def _optimizer_file(details: Details) -> Target:
     # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-    return described("zero/optimizer_state.pt", content, shard.source, shard.file)
+    return described("zero/optimizer_state.pt", content, shard)
 
 
 def notes_on_missing(inventory: Inventory) -> list[str]:
@@ -159,7 +151,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         if model_rank in details.shapes:
             # With experts the file names those of one rank, and has the weights of none.
             content["param_shapes"] = [OrderedDict(named) for named in details.shapes[model_rank]]
-            targets.append(described(whole, content, model.source, model.file))
+            targets.append(described(whole, content, model))
             content = dict(content)
         elif not stage3:
             # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
@@ -170,7 +162,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
         names = [whole, slim] if stage3 else [slim]
-        targets += [described(name, content, model.source, model.file) for name in names]
+        targets += [described(name, content, model) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))
@@ -182,83 +174,47 @@ def read_universal(folder: Path) -> Inventory:
     found = _Reading(folder)
     models = found.models()
     groups = [shapes for model in models for shapes in model.param_shapes or []]
-    saved = found.optimizer()
-    settings = saved.groups
+    with collected(found.problems, "zero/optimizer_state.pt"):
+        found.read_optimizer()
     # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers.
-    one_to_one = len(models) == 1 and len(groups) == len(saved.group_of)
-    group_of = {name: g for g, named in zip(saved.group_of, groups) for name in named} if one_to_one else {}
+    one_to_one = len(models) == 1 and len(groups) == len(found.flat_groups)
+    group_of = {name: g for g, named in zip(found.flat_groups, groups) for name in named} if one_to_one else {}
     shapes = {name: shape for named in groups for name, shape in named.items()}
     paths = sorted((folder / "zero").glob("*/*.pt"))
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
-        found.add(path, shapes, group_of)
-    steps: dict[int, tuple[Any, str | None]] = {}
+        with collected(found.problems, str(path.relative_to(folder))):
+            found.add(path, shapes, group_of)
+    steps = found.details.steps
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
             found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
-    optimizer_problems = []
-    if not one_to_one:
+    if one_to_one:
+        weights = {t.name for t in found.tensors if t.key == "fp32"}
+        names = found.details.names = [[] for _ in found.details.param_groups]
+        for group, named in zip(found.flat_groups, groups):
+            names[group] += [name for name in _in_order(list(named), models[0]) if name in weights]
+    else:
         what = "which parameter belongs to which group of the optimizer is not in the files"
-        size = f"{len(groups)} groups of parameters, {len(saved.group_of)} of settings"
-        optimizer_problems.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
-    optimizer_problems += saved.problems
-    weights = {t.name for t in found.tensors if t.key == "fp32"}
-    names: list[list[str]] = [[] for _ in settings]
-    dealt = [_in_order(list(named), models[0]) for named in groups] if one_to_one else []
-    for group, listed in zip(saved.group_of, dealt):
-        names[group] += [name for name in listed if name in weights]
+        size = f"{len(groups)} groups of parameters, {len(found.flat_groups)} of settings"
+        hint = "convert the weights only, or from the original"
+        found.optimizer_problems.insert(0, Problem(what, found=size, hint=hint))
+    found.details.models = {0: models[0]} if len(models) == 1 else {}
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
+    held = {t.name for t in found.tensors}
     return Inventory(
         folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
-        aliases={a: o for model in models for a, o in model.aliases.items() if o in {t.name for t in found.tensors}},
+        aliases={a: o for model in models for a, o in model.aliases.items() if o in held},
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
-        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
-        details=Details(
-            {}, {0: models[0]} if len(models) == 1 else {}, steps, settings, names=names if one_to_one else None,
-            numbers=saved.numbers, settings_file=saved.source, wrapper=saved.wrapper,
-        ),
+        read_problems=tuple(found.problems), records=found.records,
+        optimizer_problems=tuple(found.optimizer_problems), details=found.details,
     )  # fmt: skip
 
 
 def _in_order(names: list[str], model: ModelFile) -> list[str]:
     """The names of a flat buffer in the order of the optimizer that the model states are of."""
-    config = model.root.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    dealt = shards.round_robin(config) and isinstance(zero, dict) and zero.get("stage") in (1, 2)
+    dealt = shards.round_robin(model.root) and (shards.zero_config(model.root) or {}).get("stage") in (1, 2)
     return undealt(names, max(1, model.dp_world_size or 1)) if dealt else names
-
-
-@dataclass
-class _SavedOptimizer:
-    """What ``optimizer_state.pt`` says: hyperparameters by group, the group of each flat buffer, and numbers."""
-
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    group_of: list[int] = field(default_factory=list)
-    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    wrapper: dict[str, Any] = field(default_factory=dict)
-    source: TorchFile | None = None
-    problems: list[Problem] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, path: Path) -> _SavedOptimizer:
-        """Read the file. Raises ``CheckpointError``."""
-        where, source = str(path), read_torch_file(path)
-        root = metadata.mapping(source.root, "the content", where)
-        saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
-        groups = [metadata.mapping(group, "param_groups", where) for group in saved]
-        found = cls(groups, source=source, wrapper={key: root[key] for key in WRAPPER if key in root})
-        for index, group in enumerate(groups):
-            found.group_of += [index] * len(metadata.sequence(group.get("params"), "params of param_groups", where))
-        inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
-        state = metadata.mapping(inner.get("state"), "state", where)
-        for flat, index in enumerate(found.group_of):
-            for key, value in metadata.mapping(state.get(flat), "state", where).items():
-                if isinstance(value, TensorRef) and value.shape and key != "step":
-                    what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
-                    found.problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
-                elif key != "step" and value is not None:
-                    found.numbers.setdefault(index, {})[key] = as_number(value, source)
-        return found
 
 
 class _Reading:
@@ -272,16 +228,10 @@ class _Reading:
         self.buffers: frozenset[str] = frozenset()
         self.records: dict[int, Int64] = {}
         self.steps: dict[str, tuple[Any, str | None]] = {}
-
-    def _tried(self, path: Path, read: Callable[[], Any]) -> Any:
-        """The result of ``read``; None and a problem where the file cannot be read."""
-        try:
-            return read()
-        except RefusedFile:
-            raise
-        except CheckpointError as error:
-            self.problems.append(Problem.of_error(error, str(path.relative_to(self.folder))))
-            return None
+        self.details = Details()
+        #: by flat buffer: its parameter group
+        self.flat_groups: list[int] = []
+        self.optimizer_problems: list[Problem] = []
 
     def models(self) -> list[ModelFile]:
         """The model states: of the stages below 3 where there are some."""
@@ -290,30 +240,46 @@ class _Reading:
         found = []
         for path in whole:
             file = File(path.name, path.stat().st_size, "model", 0, 0)
-            read = self._tried(path, partial(shards.read_model, self.folder, len(self.files), file))
-            if read is not None:
-                found.append(read[0])
-                self.buffers |= read[0].buffer_names
-                self.records[len(self.files)] = record_table(read[1])
+            with collected(self.problems, path.name):
+                model, source = shards.read_model(self.folder, len(self.files), file)
+                found.append(model)
+                self.buffers |= model.buffer_names
+                self.records[len(self.files)] = record_table(source)
                 self.files.append(file)
         return found
 
-    def optimizer(self) -> _SavedOptimizer:
-        """The content of ``optimizer_state.pt``; empty where there is none, or none that can be read."""
+    def read_optimizer(self) -> None:
+        """Read ``optimizer_state.pt``, where there is one: hyperparameters by group, and numbers."""
         path = self.folder / "zero" / "optimizer_state.pt"
-        found = self._tried(path, partial(_SavedOptimizer.read, path)) if path.is_file() else None
-        return found or _SavedOptimizer()
+        if not path.is_file():
+            return
+        where, source = str(path), read_torch_file(path)
+        root = metadata.mapping(source.root, "the content", where)
+        saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
+        groups = [metadata.mapping(group, "param_groups", where) for group in saved]
+        flats = [metadata.sequence(group.get("params"), "params of param_groups", where) for group in groups]
+        group_of = [index for index, listed in enumerate(flats) for _ in listed]
+        inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
+        state = metadata.mapping(inner.get("state"), "state", where)
+        numbers: dict[int, dict[str, Any]] = {}
+        problems: list[Problem] = []
+        for flat, index in enumerate(group_of):
+            for key, value in metadata.mapping(state.get(flat), "state", where).items():
+                if isinstance(value, TensorRef) and value.shape and key != "step":
+                    what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
+                    problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
+                elif key != "step" and value is not None:
+                    numbers.setdefault(index, {})[key] = as_number(value, source)
+        wrapper = {key: root[key] for key in WRAPPER if key in root}
+        self.details = Details(param_groups=groups, numbers=numbers, settings_file=source, wrapper=wrapper)
+        self.flat_groups, self.optimizer_problems = group_of, problems
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
-        """Read one state file, or the step, of a parameter, and add what it holds."""
-        name, key = path.parent.name, path.stem
-        source = self._tried(path, lambda: read_torch_file(path))
-        if source is None:
-            return
+        """Read one state file, or the step, of a parameter, and add what it holds. Raises ``CheckpointError``."""
+        name, key, source = path.parent.name, path.stem, read_torch_file(path)
         if key == "step":
-            value = self._tried(path, lambda: (as_number(source.root, source),))
-            if value is not None:
-                self.steps[name] = value[0], source.root.dtype if isinstance(source.root, TensorRef) else None
+            dtype = source.root.dtype if isinstance(source.root, TensorRef) else None
+            self.steps[name] = as_number(source.root, source), dtype
             return
         ref = source.root.get("param") if isinstance(source.root, dict) else source.root
         where = str(path.relative_to(self.folder))
@@ -325,9 +291,7 @@ class _Reading:
         shape = tuple(ref.shape)
         if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat
             shape = shapes.get(name, shape)
-        made = self._tried(path, lambda: whole_tensor(name, key, ref, len(self.files), source, kind))
-        if made is None:
-            return
+        made = whole_tensor(name, key, ref, len(self.files), source, kind)
         part = made.slices[0]
         part = part if made.merge.kind == "strided" else replace(part, shape=shape)
         key = key if kind == "parameter" else kind
@@ -379,18 +343,7 @@ def _of_any(inventory: Inventory) -> list[Target]:
     targets = [state_file(t, kinds.get(t.name, t.kind), laid_out) for t in inventory.tensors]
     for group in groups:
         targets += step_files(group.names, group.step, group.step_dtype)
-    targets.append(_made_optimizer_file(inventory, groups))
-    content = _made_states(inventory, parts, groups)
-    model = model_states.lead_model(inventory)
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        source, file = (model.source, model.file) if model else (None, 0)
-        targets.append(described(name, content, source, file, model_states.description_bytes(inventory)))
-    return targets
-
-
-def _made_optimizer_file(inventory: Inventory, groups: list[OptimizerGroup]) -> Target:
-    details = inventory.details
-    wrapper = dict(details.wrapper) if isinstance(details, Details) else {}
+    details, model, more = Details.of(inventory), Details.of(inventory).lead, model_states.description_bytes(inventory)
     settings = [{**group.settings, "params": [index]} for index, group in enumerate(groups)]
     # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.
     state = {
@@ -398,19 +351,15 @@ def _made_optimizer_file(inventory: Inventory, groups: list[OptimizerGroup]) -> 
         for index, group in enumerate(groups)
     }
     content = {
-        **wrapper,
+        **details.wrapper,
         "ds_version": model_states.DEEPSPEED,
         "param_groups": settings,
         "optimizer_state_dict": {"state": state, "param_groups": settings},
     }
-    more = model_states.description_bytes(inventory)
-    return described("zero/optimizer_state.pt", content, None, 0, more)
-
-
-def _made_states(inventory: Inventory, parts: ModelParts, groups: list[OptimizerGroup]) -> dict[str, Any]:
-    held = {name: parts.weight(name) for name in (*parts.frozen, *parts.buffers)}
-    module = OrderedDict({**held, **model_states.others(inventory)})
+    targets.append(described("zero/optimizer_state.pt", content, None, more))
     names = [[name for name in group.names if name in parts.trained] for group in groups]
-    model = model_states.lead_model(inventory)
     config = model.root.get("ds_config") if model else {}
-    return model_states.states(inventory, parts, module, names, inventory.written_by.dp, config or {})
+    said = parts.states(parts.module("absent"), names, inventory.written_by.dp, config or {})
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        targets.append(described(name, said, model, more))
+    return targets

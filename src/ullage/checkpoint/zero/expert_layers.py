@@ -33,11 +33,9 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.inventory import Fragments, Group, Slice, Tensor
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.zero.folder import Folder
+from ullage.checkpoint.zero.folder import Folder, collected
 from ullage.checkpoint.zero.modules import Kind, whole_tensor
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
-from ullage.errors import CheckpointError
 
 #: Groups: prefix of the layer's experts, number of the expert, name within it.
 _NUMBERED = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d+)\.(.+)", re.DOTALL)
@@ -109,23 +107,23 @@ def layers_of(folder: Folder, model: ModelFile, tp: int) -> dict[str, Layer]:
         files = [mine.get((number, expert)) for expert in range(total)]
         _report_missing(folder, model, number, files)
         there = [f for f in files if f is not None]
-        prefixes = {p for f in there for p in _prefixes(folder, f)}
+        prefixes = sorted({p for f in there for p in _prefixes(folder, f)})
         if len(prefixes) > 1:
-            what = "the files of one layer's experts name several layers"
-            folder.problems.append(Problem(what, f"layer_{number}_expert_*", found=", ".join(sorted(prefixes)[:3])))
-        for prefix in sorted(prefixes)[:1]:
+            what, name = "the files of one layer's experts name several layers", f"layer_{number}_expert_*"
+            folder.add_problem(what, file=name, found=", ".join(prefixes[:3]))
+        for prefix in prefixes[:1]:
             if prefix in found:
-                folder.problems.append(Problem("two layers of experts have one name", parameter=prefix))
-            shapes = {within(n): tuple(t.shape) for f in there[:1] for n, t in f.tensors.items()}
-            found[prefix] = replace(stacks.get(prefix, Layer(prefix, total)), shapes=shapes)
-            if found[prefix].total != total:
-                what = "the number of experts disagrees with ds_autoep_layers"
-                said = str(found[prefix].total)
-                folder.problems.append(Problem(what, model.name, parameter=prefix, expected=str(total), found=said))
+                folder.add_problem("two layers of experts have one name", parameter=prefix)
+            shapes = {place_of(n)[2]: tuple(t.shape) for f in there[:1] for n, t in f.tensors.items()}
+            layer = found[prefix] = replace(stacks.get(prefix, Layer(prefix, total)), shapes=shapes)
+            if layer.total != total:
+                what, facts = "the number of experts disagrees with ds_autoep_layers", (str(total), str(layer.total))
+                file = {"file": model.name, "parameter": prefix}
+                folder.add_problem(what, **file, expected=facts[0], found=facts[1])
         _compare_shapes(folder, there)
     extra = sorted(f.name for (number, e), f in mine.items() if number >= len(counts) or e >= counts[number])
     if extra:
-        folder.problems.append(Problem("an expert that the model states do not know", extra[0], found=str(len(extra))))
+        folder.add_problem("an expert that the model states do not know", file=extra[0], found=str(len(extra)))
     return found
 
 
@@ -169,60 +167,49 @@ def _stacks(model: ModelFile) -> dict[str, Layer]:
 
 def _report_missing(folder: Folder, model: ModelFile, number: int, files: list[ExpertFile | None]) -> None:
     bad = {problem.file for problem in folder.problems}
+    facts = {
+        "expected": f"{len(files)} experts, as {model.name} says",
+        "found": f"{sum(f is not None for f in files)}",
+        "hint": "copy the folder again from where it was saved",
+    }
     for expert, held in enumerate(files):
         name = f"layer_{number}_expert_{expert}_mp_rank_{model.model_rank:02d}_model_states.pt"
         # A file that is there and cannot be read is a problem already.
         if held is None and name not in bad:
-            folder.problems.append(
-                Problem(
-                    "the file of an expert is missing",
-                    name,
-                    expected=f"{len(files)} experts, as {model.name} says",
-                    found=f"{sum(f is not None for f in files)}",
-                    hint="copy the folder again from where it was saved",
-                )
-            )
+            folder.add_problem("the file of an expert is missing", file=name, **facts)
+
+
+def place_of(name: str) -> tuple[str, str, str]:
+    """(prefix of the layer, number of the expert, name within it) of a tensor in a file of weights."""
+    numbered = local_number(name)
+    if numbered:
+        return numbered[0], str(numbered[1]), numbered[2]
+    stem, _, number = name.rpartition(".")
+    prefix, _, own = stem.rpartition(".")
+    return prefix, number, own
 
 
 def _prefixes(folder: Folder, held: ExpertFile) -> set[str]:
     """The layers that the names in a file are of; a name of another expert becomes a problem."""
-    found: set[str] = set()
-    for name in held.tensors:
-        numbered = local_number(name)
-        stem, _, last = name.rpartition(".")
-        prefix, number = numbered[:2] if numbered else (stem.rpartition(".")[0], last)
-        if str(number) != str(held.expert):
-            what = "the file of an expert holds another one"
-            folder.problems.append(Problem(what, held.name, parameter=name, expected=f"expert {held.expert}"))
-        found.add(prefix)
-    return found
-
-
-def within(name: str) -> str:
-    """The name of a tensor within its expert."""
-    numbered = local_number(name)
-    return numbered[2] if numbered else name.rpartition(".")[0].rpartition(".")[2]
+    places = {name: place_of(name) for name in held.tensors}
+    for name, (_, number, _) in places.items():
+        if number != str(held.expert):
+            expected = f"expert {held.expert}"
+            folder.add_problem(
+                "the file of an expert holds another one", file=held.name, parameter=name, expected=expected
+            )
+    return {prefix for prefix, _, _ in places.values()}
 
 
 def _compare_shapes(folder: Folder, files: list[ExpertFile]) -> None:
     """Find experts whose tensors differ from those of the layer's first expert in name, shape or dtype."""
-    if not files:
-        return
-    lead, *others = ({within(n): (tuple(t.shape), t.dtype) for n, t in f.tensors.items()} for f in files)
-    for held, found in zip(files[1:], others):
-        for name in sorted(lead.keys() | found.keys()):
-            if lead.get(name) != found.get(name):
-                shapes = [f"{list(s[0])} {s[1]}" if s else "none" for s in (lead.get(name), found.get(name))]
-                folder.problems.append(
-                    Problem(
-                        "the experts of a layer differ in shape",
-                        held.name,
-                        parameter=name,
-                        expected=f"{shapes[0]}, as in {files[0].name}",
-                        found=shapes[1],
-                    )
-                )
-                break
+    held = [{place_of(n)[2]: f"{list(t.shape)} {t.dtype}" for n, t in file.tensors.items()} for file in files]
+    for file, found in zip(files[1:], held[1:]):
+        name = next((n for n in sorted(held[0].keys() | found.keys()) if held[0].get(n) != found.get(n)), None)
+        if name is not None:
+            expected = f"{held[0].get(name, 'none')}, as in {files[0].name}"
+            facts = {"parameter": name, "expected": expected, "found": found.get(name, "none")}
+            folder.add_problem("the experts of a layer differ in shape", file=file.name, **facts)
 
 
 def untrained_experts(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
@@ -237,15 +224,12 @@ def untrained_experts(folder: Folder, trained: set[str]) -> list[tuple[int, Tens
             if (name if numbered else stack) in trained:
                 continue
             kind: Kind = "buffer" if numbered and (numbered[0], numbered[2]) in buffers else "frozen"
-            try:
+            with collected(folder.problems, held.name, parameter=name):
                 made = whole_tensor(name, kind, ref, held.file, held.source, kind)
-            except CheckpointError as error:
-                folder.problems.append(Problem.of_error(error, held.name, parameter=name))
-                continue
-            if numbered:
-                found.append((held.model_rank, made))
-            else:
-                stacks.setdefault((held.model_rank, stack), {})[held.expert] = made
+                if numbered:
+                    found.append((held.model_rank, made))
+                else:
+                    stacks.setdefault((held.model_rank, stack), {})[held.expert] = made
     return found + [(rank, _stack(name, parts)) for (rank, name), parts in stacks.items()]
 
 
@@ -401,13 +385,10 @@ def _size(folder: Folder, lead: ShardFile, index: int, count: int, world: int) -
     name = lead.settings[group].get("name") if group < len(lead.settings) else None
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
     if count < 1 or world % count:
-        folder.add_problem(
-            "the files do not tell the size of expert parallelism",
-            lead,
-            group=index,
-            expected=f"partition_count of the experts, a divisor of {world} ranks",
-            found=f"{count or 'none'}{f', in a group named {name}' if match else ''}",
-        )
+        what, found = "the files do not tell the size of expert parallelism", f"{count or 'none'}"
+        found += f", in a group named {name}" if match else ""
+        expected = f"partition_count of the experts, a divisor of {world} ranks"
+        folder.add_problem(what, lead, group=index, expected=expected, found=found)
         return None
     ep = world // count
     if match and int(match[1]) != ep:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.dtypes import ITEM_BYTES
@@ -32,13 +33,13 @@ _MAX_VERSION = 0.5
 _MAX_SUB_PARAMETERS = 1 << 16
 _INFO = "universal_checkpoint_info"
 _UNDESCRIBED = "autotp_unsupported_parameter_patterns"
+#: Lists of patterns of parameters of which each slice has all elements, and how these join.
+_WHOLE: dict[str, Literal["replicated", "average"]] = {
+    "tp_replicated_parameter": "replicated",
+    "parameter_to_average": "average",
+}
 #: Lists of patterns that say how slices join.
-_CATEGORIES = (
-    "tp_replicated_parameter",
-    "parameter_to_average",
-    "parameter_with_2_sub_params_cat_dim_0",
-    "parameter_with_row_parallelism",
-)
+_CATEGORIES = (*_WHOLE, "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism")
 
 
 @dataclass(frozen=True)
@@ -50,30 +51,18 @@ class SubParameters:
     partition_dim: int
 
 
-def _fused_parameters(info: dict[str, Any], where: str) -> list[SubParameters]:
-    entry = f"parameter_with_sub_params of {_INFO}"
-    found = []
-    for given in metadata.sequence(info.get("parameter_with_sub_params"), entry, where):
-        held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
-        shape = tuple(
-            tuple(metadata.integers(d, entry, where))
-            if isinstance(d, (list, tuple))
-            else metadata.integer(d, entry, where, least=-1)
-            for d in metadata.sequence(held.get("shape"), entry, where)
-        )
-        dim = metadata.integer(held.get("partition_dim"), entry, where)
-        if dim >= len(shape):
-            raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
-        found.append(SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim))
-    return found
-
-
-def _shard_widths(info: dict[str, Any], where: str) -> dict[Any, list[list[int]]]:
-    entry = f"sub_param_shard_widths of {_INFO}"
-    return {
-        pattern: [metadata.integers(row, entry, where) for row in metadata.sequence(rows, entry, where)]
-        for pattern, rows in metadata.mapping(info.get("sub_param_shard_widths"), entry, where).items()
-    }
+def _fused_parameter(given: Any, entry: str, where: str) -> SubParameters:
+    held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
+    shape = tuple(
+        tuple(metadata.integers(d, entry, where))
+        if isinstance(d, (list, tuple))
+        else metadata.integer(d, entry, where, least=-1)
+        for d in metadata.sequence(held.get("shape"), entry, where)
+    )
+    dim = metadata.integer(held.get("partition_dim"), entry, where)
+    if dim >= len(shape):
+        raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
+    return SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim)
 
 
 @dataclass
@@ -114,8 +103,14 @@ class Patterns:
         if self._lists.get("vocabulary_parameter_patterns"):
             size = self.info.get("original_vocab_size")
             self.vocab_size = metadata.integer(size, f"original_vocab_size of {_INFO}", self.where)
-        self._fused = _fused_parameters(self.info, self.where)
-        self.widths = _shard_widths(self.info, self.where)
+        entry = f"sub_param_shard_widths of {_INFO}"
+        self.widths: dict[Any, list[list[int]]] = {
+            pattern: [metadata.integers(row, entry, self.where) for row in metadata.sequence(rows, entry, self.where)]
+            for pattern, rows in metadata.mapping(self.info.get("sub_param_shard_widths"), entry, self.where).items()
+        }
+        entry = f"parameter_with_sub_params of {_INFO}"
+        listed = metadata.sequence(self.info.get("parameter_with_sub_params"), entry, self.where)
+        self._fused = [_fused_parameter(given, entry, self.where) for given in listed]
         self.affine = AffineMaps(self.info, self.where)
 
     def require_described(self, name: str) -> None:
@@ -198,18 +193,15 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
 
 def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Joint:
     """How the slices join, by the lists of patterns. Raises ``CheckpointError`` for slices that do not fit together."""
-    first = slices[0].shape
-    tp = len(slices)
     extra: dict[str, Any] = {}
     # The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
     sub = patterns.sub_parameters(name)
     bands: list[Band]
-    if patterns.match("tp_replicated_parameter", name):
-        _same_shapes(name, slices)
-        return Joint(first, Merge("replicated") if tp > 1 else Merge(), extra)
-    if patterns.match("parameter_to_average", name):
-        _same_shapes(name, slices)
-        return Joint(first, Merge("average") if tp > 1 else Merge(), extra)
+    for category, kind in _WHOLE.items():
+        if patterns.match(category, name):
+            if len({s.shape for s in slices}) > 1:
+                raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
+            return Joint(slices[0].shape, Merge(kind) if len(slices) > 1 else Merge(), extra)
     if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
         if not all(s.shape for s in slices):
             raise CheckpointError("a parameter of two halves without a dim", where=name)
@@ -245,11 +237,15 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
     if shape and patterns.match("expert_parameter", name):
         extra |= {"is_expert_param": True, "ep_num_experts": shape[0]}
     # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
-    if merge.kind == "columns" and (merge.outer == 1 or len(slices) == 1):
-        joined = _flattened(slices, merge, math.prod(shape), item_bytes)
-        return Joined(shape, (_whole(slices, shape, joined),), Merge(), extra)
+    bands = merge.bands
+    if len(slices) == 1 and all(b.begin == b.at for b in bands) and sum(b.width for b in bands) == merge.size:
+        merge = Merge()  # nothing was cut, and its sub-parameters already lie in order
+    numel = math.prod(shape)
+    if merge.kind == "columns" and merge.outer == 1:
+        return Joined(shape, (_whole(slices, shape, flattened(slices, merge, numel, item_bytes)),), Merge(), extra)
     if merge.kind == "flat":
-        cut = slices[0].fragments.window(0, math.prod(shape), item_bytes)
+        held = slices[0].fragments
+        cut = held if math.prod(slices[0].shape) <= numel else held.window(0, numel, item_bytes)
         return Joined(shape, (_whole(slices, shape, cut),), merge, extra)
     return Joined(shape, tuple(slices), merge, extra)
 
@@ -257,11 +253,6 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
 def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) -> Slice:
     """One slice that holds the whole, from ``fragments`` of several."""
     return Slice(slices[0].model_rank, shape, fragments, CodedBlocks.join([s.blocks for s in slices]))
-
-
-def _same_shapes(name: str, slices: list[Slice]) -> None:
-    if len({s.shape for s in slices}) > 1:
-        raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
 
 
 def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
@@ -351,25 +342,15 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     return dim, tuple(shape), widths, SubParameters(sub.patterns, tuple(kept), dim)
 
 
-def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
+def flattened(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
     """The fragments of bands that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
     parts = []
     for band in merge.bands:
-        whole = merge.outer if len(slices) == 1 else 1
-        if len(slices) == 1 and len(merge.bands) == 1:  # nothing was cut: the slice is the whole
-            if limit >= math.prod(slices[0].shape):
-                return slices[0].fragments
-            parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
-            break
-        if whole > 1:  # one slice: its sub-parameters already lie in order
-            parts.append(slices[0].fragments.window(0, limit, item_bytes))
-            break
         # Nothing comes before the dim, so a band is one run: of its slice from ``begin`` on, of the whole from ``at``
         # on. ``moved`` shifts its fragments from the one address to the other.
         begin, at = band.begin * merge.inner, band.at * merge.inner
         width = max(0, min(band.width * merge.inner, limit - at))
-        piece = slices[band.slice].fragments.window(begin, begin + width, item_bytes)
-        parts.append(piece.moved(at - begin))
+        parts.append(slices[band.slice].fragments.window(begin, begin + width, item_bytes).moved(at - begin))
     return Fragments.join(parts)
 
 
@@ -407,82 +388,77 @@ def parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
     return max(1, tp), max(1, model_ranks // max(1, tp))
 
 
-def join_stages(
-    folder: Folder, slices: Stages, patterns: Patterns, tp: int, kind: str = "parameter"
-) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Join slices over tensor-parallel ranks; also pair the tensors that several pipeline stages hold.
+@dataclass
+class Joining:
+    """Joining of slices over tensor-parallel ranks, and over the pipeline stages that hold one name.
 
-    Args:
+    Attributes:
         folder: gets the problems and notes.
-        slices: by name and key, then by pipeline stage, then by tensor-parallel rank.
         patterns: how the slices of a name join.
-        tp: number of tensor-parallel ranks.
-        kind: of the tensors that are made.
-
-    Of several stages the first one's tensor is taken; a conversion compares it with the others.
+        tp: number of tensor-parallel ranks; a model rank is pipeline stage · ``tp`` + tensor-parallel rank.
     """
-    tensors: list[Tensor] = []
-    twins: list[tuple[Tensor, Tensor]] = []
-    for (name, key), stages in slices.items():
-        # One tensor per stage. If any of them cannot be made, its problem is noted and the name is left out.
-        made = [_joined(folder, name, key, stages[stage], patterns, tp, kind) for stage in sorted(stages)]
-        if not all(made):
-            continue
-        for tensor, *copies in made:
-            twins += [(tensor, copy) for copy in copies]
-        first, *others = held = [tensor for tensor, *_ in made]
-        tensors.append(first)
-        for other in others:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                folder.problems.append(
-                    Problem(
-                        f"pipeline stages hold different tensors of one name ({key})",
-                        parameter=name,
-                        expected=f"{first.dtype} {list(first.shape)}",
-                        found=f"{other.dtype} {list(other.shape)}",
-                    )
-                )
-            else:
-                twins.append((first, other))
-        if others and key in ("fp32", "frozen"):
-            folder.notes.append(f"{name} is in {len(held)} pipeline stages; they are compared, and the first is taken")
-    return tensors, twins
 
+    folder: Folder
+    patterns: Patterns
+    tp: int
 
-def _joined(folder: Folder, name: str, key: str, parts: Parts, patterns: Patterns, tp: int, kind: Any) -> list[Tensor]:
-    """The tensor that tensor-parallel ranks hold; none, and a problem, where it cannot be made.
+    def stage_of(self, slices: Stages, name: str, key: str, model_rank: int) -> tuple[Parts, int]:
+        """Of one name and key: the slices of the model rank's pipeline stage, and its tensor-parallel rank."""
+        return slices.setdefault((name, key), {}).setdefault(model_rank // self.tp, {}), model_rank % self.tp
 
-    Further ones are the same tensor, taken from other ranks that must hold the same elements.
+    def joined(self, slices: Stages, kind: str = "parameter") -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """The tensors, and pairs of those that several stages, or choices of ranks, hold and that must be equal.
 
-    Args:
-        folder: gets the problem.
-        name: of the parameter or buffer.
-        key: which state of it.
-        parts: by tensor-parallel rank.
-        patterns: how the slices of a name join.
-        tp: number of tensor-parallel ranks; each must have its part.
-        kind: of the tensor that is made.
-    """
-    lead, dtype, group = parts[min(parts)]
-    for rank in sorted(set(range(tp)) - set(parts)):
-        # What a rank holds no element of is in no flat buffer; only the map tells that from a loss.
-        shape = patterns.affine.empty_slice(name, rank)
-        if shape is None:
-            folder.problems.append(Problem(f"no slice of {key} on tensor-parallel rank {rank}", parameter=name))
+        Of several stages the first one's tensor is taken; a conversion compares it with the others.
+        """
+        tensors: list[Tensor] = []
+        twins: list[tuple[Tensor, Tensor]] = []
+        for (name, key), stages in slices.items():
+            # One tensor per stage. If any of them cannot be made, its problem is noted and the name is left out.
+            made = [self._of_stage(name, key, stages[stage], kind) for stage in sorted(stages)]
+            if not all(made):
+                continue
+            twins += [(tensor, copy) for tensor, *copies in made for copy in copies]
+            first, *others = (tensor for tensor, *_ in made)
+            tensors.append(first)
+            for other in others:
+                if (other.shape, other.dtype) == (first.shape, first.dtype):
+                    twins.append((first, other))
+                    continue
+                what = f"pipeline stages hold different tensors of one name ({key})"
+                one, two = (f"{t.dtype} {list(t.shape)}" for t in (first, other))
+                self.folder.add_problem(what, parameter=name, expected=one, found=two)
+            if others and key in ("fp32", "frozen"):
+                note = f"{name} is in {len(made)} pipeline stages; they are compared, and the first is taken"
+                self.folder.notes.append(note)
+        return tensors, twins
+
+    def _of_stage(self, name: str, key: str, parts: Parts, kind: Any) -> list[Tensor]:
+        """The tensor that the ranks of one stage hold; none, and a problem, where it cannot be made.
+
+        Further ones are the same tensor, taken from other ranks that must hold the same elements.
+        """
+        lead, dtype, group = parts[min(parts)]
+        for rank in sorted(set(range(self.tp)) - set(parts)):
+            # What a rank holds no element of is in no flat buffer; only the map tells that from a loss.
+            shape = self.patterns.affine.empty_slice(name, rank)
+            if shape is None:
+                self.folder.add_problem(f"no slice of {key} on tensor-parallel rank {rank}", parameter=name)
+                return []
+            parts[rank] = Slice(lead.model_rank, shape, Fragments.of([]), lead.blocks), dtype, group
+        slices = [parts[t][0] for t in range(self.tp)]
+        dtypes = sorted({part[1] for part in parts.values()})
+        if len(dtypes) > 1:
+            what = f"slices of {key} are of several dtypes"
+            self.folder.add_problem(what, parameter=name, found=", ".join(dtypes))
             return []
-        parts[rank] = Slice(lead.model_rank, shape, Fragments.of([]), lead.blocks), dtype, group
-    if any(part[1] != dtype for part in parts.values()):
-        found = ", ".join(sorted({part[1] for part in parts.values()}))
-        folder.problems.append(Problem(f"slices of {key} are of several dtypes", parameter=name, found=found))
-        return []
-    slices = [parts[t][0] for t in range(tp)]
-    if len({s.blocks is None for s in slices}) > 1:
-        folder.problems.append(Problem(f"slices of {key} are 8-bit on some ranks only", parameter=name))
-        return []
-    try:
-        whole = join(name, slices, patterns, ITEM_BYTES[dtype] if slices[0].blocks is None else 1)
-    except CheckpointError as error:
-        folder.problems.append(Problem.of_error(error, parameter=error.where or name))
-        return []
-    first = Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)
-    return [first, *(replace(first, slices=slices, merge=merge) for slices, merge in whole.others)]
+        if len({s.blocks is None for s in slices}) > 1:
+            self.folder.add_problem(f"slices of {key} are 8-bit on some ranks only", parameter=name)
+            return []
+        try:
+            whole = join(name, slices, self.patterns, ITEM_BYTES[dtype] if slices[0].blocks is None else 1)
+        except CheckpointError as error:
+            self.folder.problems.append(Problem.of_error(error, parameter=error.where or name))
+            return []
+        first = Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)
+        return [first, *(replace(first, slices=slices, merge=merge) for slices, merge in whole.others)]

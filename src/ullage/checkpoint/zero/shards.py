@@ -29,7 +29,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.blocks import NUM_CODES, CodedPart, block_size
 from ullage.checkpoint.dtypes import ITEM_BYTES
@@ -40,17 +40,25 @@ from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
 from ullage.errors import CheckpointError
 
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-#: Group 1: number of the layer; group 2: tensor-parallel rank.
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+#: Group 1: number of the layer.
+LAYER = re.compile(r"layer_(\d+)-model_(?P<mp>\d+)-model_states\.pt")
 #: Groups: number of the layer, of the expert among all, of the model rank.
-_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 #: Written for experts without ZeRO, and by old versions with ZeRO, where it holds nothing.
-_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 #: Of versions that did not number the layers: the experts of all layers in one file.
 _UNNUMBERED = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+#: Kinds of file by name; of the ranks in it, ``dp`` is the data-parallel and ``mp`` the model rank.
+_KINDS: dict[re.Pattern[str], Literal["optimizer", "model", "layer", "expert"]] = {
+    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"): "optimizer",
+    re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"): "model",
+    LAYER: "layer",
+    _EXPERT: "expert",
+    _EXPERT_OPTIMIZER: "expert",
+}
+_OF_OLD = "a mixture of experts of a version that does not number its layers is not supported"
+_LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a newer one"
+_FOLDED = "AutoEP folded with tensor parallelism is not supported"
 #: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
 _SMALL_STATE = 1 << 16
 
@@ -145,28 +153,14 @@ def sort_files(folder: Path) -> list[File]:
     for path in sorted(
         folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
     ):
-        name = path.name
         if not path.is_file():
             continue
-        size = path.stat().st_size
-        if match := _OPTIMIZER.fullmatch(name):
-            files.append(File(name, size, "optimizer", int(match[1]), int(match[2])))
-        elif match := _MODEL.fullmatch(name):
-            files.append(File(name, size, "model", 0, int(match[1])))
-        elif match := _MODEL3.fullmatch(name):
-            files.append(File(name, size, "model", int(match[1]), int(match[2])))
-        elif match := LAYER.fullmatch(name):
-            files.append(File(name, size, "layer", 0, int(match[2])))
-        elif match := _EXPERT.fullmatch(name):
-            files.append(File(name, size, "expert", None, int(match[3])))
-        elif match := _EXPERT_OPTIMIZER.fullmatch(name):
-            files.append(File(name, size, "expert", None, int(match[2])))
-        elif _UNNUMBERED.fullmatch(name):
-            raise RefusedFile(
-                "a mixture of experts of a version that does not number its layers is not supported",
-                where=f"{folder}: {name}",
-                hint="load it with the version that wrote it, and save it with a newer one",
-            )
+        if _UNNUMBERED.fullmatch(path.name):
+            raise RefusedFile(_OF_OLD, where=f"{folder}: {path.name}", hint=_LOAD_AND_SAVE)
+        match, kind = next(((m, kind) for p, kind in _KINDS.items() if (m := p.fullmatch(path.name))), (None, None))
+        if match and kind:
+            dp_rank = None if kind == "expert" else int(match.groupdict().get("dp") or 0)
+            files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"])))
     return files
 
 
@@ -220,7 +214,7 @@ def read_expert(folder: Path, index: int, file: File) -> tuple[ExpertFile, Torch
     assert match is not None
     held = metadata.mapping(source.root, "the weights of an expert", where)
     if "folding" in held:
-        raise RefusedFile("AutoEP folded with tensor parallelism is not supported", where=where)
+        raise RefusedFile(_FOLDED, where=where)
     tensors = metadata.tensors(held, "the weights of an expert", where)
     layer, expert, model_rank = (int(number) for number in match.groups())
     return ExpertFile(index, file.name, layer, expert, model_rank, tensors, source), source
@@ -229,16 +223,12 @@ def read_expert(folder: Path, index: int, file: File) -> tuple[ExpertFile, Torch
 def _require_known(root: dict[str, Any], where: str) -> None:
     """Raise ``RefusedFile`` for model states with experts of a kind that is not read."""
     if "folding" in root:
-        raise RefusedFile("AutoEP folded with tensor parallelism is not supported", where=where)
+        raise RefusedFile(_FOLDED, where=where)
     if root.get("autoep_layers") and not root.get("ds_autoep_layers"):
         raise RefusedFile("AutoEP without its layers' description is not supported", where=where)
     counts = root.get("num_experts")
     if counts and not isinstance(counts, (list, tuple)):
-        raise RefusedFile(
-            "a mixture of experts of a version that does not number its layers is not supported",
-            where=where,
-            hint="load it with the version that wrote it, and save it with a newer one",
-        )
+        raise RefusedFile(_OF_OLD, where=where, hint=_LOAD_AND_SAVE)
 
 
 def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFile]:
@@ -288,7 +278,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
         paddings=metadata.integers(optimizer.get("group_paddings"), "group_paddings", where),
         alignments=[metadata.integers(group, "param_alignment_paddings", where) for group in paddings],
         mappings=[_mapping(group, where) for group in mappings],
-        round_robin=round_robin(source.root.get("ds_config")),
+        round_robin=round_robin(source.root),
         scaled=_scaled(optimizer.get("loss_scaler")),
         group_of=groups,
         settings=settings,
@@ -386,11 +376,23 @@ def _scaled(scaler: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def round_robin(config: Any) -> bool | None:
-    """Whether a configuration of DeepSpeed asks for ``round_robin_gradients``; None where it does not tell."""
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        return None
-    return bool(config["zero_optimization"].get("round_robin_gradients", False))
+def zero_config(root: dict[str, Any]) -> dict[str, Any] | None:
+    """``zero_optimization`` of the configuration of DeepSpeed in a file; None where it does not tell."""
+    config = root.get("ds_config")
+    found = config.get("zero_optimization") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def offload_of(zero: dict[str, Any] | None) -> dict[str, Any]:
+    """``offload_optimizer`` of that configuration; empty where there is none."""
+    found = (zero or {}).get("offload_optimizer")
+    return found if isinstance(found, dict) else {}
+
+
+def round_robin(root: dict[str, Any]) -> bool | None:
+    """Whether the configuration in a file asks for ``round_robin_gradients``; None where it does not tell."""
+    zero = zero_config(root)
+    return None if zero is None else bool(zero.get("round_robin_gradients", False))
 
 
 @dataclass(frozen=True, slots=True)
