@@ -57,7 +57,7 @@ if dist.get_rank() == 0:
     inventory = ullage.checkpoint.read(folder / "global_step5")  # no tensor data, no code of the file
     group = inventory.groups[0]
     print(f"{len(inventory.parameters)} parameters on {group.num_shards} shards, {group.padding} elements of padding")
-    ullage.checkpoint.convert(folder / "global_step5", folder / "global_step5_universal", rank=0, world_size=1)
+    ullage.checkpoint.convert(folder / "global_step5", folder / "global_step5_universal")
     assert ullage.checkpoint.verify(folder / "global_step5", folder / "global_step5_universal") == []
 dist.barrier()
 

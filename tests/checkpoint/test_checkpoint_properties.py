@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper import on_paper
 from tests.support.drawing import lengths as drawn
-from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy, on_paper
+from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.files.archive import archive
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.files.pickling import Constant
@@ -116,21 +117,21 @@ def _beside(boxes, size):
     merge = Merge("columns", 1, size, 1, tuple(Band(*box) for box in boxes))
     files = tuple(File(f"f{rank}", 400, "optimizer", 0, rank) for rank in range(2))
     tensor = Tensor("w", "fp32", (size,), "float32", "parameter", slices, merge)
-    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,), on_paper=True)
+    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,))
 
 
 @given(drawn(low=0, high=9, min_size=1, max_size=6).filter(any), st.data())
 def test_slices_of_model_ranks_that_do_not_lie_side_by_side_are_found(widths, data):
     """A hole, an overlap, a missing end: the branch that refuses. Empty slices are none of these."""
     boxes = [[i % 2, 0, at, width] for i, (width, at) in enumerate(zip(widths, np.cumsum([0, *widths]).tolist()))]
-    assert _beside(boxes, sum(widths)).problems() == []
+    assert _beside(boxes, sum(widths)).tiling_problems() == []
     which = data.draw(st.sampled_from([i for i, width in enumerate(widths) if width]))
     change = data.draw(st.sampled_from(["drop", "move", "widen", "narrow"]))
     if change == "drop":
         del boxes[which]
     else:
         boxes[which][2 if change == "move" else 3] += -1 if change == "narrow" else 1
-    (problem,) = _beside(boxes, sum(widths)).problems()
+    (problem,) = _beside(boxes, sum(widths)).tiling_problems()
     assert (problem.what, problem.parameter) == ("the slices of the model ranks do not make the whole", "w")
 
 
@@ -139,7 +140,7 @@ def test_any_hole_or_overlap_is_found(lengths, data):
     starts = np.cumsum([0, *lengths[:-1]])
     numel = sum(lengths)
     whole = _inventory(starts, lengths, numel)
-    assert whole.problems() == []
+    assert whole.tiling_problems() == []
     which = data.draw(st.integers(0, len(lengths) - 1))
     change = data.draw(st.sampled_from(["drop", "double", "shift", "shorten", "lengthen"]))
     starts, lengths = starts.tolist(), list(lengths)
@@ -152,7 +153,7 @@ def test_any_hole_or_overlap_is_found(lengths, data):
         starts[which] += 1
     else:
         lengths[which] += 1 if change == "lengthen" else -1
-    (problem, *_) = _inventory(starts, lengths, numel).problems()
+    (problem, *_) = _inventory(starts, lengths, numel).tiling_problems()
     assert problem.parameter == "w"
     assert "no file holds" in problem.what or "two fragments claim" in problem.what
 
@@ -161,7 +162,7 @@ def _inventory(starts, lengths, numel):
     fragments = Fragments.of([(0, 4 * start, start, length) for start, length in zip(starts, lengths)])
     tensor = Tensor("w", "fp32", (numel,), "float32", "parameter", (Slice(0, (numel,), fragments),))
     files = (File("f", 4 * numel + 400, "optimizer", 0, 0),)
-    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,), on_paper=True)
+    return Inventory(Path("nowhere"), "zero", WrittenBy(), files, (tensor,))
 
 
 @given(

@@ -70,14 +70,19 @@ def test_every_size_equals_the_engines(world, sizes, more, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_run_goes_on_at_another_size(stage, tmp_path):
-    """Written by 4 ranks at ep 2; goes on by 4 ranks at ep 4 and by 2 at ep 1, as the run that was not interrupted."""
+    """Written by 4 ranks at ep 2; goes on by 4 ranks at ep 4 and by 2 at ep 1, as the run that was not interrupted.
+
+    From the conversion, and from the shards themselves.
+    """
     job, results = run(tmp_path, 4, stage, ep=2, frozen=True, steps=7)
     truth = merged(results)
     checkpoint.convert(job.save_to, tmp_path / "universal" / "tag")
-    for world, ep in [(4, 4), (2, 1)]:
+    ways = {"load_universal": tmp_path / "universal", "load_checkpoint": job.save_to}
+    for world, ep, loader in [(4, 4, "load_universal"), (2, 1, "load_universal"), (4, 4, "load_checkpoint")]:
         later = replace(
             job, world=world, seed=9, config={**job.config, "ep": ep}, first_step=2, num_steps=5, save_after=7,
-            results=tmp_path / f"results{ep}", save_to=tmp_path / f"run{ep}", load_from=tmp_path / "universal",
+            results=tmp_path / f"{loader}{ep}", save_to=tmp_path / f"run_{loader}{ep}", loader=loader,
+            load_from=ways[loader],
         )  # fmt: skip
         resumed = results_of(later)
         loaded = merged([{"saved": result["loaded"]} for result in resumed])
@@ -137,12 +142,13 @@ def test_autoep_becomes_the_model_it_was(kind, stage, world, tmp_path):
 def test_autoep_goes_on_at_another_size(tmp_path):
     job, results = run(tmp_path, 2, 1, "run_autoep", ep=2, autoep="mixtral", steps=7)
     checkpoint.convert(job.save_to, tmp_path / "universal" / "tag")
-    later = replace(
-        job, world=4, seed=9, config={**job.config, "ep": 4}, first_step=2, num_steps=5, save_after=None,
-        results=tmp_path / "resumed", save_to=None, load_from=tmp_path / "universal",
-    )  # fmt: skip
-    resumed = results_of(later)
-    assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
+    for loader, folder in {"load_universal": tmp_path / "universal", "load_checkpoint": job.save_to}.items():
+        later = replace(
+            job, world=4, seed=9, config={**job.config, "ep": 4}, first_step=2, num_steps=5, save_after=None,
+            results=tmp_path / loader, save_to=None, loader=loader, load_from=folder,
+        )  # fmt: skip
+        resumed = results_of(later)
+        assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
     # A placement in another order is followed, and one that needs two values for an expert is refused.
     truth, tag = merged(results), job.save_to / "global_step2"
     name = "model.layers.0.mlp.experts.w2"

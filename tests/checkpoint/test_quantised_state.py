@@ -12,7 +12,7 @@ from tests.checkpoint.test_bad_checkpoints import edit, shard
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.checkpoint import blocks
+from ullage.checkpoint import numbers
 from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.errors import CheckpointError
 
@@ -162,10 +162,10 @@ def test_a_damaged_scale_is_found_by_its_checksum(written, tmp_path):
 def test_a_block_size_follows_from_the_number_of_scales():
     for numel in (1, 63, 64, 65, 255, 256, 257, 4096, 4097, 5000):
         for size in (64, 128, 256, 512, 1024, 2048, 4096):
-            found = blocks.block_size(numel, -(-numel // size))
+            found = numbers.block_size(numel, -(-numel // size))
             assert found == size or (found < size and numel <= found)  # one block holds all of it
-    assert blocks.block_size(5000, 19) is None
-    assert blocks.block_size(0, 0) is None
+    assert numbers.block_size(5000, 19) is None
+    assert numbers.block_size(0, 0) is None
 
 
 @pytest.mark.slow
@@ -181,11 +181,11 @@ def test_bitsandbytes_own_decoding_is_equal(tmp_path):
     state = optimizer.state[weight]
     for number in (1, 2):
         codes, scales, table = (state[f"{stem}{number}"] for stem in ("state", "absmax", "qmap"))
-        block = blocks.block_size(codes.numel(), scales.numel())
+        block = numbers.block_size(codes.numel(), scales.numel())
         expected = bnb.functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
-        part = blocks.CodedPart(0, 1, 2, codes.numel(), block)
+        part = numbers.CodedPart(0, 1, 2, codes.numel(), block)
         held = {1: scales.numpy(), 2: table.numpy()}
-        got = blocks.CodedBlocks({0: part}).decode(
+        got = numbers.CodedBlocks({0: part}).decode(
             0, 0, codes.numpy(), lambda _, offset, count, t=held: t[offset][:count]
         )
         assert np.array_equal(got, expected.numpy())

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
+from benchmarks.paper import on_paper
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from ullage import Audit, InputError, Layout, Plan, RaggedBatch, display
-from ullage.checkpoint import Differences, Report, on_paper
+from ullage.checkpoint import Differences, Report
 from ullage.cli import main
 from ullage.datasets import PackReport
-from ullage.planning.arrival import arrival_order
+from ullage.planning.planner import arrival_order
 from ullage.proofs import Check
 from ullage.report.inline import fragment
 from ullage.report.plan import plan_page
@@ -267,7 +268,7 @@ def test_show_without_a_window_prints_the_figures_and_the_place(screen, capsys, 
     assert said[0] == repr(plan())
     assert re.split(r"\s{2,}", said[1].strip()) == ["balanced", "next_fit", "lower bound", "ideal"]
     assert str(tmp_path / "plan.html") in said
-    assert said[-1] == str(tmp_path / "inventory.html")
+    assert said[-1] == str(tmp_path / "onpaper.html")
     assert all(len(line) < 120 for line in said)
 
 

@@ -260,9 +260,9 @@ def run_each(job: Job, rank: int) -> dict[str, Any]:
 def train(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {"losses": []}
     if job.load_from is not None:
-        from ullage.training.deepspeed import load_universal
+        from ullage.training import deepspeed
 
-        load_universal(engine, job.load_from)
+        getattr(deepspeed, job.loader)(engine, job.load_from)
         out["loaded"] = held_by(engine)
     for step in range(job.first_step, job.first_step + job.num_steps):
         loss = loss_of(step)

@@ -42,7 +42,7 @@ def load_everywhere(folder: Path, results: Path, recipe: Recipe, world: int) -> 
 
 def load_all(job: Job, rank: int) -> dict[str, dict[str, Any]]:
     """By checkpoint: bytes, and every difference from what was written."""
-    from ullage.training.ranges.loading import load_ranges
+    from ullage.training.deepspeed.loading import load_ranges
 
     assert job.load_from is not None
     here = Recipe(**job.config)

@@ -184,7 +184,7 @@ def run(job: Job, rank: int) -> dict[str, Any]:
 
             load_universal(engine, job.load_from)
         elif job.loader == "load_ranges":  # what deepspeed.load_checkpoint of ours calls, with its figures
-            from ullage.training.ranges.loading import load_ranges
+            from ullage.training.deepspeed.loading import load_ranges
 
             loaded = load_ranges(engine, job.load_from)
             out["ranges"] = (loaded.share_bytes, loaded.read_bytes, loaded.compared)

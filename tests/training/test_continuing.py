@@ -10,7 +10,9 @@ import torch
 
 from tests.support import real_zero
 from ullage.errors import CheckpointError
-from ullage.training.continuing import ZeroConfig, conversion_for, load_optimizer, load_weights
+from ullage.training.continuing import ZeroConfig, conversion_for
+from ullage.training.deepspeed.content import shared_content
+from ullage.training.deepspeed.loading import load_optimizer, load_weights
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +30,21 @@ def model(width: int = 5) -> torch.nn.Module:
     return torch.nn.ModuleDict({"first": torch.nn.Linear(3, width), "last": torch.nn.Linear(width, 2, bias=False)})
 
 
-def test_another_layout_is_read_by_ranges_or_converted(written):
+def test_another_layout_is_read_where_it_lies(written):
     folder, _ = written
     assert conversion_for(folder, ZeroConfig(2, 3)) is None
-    for here, target in (
-        (ZeroConfig(2, 2), None),
-        (ZeroConfig(3, 3), None),
-        (ZeroConfig(0, 1), folder / "global_step7_safetensors"),
-    ):
+    for here in (ZeroConfig(2, 2), ZeroConfig(3, 3), ZeroConfig(0, 1)):
         conversion = conversion_for(folder, here)
         assert conversion is not None
-        assert (conversion.written, conversion.here, conversion.is_there) == (ZeroConfig(2, 3), here, False)
-        assert conversion.target == target
+        assert (conversion.source, conversion.written, conversion.here) == (
+            folder / "global_step7", ZeroConfig(2, 3), here,
+        )  # fmt: skip
     assert str(conversion_for(folder, ZeroConfig(3, 2))) == (
         f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 2 processes, ZeRO 3 each rank reads its part of it"
     )
     assert str(conversion_for(folder, ZeroConfig(0, 1))) == (
-        f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 1 process, without DeepSpeed it is converted to "
-        "global_step7_safetensors"
+        f"{folder}/global_step7 was written by 3 processes, ZeRO 2; for 1 process, without DeepSpeed every "
+        "process reads it whole"
     )
     assert conversion_for(folder.parent, ZeroConfig(2, 1)) is None  # no checkpoint of DeepSpeed's
 
@@ -59,51 +58,46 @@ def test_what_was_trained_without_deepspeed_is_refused_under_zero(tmp_path):
 
 def test_weights_and_state_arrive_by_name_bit_for_bit(written):
     folder, truth = written
-    conversion = conversion_for(folder, ZeroConfig(0, 1))
-    assert conversion is not None
-    conversion.run()
+    content = shared_content(folder / "global_step7")
+    before = sorted(folder.rglob("*"))
     ours = model()
-    load_weights(ours, conversion)
+    load_weights(ours, content)
     reversed_groups = [{"params": [ours["last"].weight]}, {"params": [ours["first"].bias, ours["first"].weight]}]  # type: ignore[index]
     optimizer = torch.optim.AdamW(reversed_groups, lr=0.5)
-    load_optimizer(optimizer, ours, conversion)
+    load_optimizer(optimizer, ours, content)
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter.detach(), torch.from_numpy(truth.tensor(name, "fp32").copy()))
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[parameter][key], torch.from_numpy(truth.tensor(name, key).copy()))
         assert float(optimizer.state[parameter]["step"]) == real_zero.STEP
     assert optimizer.param_groups[0]["lr"] == 0.5
-    again = conversion_for(folder, ZeroConfig(0, 2))
-    assert again is not None
-    assert again.is_there
+    assert sorted(folder.rglob("*")) == before  # nothing is written
 
 
 def test_what_does_not_fit_is_named_before_anything_is_copied(written):
     folder, _ = written
-    conversion = conversion_for(folder, ZeroConfig(0, 1))
-    assert conversion is not None
-    conversion.run()
+    content = shared_content(folder / "global_step7")
     wider = model(6)
     before = [parameter.detach().clone() for parameter in wider.parameters()]
     with pytest.raises(
         CheckpointError, match=r"does not fit the model .*first.bias: \[5\] in the checkpoint, \[6\] here"
     ):
-        load_weights(wider, conversion)
+        load_weights(wider, content)
     assert all(torch.equal(a, b) for a, b in zip(before, wider.parameters(), strict=True))
     more = model()
     more["extra"] = torch.nn.Linear(2, 2)  # type: ignore[operator]
     with pytest.raises(
         CheckpointError, match=r"extra.weight: not in the checkpoint; extra.bias: not in the checkpoint"
     ):
-        load_weights(more, conversion)
+        load_weights(more, content)
     with pytest.raises(CheckpointError, match=r"lacks the optimizer's state of these parameters .*extra.weight"):
-        load_optimizer(torch.optim.AdamW(more.parameters()), more, conversion)
+        load_optimizer(torch.optim.AdamW(more.parameters()), more, content)
 
 
 def test_what_we_cannot_read_is_left_to_deepspeed_and_refused_without_it(written, tmp_path: Path):
     folder, _ = written
     torn = tmp_path / "checkpoint-7"
-    shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*optim_states.pt", "*_safetensors"))
+    shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*optim_states.pt"))
     (torn / "global_step7" / "layer_0_expert_0_mp_rank_00_model_states.pt").write_bytes(b"")
     assert conversion_for(torn, ZeroConfig(1, 1)) is None
     with pytest.raises(CheckpointError):

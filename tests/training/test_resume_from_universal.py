@@ -11,7 +11,7 @@ import pytest
 
 from ullage.errors import CheckpointError, InputError
 from ullage.training.deepspeed import load_universal, resume_from_universal
-from ullage.training.universal import prefers_universal, universal_at
+from ullage.training.deepspeed.content import prefers_universal, universal_at
 
 
 def folder_with(path: Path, **pointers: str) -> Path:
@@ -42,9 +42,9 @@ def test_locate_takes_the_parent_the_tag_or_the_folder_itself(tmp_path: Path) ->
         (tmp_path / tag / "zero").mkdir(parents=True)
         (tmp_path / tag / "zero" / "optimizer_state.pt").write_bytes(b"")
     folder_with(tmp_path, latest_universal="two")
-    assert universal_at(tmp_path) == (tmp_path, "two")
-    assert universal_at(tmp_path, "one") == (tmp_path, "one")
-    assert universal_at(tmp_path / "one") == (tmp_path, "one")
+    assert universal_at(tmp_path) == tmp_path / "two"
+    assert universal_at(tmp_path, "one") == tmp_path / "one"
+    assert universal_at(tmp_path / "one") == tmp_path / "one"
 
 
 def test_what_is_no_universal_checkpoint_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,21 +5,18 @@
     report = ullage.checkpoint.convert(folder, target, format="universal")
     problems = ullage.checkpoint.verify(folder, target)
     differences = ullage.checkpoint.diff(folder, other)             # by name, state and element
-    report = ullage.checkpoint.average([folder, other], target)     # of weights, as safetensors
 
 Only numpy is needed: neither torch nor DeepSpeed is imported.
 """
 
 from __future__ import annotations
 
-from ullage.checkpoint.conversion.averaging import average
 from ullage.checkpoint.conversion.converting import convert
 from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
 from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.paper import on_paper
 from ullage.checkpoint.conversion.verifying import verify
 from ullage.errors import CheckpointError
 
@@ -37,10 +34,8 @@ __all__ = [
     "Tensor",
     "TensorDifference",
     "WrittenBy",
-    "average",
     "convert",
     "diff",
-    "on_paper",
     "read",
     "targets",
     "verify",

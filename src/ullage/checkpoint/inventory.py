@@ -20,11 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint.blocks import CodedBlocks
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.manifest import problems_of
+from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import look_again
+from ullage.checkpoint.remote.paths import looked_at
 from ullage.display import Paged, counted
 from ullage.layout import Int64, Pieces
 
@@ -292,8 +291,6 @@ class Inventory(Paged):
     twins: tuple[tuple[Tensor, Tensor], ...] = field(default=(), repr=False)
     optimizer_problems: tuple[Problem, ...] = ()
     details: Any = field(default=None, repr=False)
-    #: no file exists: see ``ullage.checkpoint.on_paper``
-    on_paper: bool = False
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], Tensor]:
@@ -345,19 +342,21 @@ class Inventory(Paged):
         in full. Otherwise no tensor data is read.
         """
         found = list(self.read_problems)
-        if manifest and not self.on_paper:
-            found += problems_of(self.folder)
+        with looked_at(self.folder):
+            if manifest:
+                found += problems_of(self.folder)
+            for file in self.files:
+                path = self.folder / file.name
+                size = path.stat().st_size if path.exists() else -1
+                if size != file.num_bytes:
+                    wanted, there = f"{file.num_bytes} bytes", "no file" if size < 0 else f"{size} bytes"
+                    found.append(Problem("a file changed", file.name, file.dp_rank, expected=wanted, found=there))
+        return found + self.tiling_problems()
+
+    def tiling_problems(self) -> list[Problem]:
+        """Every problem of the fragments of a tensor; looks at no file."""
         sizes = np.array([f.num_bytes for f in self.files], np.int64)
-        look_again(self.folder)
-        for file in () if self.on_paper else self.files:
-            path = self.folder / file.name
-            size = path.stat().st_size if path.exists() else -1
-            if size != file.num_bytes:
-                wanted, there = f"{file.num_bytes} bytes", "no file" if size < 0 else f"{size} bytes"
-                found.append(Problem("a file changed", file.name, file.dp_rank, expected=wanted, found=there))
-        for tensor in self.tensors:
-            found += _tensor_problems(self, tensor, sizes)
-        return found
+        return [problem for tensor in self.tensors for problem in _tensor_problems(self, tensor, sizes)]
 
 
 def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iterator[Problem]:

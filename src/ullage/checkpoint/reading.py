@@ -13,18 +13,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.blocks import CodedBlocks
 from ullage.checkpoint.files.positions import open_to_read, read_into
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
-from ullage.checkpoint.numbers import Bytes, as_floats, cast, count_not_finite, from_floats
-from ullage.checkpoint.remote.paths import is_remote
-from ullage.checkpoint.remote.store import Held, merged
+from ullage.checkpoint.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
+from ullage.checkpoint.remote.paths import is_remote, key_of, store_at
+from ullage.checkpoint.remote.store import Held
 from ullage.errors import CheckpointError
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
@@ -64,13 +61,11 @@ class Sources:
         if not self.remote:
             return
         self._held = Held()
-        keys: list[Any] = [self._inventory.folder / file.name for file in self._inventory.files]
-        wanted = merged((keys[file].key, offset, offset + size) for file, offset, size in ranges)
-        if wanted:
-            try:
-                self._held.add(keys[0].store, wanted, _FETCHED_BYTES)
-            except OSError as error:
-                raise self._unreachable(error) from error
+        wanted = [(self._key(file), offset, offset + size) for file, offset, size in ranges]
+        try:
+            self._held.add(store_at(self._inventory.folder), wanted, _FETCHED_BYTES)
+        except OSError as error:
+            raise self._unreadable(error, str(error.filename)) from error
 
     def fd(self, file: int) -> int:
         """The descriptor of file number ``file``; the one not used for longest is closed where too many are open."""
@@ -79,9 +74,9 @@ class Sources:
             if len(self._open) >= self._limit:
                 os.close(self._open.popitem(last=False)[1])
             try:
-                found = self._open[file] = open_to_read(self._path(file))
+                found = self._open[file] = open_to_read(self._inventory.folder / self._inventory.files[file].name)
             except OSError as error:
-                raise self._unreadable(file, error) from error
+                raise self._unreadable(error, self._where(file)) from error
         else:
             self._open.move_to_end(file)
         return found
@@ -96,12 +91,11 @@ class Sources:
             try:
                 got = read_into(fd, into[done:], offset + done)
             except OSError as error:
-                raise self._unreadable(file, error) from error
+                raise self._unreadable(error, self._where(file)) from error
             if got == 0:
-                name = self._inventory.files[file]
                 raise CheckpointError(
                     "the file ended while it was read",
-                    where=f"{self._inventory.folder / name.name}, rank {name.dp_rank}",
+                    where=self._where(file),
                     expected=f"{offset + len(into)} bytes",
                     found=f"{offset + done}",
                 )
@@ -122,28 +116,26 @@ class Sources:
         return self._tables[key]
 
     def _read_remote(self, file: int, offset: int, into: memoryview) -> None:
-        path: Any = self._path(file)
-        found = self._held.find(path.key, offset, offset + len(into))
+        key = self._key(file)
+        found = self._held.find(key, offset, offset + len(into))
         try:
-            into[:] = path.store.read(path.key, offset, offset + len(into)) if found is None else found
+            store = store_at(self._inventory.folder)
+            into[:] = store.read(key, offset, offset + len(into)) if found is None else found
         except OSError as error:
-            raise self._unreachable(error) from error
+            raise self._unreadable(error, str(error.filename)) from error
         self.num_bytes += len(into)
 
-    def _unreachable(self, error: OSError) -> Unreadable:
+    def _key(self, file: int) -> str:
+        return f"{key_of(self._inventory.folder)}/{self._inventory.files[file].name}"
+
+    def _where(self, file: int) -> str:
+        found = self._inventory.files[file]
+        return f"{self._inventory.folder / found.name}, rank {found.dp_rank}"
+
+    def _unreadable(self, error: OSError, where: str) -> Unreadable:
         return Unreadable(
             f"cannot read: {error.strerror or error}",
-            where=str(error.filename),
-            hint="what is done is kept: run the same command again once the source can be read",
-        )
-
-    def _path(self, file: int) -> Path:
-        return self._inventory.folder / self._inventory.files[file].name
-
-    def _unreadable(self, file: int, error: OSError) -> Unreadable:
-        return Unreadable(
-            f"cannot read: {error.strerror or error}",
-            where=f"{self._path(file)}, rank {self._inventory.files[file].dp_rank}",
+            where=where,
             hint="what is done is kept: run the same command again once the source can be read",
         )
 

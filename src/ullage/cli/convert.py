@@ -85,7 +85,7 @@ def convert_checkpoint(
     """Convert a checkpoint, so that any number of ranks, any ZeRO stage or another library can load it.
 
     Nothing is written before every tensor is proved whole. All work goes to TARGET.partial, which is renamed when it
-    is complete and synced; an interrupted conversion goes on from there. Under torchrun each process takes its share.
+    is complete and synced; an interrupted conversion goes on from there.
     """
     from ullage.checkpoint import convert, read
     from ullage.errors import UsageError
@@ -105,12 +105,9 @@ def convert_checkpoint(
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
         _say(expected, as_json, _dry_lines)
         return
-    # Under torchrun every process converts its share, and one of them speaks.
-    leader = int(os.environ.get("RANK", "0")) == 0
-    with progress_bar("converting", shown=leader and not as_json) as progress:
+    with progress_bar("converting", shown=not as_json) as progress:
         report = convert(inventory, target, format=to.value, workers=workers, progress=progress, **options)
-    if leader:
-        _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
+    _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
 
 
 def storage_options(given: list[str] | None) -> dict[str, Any]:

@@ -14,5 +14,4 @@ VERBS = {
     "convert": "Convert a checkpoint to universal, safetensors, dcp or torch_dist, for any number of ranks.",
     "verify": "Compare a converted checkpoint with its source, byte by byte.",
     "diff": "Say which tensors of two checkpoints differ, and by how much.",
-    "average": "Average the weights of checkpoints, or take their moving average, as safetensors.",
 }

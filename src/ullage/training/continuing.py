@@ -6,10 +6,11 @@ On another:
 =====================================  ===============================================================================
 here                                   what is done
 =====================================  ===============================================================================
-DeepSpeed, another size or stage       each rank reads the elements that it needs (``ranges``); nothing is written
-no DeepSpeed: one process, or DDP      converted once to ``global_stepN_safetensors`` beside it, where the next
-                                       continuation finds it: weights and optimizer state by name
+DeepSpeed, another size or stage       each rank reads the elements that it needs
+no DeepSpeed: one process, or DDP      every process reads weights and optimizer state by name
 =====================================  ===============================================================================
+
+Nothing is written (:mod:`ullage.training.deepspeed`).
 
 A universal checkpoint that lies there, of the same step or a later one, is taken instead.
 The rest of a Trainer's checkpoint (its state, scheduler, random states) is the same for every layout. The global batch
@@ -29,16 +30,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import TrainerState
 
-from ullage.checkpoint import Inventory, convert, read
+from ullage.checkpoint import Inventory, read
 from ullage.errors import CheckpointError
 from ullage.training import fsdp
 from ullage.training.agreement import agreement, gather
+from ullage.training.deepspeed import checkpoints_loaded_by
+from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
+from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import put_back
-from ullage.training.universal import prefers_universal
+from ullage.training.sharding import sharding_of
 
 _LATEST = "latest"
 #: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
@@ -70,32 +73,18 @@ class Conversion:
     """What is done with a checkpoint of another layout so that this run can continue from it, in one line: ``str()``.
 
     Attributes:
-        source: DeepSpeed's folder ``global_stepN`` in the Trainer's checkpoint.
-        target: folder of the converted checkpoint, beside it; None where each rank reads what it needs.
-        format: of the target: ``"safetensors"``, or ``""`` without one.
+        source: DeepSpeed's folder ``global_stepN`` in the Trainer's checkpoint, or that checkpoint.
         written: ranks and stage that wrote the source.
         here: ranks and stage of this run.
-        is_there: whether an earlier continuation made the target.
     """
 
     source: Path
-    target: Path | None
-    format: str
     written: ZeroConfig
     here: ZeroConfig
-    is_there: bool
 
     def __str__(self) -> str:
-        done = "was converted" if self.is_there else "is converted"
-        what = "each rank reads its part of it" if self.target is None else f"it {done} to {self.target.name}"
+        what = "each rank reads its part of it" if self.here.stage else "every process reads it whole"
         return f"{self.source} was written by {self.written}; for {self.here} {what}"
-
-    def run(self) -> Path | None:
-        """Converts, unless that was done. Ranks share the work; every rank calls it. Returns the converted folder."""
-        if self.target is not None and not self.is_there:
-            rank = dist.get_rank() if self.here.ranks > 1 else 0
-            convert(self.source, self.target, format=self.format, optimizer=True, rank=rank, world_size=self.here.ranks)
-        return self.target
 
 
 def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
@@ -127,11 +116,7 @@ def conversion_for(checkpoint: str | Path, here: ZeroConfig) -> Conversion | Non
     written = ZeroConfig(inventory.written_by.stage or 0, inventory.written_by.dp)
     if here.stage and written == here:
         return None
-    source = folder / inventory.folder.name
-    if here.stage:
-        return Conversion(source, None, "", written, here, False)
-    target = folder / f"{source.name}_safetensors"
-    return Conversion(source, target, "safetensors", written, here, target.is_dir())
+    return Conversion(folder / inventory.folder.name, written, here)
 
 
 def _from_plain(folder: Path, inventory: Inventory | None, here: ZeroConfig) -> Conversion:
@@ -143,7 +128,7 @@ def _from_plain(folder: Path, inventory: Inventory | None, here: ZeroConfig) -> 
             expected="a checkpoint of DeepSpeed's, at any stage, of any size",
             hint="continue without DeepSpeed, on one process or several, or begin a new run from its weights",
         )
-    return Conversion(folder, None, "", ZeroConfig(0, inventory.written_by.dp), here, False)
+    return Conversion(folder, ZeroConfig(0, inventory.written_by.dp), here)
 
 
 def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
@@ -158,11 +143,12 @@ def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
 
 
 class Continuation:
-    """Choice, conversion and loading of the checkpoint that ``trainer`` continues from."""
+    """Choice and loading of the checkpoint that ``trainer`` continues from."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._conversion: Conversion | None = None
+        self._content: Content | None = None
 
     def whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
         """The checkpoint to resume from, known to be whole; ``asked`` is as for ``train``. Collective.
@@ -198,6 +184,8 @@ class Continuation:
 
         Collective; reads no tensor data, changes nothing.
         """
+        if sharding_of(self._trainer.model) is not None:  # it takes any layout
+            return None
         plugin = self._trainer.accelerator.state.deepspeed_plugin
         here = ZeroConfig(0 if plugin is None else int(plugin.zero_stage), self._trainer.args.world_size)
         if self._trainer.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
@@ -214,25 +202,21 @@ class Continuation:
 
     @contextlib.contextmanager
     def converted(self, checkpoint: str | None) -> Iterator[None]:
-        """Convert ``checkpoint`` where it has to be; within the block the Trainer's loaders take it as it then is."""
+        """Within it the Trainer's loaders take ``checkpoint`` whatever layout wrote it."""
         self._conversion = None if checkpoint is None else self.conversion_for(checkpoint)
-        if self._conversion is not None:
-            self._conversion.run()
         try:
-            if not self._trainer.is_deepspeed_enabled:
-                yield
-                return
-            from ullage.training.deepspeed import checkpoints_loaded_by
-
-            with checkpoints_loaded_by(partial(self._loads_ranges, checkpoint)):
+            if self._trainer.is_deepspeed_enabled:
+                with checkpoints_loaded_by(partial(self._loads_ranges, checkpoint)):
+                    yield
+            else:
+                if self._conversion is not None:
+                    self._content = shared_content(self._conversion.source)
                 yield
         finally:
-            self._conversion = None
+            self._conversion = self._content = None
 
     def _loads_ranges(self, resumed: str | None, engine: Any, path: str, strict: bool) -> bool:
         """Load the checkpoint at ``path`` by ranges if it is of another layout. Returns whether it was."""
-        from ullage.training.ranges.loading import load_ranges
-
         # transformers loads the best checkpoint too, which may be older than the layout of this run.
         is_resumed = resumed is not None and Path(path) == Path(resumed)
         if (self._conversion if is_resumed else self.conversion_for(path)) is None:
@@ -242,19 +226,26 @@ class Continuation:
         return True
 
     def loads_weights(self, model: torch.nn.Module | None) -> bool:
-        """Load the converted weights, if any, into ``model`` (None: the trainer's). Returns whether there were any."""
-        if self._conversion is None or self._conversion.target is None:
+        """Load weights of another layout into ``model`` (None: the trainer's). Returns whether there were any."""
+        if self._content is None:
             return False
-        load_weights(self._trainer.model if model is None else model, self._conversion)
+        load_weights(self._trainer.model if model is None else model, self._content)
         return True
 
     def loads_optimizer(self, checkpoint: str | None) -> bool:
-        """Load the converted state of the optimizer, if any, and the schedule. Returns whether there was any."""
-        if self._conversion is None or self._trainer.is_deepspeed_enabled:
+        """Load the optimizer's state of another layout, if any, and the schedule. Returns whether there was any.
+
+        Of a sharded model everything is loaded here, its weights too.
+        """
+        sharding = sharding_of(self._trainer.model)
+        if sharding is not None and checkpoint is not None:
+            sharding.load(Path(checkpoint), self._trainer.model, self._trainer.optimizer, self._trainer.lr_scheduler)
+            return True
+        if self._content is None:
             return False
         assert checkpoint is not None
         optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
-        load_optimizer(optimizer, self._trainer.model, self._conversion)
+        load_optimizer(optimizer, self._trainer.model, self._content)
         schedule = Path(checkpoint) / "scheduler.pt"
         if not schedule.is_file():
             raise CheckpointError(
@@ -285,91 +276,3 @@ def mean_loss(state: TrainerState) -> float:
             total += float(row["loss"]) * (int(row["step"]) - before)
             before = int(row["step"])
     return total / before if before else math.nan
-
-
-# Weights and optimizer state without DeepSpeed
-
-
-def load_weights(model: torch.nn.Module, conversion: Conversion) -> None:
-    """Copy the converted weights and buffers into ``model``. Waits for the device.
-
-    Raises ``CheckpointError`` that names everything that does not fit, before anything is copied.
-    """
-    assert conversion.target is not None
-    names = _names(model)
-    targets = {name: value for value, own in names.items() for name in own}
-    saved = _tensors(conversion.target)
-    problems = [f"{name}: not in the model" for name in saved if name not in targets]
-    problems += [f"{own[0]}: not in the checkpoint" for own in names.values() if not any(name in saved for name in own)]
-    problems += [
-        f"{name}: {list(value.shape)} in the checkpoint, {list(targets[name].shape)} here"
-        for name, value in saved.items()
-        if name in targets and targets[name].shape != value.shape
-    ]
-    if problems:
-        raise CheckpointError(
-            "the checkpoint does not fit the model", where=str(conversion.source), found=_first(problems)
-        )
-    with torch.no_grad():
-        for name, value in saved.items():
-            targets[name].copy_(value)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, conversion: Conversion) -> None:
-    """Put the converted state into ``optimizer``, by the names of ``model``'s parameters.
-
-    Hyperparameters stay as they are: they are this run's arguments. Raises ``CheckpointError`` for a parameter whose
-    state the checkpoint lacks.
-    """
-    assert conversion.target is not None
-    source = read(conversion.source)
-    step_of = {
-        tensor.name: source.steps[tensor.group]
-        for tensor in source.tensors
-        if tensor.group is not None and source.steps.get(tensor.group) is not None
-    }
-    saved: dict[str, dict[str, Any]] = {name: {"step": torch.tensor(float(step))} for name, step in step_of.items()}
-    # Tensors are named "state:parameter", such as "exp_avg:lm_head.weight".
-    for title, value in _tensors(conversion.target / "optimizer").items():
-        key, _, name = title.partition(":")
-        saved.setdefault(name, {})[key] = value
-    names = _names(model)
-    # A state dict of an optimizer goes by position, so find the position of each name. Tied parameters have several.
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(trained):
-        found = next((saved[name] for name in names[parameter] if name in saved), None)
-        if found is not None:
-            state[index] = found
-    absent = [names[parameter][0] for index, parameter in enumerate(trained) if index not in state]
-    # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
-    if absent and saved:
-        raise CheckpointError(
-            "the checkpoint lacks the optimizer's state of these parameters",
-            where=str(conversion.source),
-            found=_first(absent),
-        )
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
-    """Every name of everything that a state dict holds: a tied parameter has several."""
-    names: dict[Tensor, list[str]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            names.setdefault(value, []).append(name)
-    return names
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def _first(problems: list[str]) -> str:
-    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-    return "; ".join(problems[:5]) + more

@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ullage.checkpoint.dtypes import SAFETENSORS
+from ullage.checkpoint.numbers import SAFETENSORS
 
 #: Bytes of one mapping, at least: so many that small tensors share it.
 _SLAB_BYTES = 64 << 20

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.conversion.copying import write_at
-from ullage.checkpoint.conversion.units import Unit
+from ullage.checkpoint.conversion.journal import Unit
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.files.unpickling import TensorRef

@@ -1,9 +1,9 @@
 """Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
 
 The work is cut into units: a range of one large tensor, small tensors that lie side by side, or some small files
-together. Units go to threads (reading, writing, summing and casting all release the interpreter) and, under torchrun,
-to processes; any process may do any unit, since each knows its place in the target. A unit that is done is a line in
-the journal. Checksums of what several units make come last, from the sums of the parts.
+together. Units go to threads (reading, writing, summing and casting all release the interpreter), in any order, since
+each knows its place in the target. A unit that is done is a line in the journal. Checksums of what several units make
+come last, from the sums of the parts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.conversion.journal import Journal
-from ullage.checkpoint.conversion.units import SideBySide, Unit, is_small, neighbours_in
-from ullage.checkpoint.dtypes import ITEM_BYTES
+from ullage.checkpoint.conversion.journal import Journal, SideBySide, Unit, is_small, neighbours_in
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.neighbours import read_small
-from ullage.checkpoint.numbers import cast
+from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
+from ullage.errors import CheckpointError
 
 
 def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tuple[int, int]:
@@ -73,7 +71,7 @@ def prepare(partial: Path, targets: list[Target]) -> None:
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != target.num_bytes:
-                # The full size at once, as a hole: units are written into it in any order, by any process.
+                # The full size at once, as a hole: units are written into it in any order.
                 os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
                 before = bisect.bisect_right(begins, offset) - 1
@@ -148,7 +146,7 @@ class _Worker:
             for offset, text in target.texts[low : bisect.bisect_left(target.texts, (part.end,))]:
                 whole[offset + shift : offset + shift + len(text)] = np.frombuffer(text, np.uint8)
             wanted += [(payload, payload.offset + shift) for payload in target.payloads[part.first : part.last]]
-        counts = read_small(self.sources, [(p.tensor, p.dtype, at) for p, at in wanted], whole, self.buffer, tally)
+        counts = _read_small(self.sources, [(p.tensor, p.dtype, at) for p, at in wanted], whole, self.buffer, tally)
         view, later, done = whole.data, [], 0
         for part, start in zip(parts, starts):
             shift = start - part.begin
@@ -283,3 +281,76 @@ def run_units(
         pool.shutdown(wait=True, cancel_futures=True)
         for worker in made:
             worker.sources.close()
+
+
+# Many small tensors at once: neighbours in a file are one read
+
+
+def _read_small(
+    sources: Sources, wanted: list[tuple[Tensor, str, int]], into: Bytes, buffer: Bytes, tally: Tally
+) -> list[int]:
+    """Read many small tensors whole; neighbours in a file are read at once.
+
+    Args:
+        sources: the open files.
+        wanted: each tensor, the dtype in which it is wanted, and its first byte in ``into``.
+        into: memory for all of them.
+        buffer: memory for a chunk; no tensor is larger than half of it.
+        tally: gets the runs that were read.
+
+    Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
+    """
+    counts = [0] * len(wanted)
+    plain = [
+        i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype
+    ]
+    for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
+        tensor, dtype, at = wanted[i]
+        mine = Tally(tally.runs)
+        for chunk in stream(sources, tensor, 0, tensor.numel, buffer, mine):
+            data = cast(chunk, tensor.dtype, dtype)
+            into[at : at + len(data)] = data
+            at += len(data)
+        counts[i] = mine.not_finite
+    if plain and not _read_plain(sources, [(wanted[i][0], wanted[i][2]) for i in plain], into, buffer, tally):
+        for i in plain:
+            tensor, _, at = wanted[i]
+            counts[i] = count_not_finite(into[at : at + tensor.num_bytes], tensor.dtype)
+    return counts
+
+
+def _read_plain(sources: Sources, wanted: list[tuple[Tensor, int]], into: Bytes, buffer: Bytes, tally: Tally) -> bool:
+    """Read tensors that nothing cuts or casts; returns whether all their elements are known to be finite."""
+    parts = [tensor.slices[0].fragments for tensor, _ in wanted]
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    item = np.array([tensor.item_bytes for tensor, _ in wanted], np.int64)[owners]
+    file = np.concatenate([part.file for part in parts])
+    offset = np.concatenate([part.offset for part in parts])
+    size = np.concatenate([part.length for part in parts]) * item
+    to = np.array([at for _, at in wanted], np.int64)[owners] + np.concatenate([p.start for p in parts]) * item
+    if int(size.sum()) != sum(tensor.num_bytes for tensor, _ in wanted):  # cannot be in an inventory without problems
+        raise CheckpointError("elements that no fragment holds", where=wanted[0][0].name)
+    order = np.lexsort((offset, file))
+    file, offset, size, to = file[order], offset[order], size[order], to[order]
+    # A read ends where the next fragment lies elsewhere, and where the buffer might be full.
+    ends = np.cumsum(size)
+    full = (ends - 1) // (len(buffer) // 2)
+    apart = (file[1:] != file[:-1]) | (offset[1:] != (offset + size)[:-1]) | (full[1:] != full[:-1])
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(file)]
+    dtypes = {tensor.dtype for tensor, _ in wanted}
+    dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    finite = bool(dtype)
+    starts = (ends - size).tolist()
+    sizes, places = size.tolist(), to.tolist()
+    for first, last in itertools.pairwise(bounds):
+        if first == last:
+            continue
+        low = starts[first]
+        chunk = buffer[: starts[last - 1] + sizes[last - 1] - low]
+        sources.read(int(file[first]), int(offset[first]), chunk.data)
+        tally.runs.append((int(file[first]), int(offset[first]), len(chunk), zlib.crc32(chunk.data)))
+        for i in range(first, last):
+            begin = starts[i] - low
+            into[places[i] : places[i] + sizes[i]] = chunk[begin : begin + sizes[i]]
+        finite = finite and not count_not_finite(chunk, dtype)
+    return finite

@@ -8,8 +8,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from ullage.checkpoint.conversion.journal import FOLDER
-from ullage.checkpoint.conversion.locking import require_writing
+from ullage.checkpoint.conversion.journal import FOLDER, require_writing
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.remote.paths import is_remote
@@ -44,16 +43,17 @@ def require_paths(targets: list[Target], target: Path) -> None:
     if clash:
         raise InputError("two files of the target would have one name", where=clash[0])
     longest = max(names, key=lambda name: len(os.fsencode(name)), default="")
-    size = len(os.fsencode(str(partial_of(target) / longest)))
     limit = _LONGEST_KEY if is_remote(target) else _LONGEST_PATH
     if not is_remote(target):
-        name = max(partial_of(target).parts, key=lambda part: len(os.fsencode(part)))
+        target = partial_of(target)
+        name = max(target.parts, key=lambda part: len(os.fsencode(part)))
         if len(os.fsencode(name)) > _LONGEST_NAME:
             expected = f"{_LONGEST_NAME} bytes, those of .partial among them"
             found = f"{len(os.fsencode(name))}"
             raise InputError(
                 "the name of the target would be too long", where=name[:80], expected=expected, found=found
             )
+    size = len(os.fsencode(f"{target}/{longest}"))
     if size > limit:
         raise InputError("a path would be too long", where=longest[:80], expected=f"{limit} bytes", found=f"{size}")
 

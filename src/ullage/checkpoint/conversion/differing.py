@@ -2,32 +2,27 @@
 
 Tensors are paired by name and state. What one format calls ``fp32`` (master weights) another calls ``frozen`` or
 ``buffer``, or stores under the name of a tied tensor; these are one *weight* here, so a ZeRO checkpoint and the
-safetensors made of it are compared throughout. Both are read in ranges of elements, by threads; memory is two ranges
-each, whatever the size.
+safetensors made of it are compared throughout.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ullage.checkpoint.conversion.comparing import compare_ranges, unequal_elements
 from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import Bytes, as_floats
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 from ullage.display import Shown, counted
 
 #: The state under which the weights of all formats are compared.
-WEIGHT = "weight"
-#: Elements at a time, as bytes of the wider of both tensors.
-_RANGE_BYTES = 2 * CHUNK_BYTES
+_WEIGHT = "weight"
 #: Dtypes that numpy has no arithmetic of: their elements are compared, and not subtracted.
 _NO_NUMBERS = ("float8", "float4", "bits", "complex32")
 
@@ -126,7 +121,7 @@ def diff(
     one, other = (each if isinstance(each, Inventory) else formats.read(each) for each in (first, second))
     for inventory in (one, other):
         formats.require_none(inventory, inventory.problems())
-    mine, yours = by_weight(one, weights_only), by_weight(other, weights_only)
+    mine, yours = _by_weight(one, weights_only), _by_weight(other, weights_only)
     found: list[TensorDifference] = []
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]] = []
     for name in dict.fromkeys([*mine, *yours]):
@@ -148,20 +143,20 @@ def diff(
     return Differences(str(one.folder), str(other.folder), len(pairs), elements, tuple(found))
 
 
-def by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
+def _by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
     """The tensors by name and state, in which every format calls a weight ``weight``."""
     named = {}
     for tensor in inventory.tensors:
         is_weight = tensor.kind != "parameter" or tensor.key == "fp32"
         if is_weight or not weights_only:
-            named[tensor.name, WEIGHT if is_weight else tensor.key] = tensor
+            named[tensor.name, _WEIGHT if is_weight else tensor.key] = tensor
     return named
 
 
 def _with_aliases(name: tuple[str, str], tensors: dict[tuple[str, str], Tensor], inventory: Inventory) -> Tensor | None:
     """The tensor of that name, or the one that it is tied to: formats choose which of both names is stored."""
     label, key = name
-    if name in tensors or key != WEIGHT:
+    if name in tensors or key != _WEIGHT:
         return tensors.get(name)
     return tensors.get((inventory.aliases.get(label, label), key))
 
@@ -179,15 +174,13 @@ def _steps(one: Inventory, other: Inventory) -> list[TensorDifference]:
     return [TensorDifference("", "step", "step", first, second)]
 
 
-@dataclass
-class _Count:
-    """What is known of a pair so far."""
+class _Count(NamedTuple):
+    """Of one range: elements that differ, those of them that are not finite, and the largest differences."""
 
     differing: int = 0
     not_finite: int = 0
     max_abs: float = 0.0
     max_relative: float = 0.0
-    has_numbers: bool = field(default=True)
 
 
 def _compared(
@@ -197,88 +190,60 @@ def _compared(
     workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> list[TensorDifference]:
-    total, done = sum(a.num_bytes for _, a, _ in pairs), 0
-    jobs = []
-    for number, (_, a, b) in enumerate(pairs):
-        # Ranges begin where a row of either begins: slices that lie side by side are read in whole rows.
-        row = math.lcm(row_elements(a), row_elements(b))
-        step = max(1, _RANGE_BYTES // (row * max(a.item_bytes, b.item_bytes))) * row
-        jobs += [(number, low, min(low + step, a.numel)) for low in range(0, a.numel, step)]
+    tensors = [(a, b) for _, a, b in pairs]
 
-    def work(share: list[tuple[int, int, int]]) -> list[tuple[int, int, _Count]]:
-        ours, theirs = Sources(one), Sources(other)
-        try:
-            return [
-                (number, high - low, compare_range(ours, theirs, *pairs[number][1:], low, high))
-                for number, low, high in share
-            ]
-        finally:
-            ours.close()
-            theirs.close()
+    def compare(number: int, low: int, left: Bytes, right: Bytes) -> _Count:
+        return _compare_range(*tensors[number], left, right)
 
-    counts = [_Count(has_numbers=_has_numbers(a) and _has_numbers(b)) for _, a, b in pairs]
-    size = max(1, min(16, len(jobs) // (4 * workers) + 1))
-    with ThreadPoolExecutor(workers) as pool:
-        for found in pool.map(work, [jobs[i : i + size] for i in range(0, len(jobs), size)]):
-            for number, elements, count in found:
-                so_far = counts[number]
-                so_far.differing += count.differing
-                so_far.not_finite += count.not_finite
-                so_far.max_abs = max(so_far.max_abs, count.max_abs)
-                so_far.max_relative = max(so_far.max_relative, count.max_relative)
-                done += elements * pairs[number][1].item_bytes
-            if progress is not None:
-                progress(done, total)
+    answers, errors = compare_ranges(one, other, tensors, compare, workers, progress)
+    for error in errors:
+        raise error
+    counts: list[list[_Count]] = [[] for _ in pairs]
+    for number, count in answers:
+        counts[number].append(count)
     differences = []
-    for ((name, key), a, b), count in zip(pairs, counts, strict=True):
+    for ((name, key), a, b), found in zip(pairs, counts, strict=True):
         kind = "values" if a.dtype == b.dtype else "dtype"
-        if not count.differing and kind == "values":
+        differing = sum(count.differing for count in found)
+        if not differing and kind == "values":
             continue
         made = TensorDifference(
-            name, key, kind, _said(a), _said(b), a.numel, count.differing, not_finite=count.not_finite
+            name, key, kind, _said(a), _said(b), a.numel, differing, not_finite=sum(c.not_finite for c in found)
         )
-        if count.has_numbers:
-            made = replace(made, max_abs=count.max_abs, max_relative=count.max_relative)
+        if _has_numbers(a) and _has_numbers(b):
+            largest = [max((count[field] for count in found), default=0.0) for field in (2, 3)]
+            made = replace(made, max_abs=largest[0], max_relative=largest[1])
         differences.append(made)
     return differences
 
 
-def compare_range(ours: Sources, theirs: Sources, a: Tensor, b: Tensor, low: int, high: int) -> _Count:
-    """The differences in the elements ``[low, high)`` of two tensors of one shape; reads both ranges at once."""
-    one, other = read_range(ours, a, low, high), read_range(theirs, b, low, high)
+def _compare_range(a: Tensor, b: Tensor, one: Bytes, other: Bytes) -> _Count:
+    """The differences of some elements of two tensors of one shape, of which the bytes are given."""
     if a.dtype == b.dtype:
-        if np.array_equal(one, other):
+        unequal = unequal_elements(one, other, a.item_bytes)
+        if unequal is None:
             return _Count()
-        unequal = (one.reshape(-1, a.item_bytes) != other.reshape(-1, b.item_bytes)).any(axis=1)
     else:
-        unequal = np.ones(high - low, bool)
+        unequal = np.ones(len(one) // a.item_bytes, bool)
     if not (_has_numbers(a) and _has_numbers(b)):
         return _Count(int(unequal.sum()))
-    left, right = (numbers(chunk, t.dtype)[unequal] for chunk, t in ((one, a), (other, b)))
+    left, right = (_numbers(chunk, t.dtype)[unequal] for chunk, t in ((one, a), (other, b)))
     if a.dtype != b.dtype:
         differ = (left != right) & ~(np.isnan(left) & np.isnan(right))
         left, right = left[differ], right[differ]
     finite = np.isfinite(left) & np.isfinite(right)
-    count = _Count(len(left), int((~finite).sum()))
-    if finite.any():
-        left, right = left[finite], right[finite]
-        with np.errstate(all="ignore"):
-            distance = np.abs(left - right)
-            larger = np.maximum(np.abs(left), np.abs(right))
-            relative = np.divide(distance, larger, out=np.zeros_like(distance), where=larger > 0)
-        count.max_abs, count.max_relative = float(distance.max()), float(relative.max())
-    return count
+    if not finite.any():
+        return _Count(len(left), len(left))
+    count, not_finite = len(left), int((~finite).sum())
+    left, right = left[finite], right[finite]
+    with np.errstate(all="ignore"):
+        distance = np.abs(left - right)
+        larger = np.maximum(np.abs(left), np.abs(right))
+        relative = np.divide(distance, larger, out=np.zeros_like(distance), where=larger > 0)
+    return _Count(count, not_finite, float(distance.max()), float(relative.max()))
 
 
-def read_range(sources: Sources, tensor: Tensor, low: int, high: int) -> Bytes:
-    """The bytes of elements ``[low, high)``, at row boundaries, in memory of their own."""
-    buffer = np.empty((high - low) * tensor.item_bytes, np.uint8)
-    for chunk in stream(sources, tensor, low, high, buffer, Tally()):
-        return chunk
-    return buffer
-
-
-def numbers(chunk: Bytes, dtype: str) -> Any:
+def _numbers(chunk: Bytes, dtype: str) -> Any:
     """The elements as float64, or complex128: wide enough for the difference of any two of them."""
     if dtype.startswith("complex"):
         return chunk.view(dtype).astype(np.complex128)

@@ -1,4 +1,4 @@
-"""The report of a conversion or an average: what was written, how much of it, and how long it took."""
+"""The report of a conversion: what was written, how much of it, and how long it took."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Report(Shown):
     bytes_resumed: int = 0
     records_checked: int = 0
     seconds: float = 0.0
-    world_size: int = 1
     workers: int = 1
     #: (parameter, state key, elements that are NaN or Inf)
     not_finite: list[tuple[str, str, int]] = field(default_factory=list)

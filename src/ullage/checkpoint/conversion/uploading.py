@@ -24,17 +24,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.destination import disk_error, require_room
-from ullage.checkpoint.conversion.locking import lock
-from ullage.checkpoint.conversion.units import split
+from ullage.checkpoint.conversion.journal import lock, split
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.remote.paths import is_remote
+from ullage.checkpoint.remote.paths import is_remote, key_of, store_at
 from ullage.checkpoint.remote.store import PARALLEL, Store
 from ullage.errors import CheckpointError, InputError
 
@@ -60,16 +59,9 @@ class Batch:
         return f"{JOURNAL}/batch-{self.number:06d}.json"
 
 
-def require_writable(inventory: Inventory, target: Path, world_size: int) -> None:
+def require_writable(inventory: Inventory, target: Path) -> None:
     """Raise ``InputError`` for a target in a store that is not possible whatever lies there."""
-    if world_size > 1:
-        raise InputError(
-            "several processes cannot write one target in a store",
-            where=str(target),
-            found=f"{world_size} processes",
-            hint="call convert in one process, which works on several threads, or convert to a folder and copy it",
-        )
-    if "/" not in cast(Any, target).key:
+    if not target.name or key_of(target).strip("/") == target.name:
         raise InputError("the target is a whole bucket", where=str(target), hint="name a folder in it")
     if is_remote(inventory.folder) and target.is_relative_to(inventory.folder):
         raise InputError("the target lies inside the source", where=str(target), hint="name a folder beside the source")
@@ -101,10 +93,10 @@ class Upload:
 
     @property
     def _store(self) -> Store:
-        return cast(Any, self.target).store
+        return store_at(self.target)
 
     def _key(self, name: str) -> str:
-        return f"{cast(Any, self.target).key}/{name}"
+        return f"{key_of(self.target)}/{name}"
 
     def run(self, judged: Callable[[dict[int, dict[str, Any]]], str], *, pointer: str | None) -> int:
         """Convert, or go on; returns the bytes that an earlier call had done.
@@ -155,9 +147,8 @@ class Upload:
 
     def _begin(self) -> dict[str, int]:
         """Names and sizes of what lies in the target, which is of this conversion; writes the plan if there is none."""
-        self._store.forget()
-        there = {name: e.num_bytes for name, e in self._store.tree(cast(Any, self.target).key).items()}
-        plan = self._plan() if _PLAN in there else None
+        there = self._store.look(key_of(self.target))
+        plan = self._plan(there[_PLAN]) if _PLAN in there else None
         if there and plan is None:
             raise InputError("the target exists", where=str(self.target), hint="remove it, or name another")
         if plan is not None and plan["mark"] != self.mark:
@@ -171,9 +162,9 @@ class Upload:
             self._store.write(self._key(_PLAN), text.encode())
         return there
 
-    def _plan(self) -> dict[str, Any] | None:
+    def _plan(self, num_bytes: int) -> dict[str, Any] | None:
         try:
-            plan = json.loads((self.target / _PLAN).read_bytes())
+            plan = json.loads(self._store.read(self._key(_PLAN), 0, num_bytes))
             names, _ = plan["names"], plan["mark"]
             # What is removed by this list must be in the target.
             return plan if all(".." not in name.split("/") for name in names) else None
@@ -250,10 +241,9 @@ class Upload:
 
     def _finish(self, summary: str, *, pointer: str | None) -> None:
         """Compare all sizes with what the store lists, then mark the target as complete."""
-        self._store.forget()
-        there = self._store.tree(cast(Any, self.target).key)
+        there = self._store.look(key_of(self.target))
         for target in self.targets:
-            size = there[target.name].num_bytes if target.name in there else None
+            size = there.get(target.name)
             if size != target.num_bytes:
                 where, found = str(self.target / target.name), "no object" if size is None else f"{size} bytes"
                 hint = "another program writes there; run the same command again"
@@ -266,19 +256,16 @@ class Upload:
     def _end(self, *, pointer: str | None) -> None:
         """What follows the mark: the pointer beside the target, and the removal of the journal."""
         if pointer:
-            beside = cast(Any, self.target).with_name(pointer)
-            self._store.write(beside.key, self.target.name.encode())
+            self._store.write(key_of(self.target.with_name(pointer)), self.target.name.encode())
         self._remove([])
 
     def _remove(self, names: list[str]) -> None:
         """Remove files of that name, and the journal."""
-        self._store.forget()
-        there = self._store.tree(cast(Any, self.target).key)
+        there = self._store.look(key_of(self.target))
         notes = [n for n in there if n.startswith(f"{JOURNAL}/") and n != _PLAN]
         self._store.remove([self._key(n) for n in [*notes, *names] if n in there])
         # The plan last: as long as it is there, the same command ends what is left to do.
         self._store.remove([self._key(_PLAN)])
-        self._store.forget()
 
 
 class _NoJournal:

@@ -14,11 +14,11 @@ from typing import Any
 from ullage.checkpoint.conversion import loaded
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.converting import default_workers
-from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.formats import trainer_folder
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.table import read
 from ullage.checkpoint.inventory import Inventory, Tensor
+from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.problem import Problem
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.files.unpickling import Refused, TensorRef, Unpickler
 from ullage.checkpoint.files.ziparchive import ArchiveRecord, Part, read_records
+from ullage.checkpoint.numbers import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.remote.paths import opened
 from ullage.errors import CheckpointError
 
@@ -100,8 +100,8 @@ def read_torch_file(path: str | os.PathLike[str], base: int = 0, num_bytes: int 
 
 def read_pickle(path: Path) -> Any:
     """A plain pickle without tensors, under the same rules. Raises ``CheckpointError``."""
-    with as_checkpoint_error(str(path)):
-        return Unpickler(path.read_bytes()).load()
+    with as_checkpoint_error(str(path)), opened(path) as file:
+        return Unpickler(file.pread(file.size, 0)).load()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ullage.checkpoint.remote.paths import LocalFile, RemoteFile
+from ullage.checkpoint.remote.paths import OpenFile
 from ullage.errors import CheckpointError
 
 # The fixed parts of a zip file, each with a signature of four bytes at its head; below, fields are taken by number:
@@ -44,7 +44,7 @@ class ArchiveRecord:
 class Part:
     """A range of an open file, of which the last bytes (all, in a small file) are read at once."""
 
-    def __init__(self, path: str, file: LocalFile | RemoteFile, base: int, size: int) -> None:
+    def __init__(self, path: str, file: OpenFile, base: int, size: int) -> None:
         self.path, self.base, self.size = path, base, size
         self._file = file
         self._tail_at = max(0, size - file.tail_bytes)

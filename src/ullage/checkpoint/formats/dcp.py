@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
@@ -41,6 +40,7 @@ from ullage.checkpoint.formats.entries import (
 )
 from ullage.checkpoint.formats.locate import object_of, schedule, steps_taken
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero.folder import collected, record_table

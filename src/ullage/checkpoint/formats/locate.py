@@ -99,9 +99,9 @@ def is_megatron(folder: Path) -> bool:
     path = folder / "metadata.json"
     if not path.is_file():
         return False
-    with as_checkpoint_error(str(path)), open(path, "rb") as stream:
+    with as_checkpoint_error(str(path)):
         try:
-            told = json.loads(stream.read(_LONGEST_TAG))
+            told = json.loads(read_start(path, _LONGEST_TAG))
         except (ValueError, RecursionError):
             return False
     return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ullage.checkpoint.dtypes import ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -34,6 +33,7 @@ from ullage.checkpoint.formats.entries import (
     weights_of,
 )
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.folder import collected

@@ -23,7 +23,7 @@ from ullage.checkpoint.formats.universal import read_universal, universal_target
 from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import let_go, path_of, reached
+from ullage.checkpoint.remote.paths import let_go, looked_at, path_of, reached
 from ullage.errors import CheckpointError, InputError
 
 _READERS = {
@@ -58,7 +58,7 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
     """
     path, format = locate(path_of(folder, storage_options))
     try:
-        with reached(path):
+        with looked_at(path):
             return _READERS[format](path)
     finally:
         let_go(path)

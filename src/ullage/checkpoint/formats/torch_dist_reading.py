@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.dtypes import FLOATS
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert
@@ -24,6 +23,7 @@ from ullage.checkpoint.formats.entries import rows_of, stacked_rows
 from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, architecture_of, ranges_of
 from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
+from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import collected
 from ullage.checkpoint.zero.states import Details

@@ -33,6 +33,7 @@ from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero.expert_layers import router_copies
 from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
@@ -173,33 +174,40 @@ def read_universal(folder: Path) -> Inventory:
     """The inventory of a universal checkpoint, ours or DeepSpeed's. Raises ``CheckpointError``."""
     found = _Reading(folder)
     models = found.models()
+    paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     groups = [shapes for model in models for shapes in model.param_shapes or []]
     with collected(found.problems, "zero/optimizer_state.pt"):
-        found.read_optimizer()
-    # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers.
-    one_to_one = len(models) == 1 and len(groups) == len(found.flat_groups)
-    group_of = {name: g for g, named in zip(found.flat_groups, groups) for name in named} if one_to_one else {}
+        found.read_optimizer({path.stem for path in paths})
+    # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers. The model ranks
+    # have the same groups.
+    flat_groups, count = found.flat_groups, len(found.flat_groups)
+    one_to_one = bool(models) and all(len(model.param_shapes or []) == count for model in models)
+    group_of = {name: flat_groups[n % count] for n, named in enumerate(groups) for name in named if one_to_one}
     shapes = {name: shape for named in groups for name, shape in named.items()}
-    paths = sorted((folder / "zero").glob("*/*.pt"))
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
         with collected(found.problems, str(path.relative_to(folder))):
             found.add(path, shapes, group_of)
-    steps = found.details.steps
+    for model in models:
+        found.add_of_module(model, shapes)
+    steps: dict[int, tuple[Any, str | None]] = {}
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
             found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
+    # DeepSpeed's own, of stage 3, has no files of steps.
+    steps = found.details.steps = found.details.steps | steps
     if one_to_one:
         weights = {t.name for t in found.tensors if t.key == "fp32"}
         names = found.details.names = [[] for _ in found.details.param_groups]
-        for group, named in zip(found.flat_groups, groups):
-            names[group] += [name for name in _in_order(list(named), models[0]) if name in weights]
+        for n, named in enumerate(groups):
+            listed = names[flat_groups[n % count]]
+            listed += [x for x in _in_order(list(named), models[0]) if x in weights and x not in listed]
     else:
         what = "which parameter belongs to which group of the optimizer is not in the files"
-        size = f"{len(groups)} groups of parameters, {len(found.flat_groups)} of settings"
+        size = f"{len(groups)} groups of parameters, {count} of settings"
         hint = "convert the weights only, or from the original"
         found.optimizer_problems.insert(0, Problem(what, found=size, hint=hint))
-    found.details.models = {0: models[0]} if len(models) == 1 else {}
+    found.details.models = {0: models[0]} if models else {}
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
     held = {t.name for t in found.tensors}
     return Inventory(
@@ -243,13 +251,17 @@ class _Reading:
             with collected(self.problems, path.name):
                 model, source = shards.read_model(self.folder, len(self.files), file)
                 found.append(model)
+                model.aliases |= router_copies(model)
                 self.buffers |= model.buffer_names
                 self.records[len(self.files)] = record_table(source)
                 self.files.append(file)
         return found
 
-    def read_optimizer(self) -> None:
-        """Read ``optimizer_state.pt``, where there is one: hyperparameters by group, and numbers."""
+    def read_optimizer(self, keys: set[str]) -> None:
+        """Read ``optimizer_state.pt``, where there is one: hyperparameters by group, steps, and numbers.
+
+        ``keys``: of the state that has files of its own. Raises ``CheckpointError``.
+        """
         path = self.folder / "zero" / "optimizer_state.pt"
         if not path.is_file():
             return
@@ -262,16 +274,23 @@ class _Reading:
         inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
         state = metadata.mapping(inner.get("state"), "state", where)
         numbers: dict[int, dict[str, Any]] = {}
+        steps: dict[int, tuple[Any, str | None]] = {}
         problems: list[Problem] = []
         for flat, index in enumerate(group_of):
             for key, value in metadata.mapping(state.get(flat), "state", where).items():
-                if isinstance(value, TensorRef) and value.shape and key != "step":
+                if key == "step":
+                    if value is not None:
+                        dtype = value.dtype if isinstance(value, TensorRef) else None
+                        steps.setdefault(index, (as_number(value, source), dtype))
+                elif key in keys:
+                    continue  # DeepSpeed's own, of stage 3, has the partitions of rank 0 here too
+                elif isinstance(value, TensorRef) and value.shape:
                     what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
                     problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
-                elif key != "step" and value is not None:
+                elif value is not None:
                     numbers.setdefault(index, {})[key] = as_number(value, source)
         wrapper = {key: root[key] for key in WRAPPER if key in root}
-        self.details = Details(param_groups=groups, numbers=numbers, settings_file=source, wrapper=wrapper)
+        self.details = Details({}, {}, steps, groups, numbers=numbers, settings_file=source, wrapper=wrapper)
         self.flat_groups, self.optimizer_problems = group_of, problems
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
@@ -298,6 +317,18 @@ class _Reading:
         self.tensors.append(replace(made, key=key, shape=shape, slices=(part,), group=group_of.get(name)))
         self.records[len(self.files)] = record_table(source)
         self.files.append(File(where, source.num_bytes, "weights"))
+
+    def add_of_module(self, model: ModelFile, trained: metadata.Shapes) -> None:
+        """Add what no optimizer holds and only the model states have: DeepSpeed's converter gives it no file."""
+        known = {*trained, *model.aliases, *(tensor.name for tensor in self.tensors)}
+        for name, ref in (model.module or {}).items():
+            if not isinstance(ref, TensorRef) or name in known:
+                continue
+            kind = "buffer" if name in self.buffers else "frozen"
+            # Stage 3 leaves a tensor of no elements for each parameter that it shards.
+            if kind == "buffer" or ref.numel:
+                with collected(self.problems, model.name):
+                    self.tensors.append(whole_tensor(name, kind, ref, model.file, model.source, kind))
 
 
 #: Bytes of the longest name of a file on the file systems in use.

@@ -1,31 +1,30 @@
 """The places in which checkpoints lie: folders of this machine, and URLs that fsspec knows (``s3://``, ``gs://``, ...).
 
-Readers take a ``Path``. Of a URL they get a :class:`RemotePath`, which has those methods of ``Path`` that readers use
-and answers them from listings of the store. Bytes come through :func:`opened`, by requests for ranges: no file is
-fetched whole for its description. A folder of this machine is read as ever, by descriptors.
+Of a URL readers get a ``UPath`` of universal_pathlib, and use it like a ``Path``; its driver keeps the listings. Bytes
+come through :func:`opened`, by requests for ranges: no file is fetched whole for its description. A folder of this
+machine is read as ever, by descriptors.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import partial, total_ordering
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from ullage.checkpoint.files.positions import read_at
-from ullage.checkpoint.remote.store import Held, Store, merged
+from ullage.checkpoint.remote.store import Held, Store, store_of
 from ullage.errors import CheckpointError, InputError
 from ullage.extras import needed_by
 
 #: Bytes at the two ends of an archive that hold its description as a rule.
 _HEAD_BYTES, _TAIL_BYTES = 8 << 10, 16 << 10
-#: Most bytes that are fetched ahead for the description of one file.
-_HELD_BYTES = 16 << 20
+#: Most bytes that are fetched ahead: for the description of one file, and for those of all files.
+_HELD_BYTES, _ALL_HELD_BYTES = 16 << 20, 64 << 20
 #: URLs of folders of this machine.
 _LOCAL = ("file://", "local://")
 
@@ -36,18 +35,18 @@ def is_url(where: object) -> bool:
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path that :func:`path_of` gave lies in a store."""
-    return isinstance(path, RemotePath)
+    """Whether a path that :func:`path_of` gave lies in a store: it is no path of the operating system."""
+    return not isinstance(path, (str, os.PathLike))
 
 
 def path_of(where: str | Path, storage_options: dict[str, Any] | None = None) -> Path:
-    """The path of a folder, from its name or URL. Of a URL a :class:`RemotePath`, which readers use like a ``Path``.
+    """The path of a folder, from its name or URL. Of a URL a ``UPath``, which readers use like a ``Path``.
 
     ``storage_options`` are those of fsspec, for the URL's file system; a folder of this machine needs none.
     Raises ``InputError`` for a URL whose file system is not known, not installed, or refuses the options.
     """
     if is_remote(where):
-        return cast(Any, where)
+        return cast(Path, where)
     if isinstance(where, str) and where.startswith(_LOCAL):
         return Path(where.partition("://")[2])
     if not is_url(where):
@@ -56,197 +55,81 @@ def path_of(where: str | Path, storage_options: dict[str, Any] | None = None) ->
     with needed_by("a checkpoint by URL"):
         from fsspec.core import url_to_fs
     try:
-        system, key = url_to_fs(url, **(storage_options or {}))
+        system, _ = url_to_fs(url, **(storage_options or {}))
     except ImportError as error:
         hint = 'pip install "ullage[remote]"' if url.startswith(("s3:", "s3a:")) else "install it with pip"
         raise InputError("the driver of this URL is not installed", where=url, found=str(error), hint=hint) from error
     except (ValueError, TypeError) as error:
         raise InputError("the URL cannot be opened", where=url, found=str(error)) from error
-    return cast(Any, RemotePath(Store(system, url, key.rstrip("/")), key.rstrip("/")))
+    system.invalidate_cache()
+    with needed_by("a checkpoint by URL"), warnings.catch_warnings():
+        from upath import UPath
+
+        warnings.simplefilter("ignore", UserWarning)  # a driver that it has no class for
+        return cast(Any, UPath(url, **(storage_options or {})))
+
+
+def key_of(path: Path) -> str:
+    """The path in the file system of a store."""
+    return cast(Any, path).path
+
+
+def store_at(path: Path) -> Store:
+    """The store that a path lies in."""
+    return store_of(cast(Any, path).fs)
+
+
+def version_of(path: Path) -> list[Any]:
+    """What changes when a file does: its size, and its time and inode or what a store tells."""
+    status = path.stat()
+    if is_remote(path):
+        return [status.st_size, cast(Any, path).fs.ukey(key_of(path))]
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _nothing_ahead(ranges: Iterable[tuple[int, int]]) -> None:
+    """The system reads ahead."""
 
 
 @dataclass(frozen=True)
-class Status:
-    """What ``Path.stat`` says of a file, as far as a store knows it."""
+class OpenFile:
+    """A file that ranges are read of.
 
-    st_size: int
-    st_ino: int
-    st_mtime_ns: int = 0
+    Attributes:
+        size: bytes of the file.
+        pread: bytes by number and offset, fewer where the file ends.
+        tail_bytes: bytes of the end of an archive that are read at once.
+        hold: fetches (offset, bytes) that are about to be read.
+    """
 
-
-@total_ordering
-class RemotePath:
-    """A file or folder in a store, with the methods of ``Path`` that readers use; ``str`` of it is its URL."""
-
-    __slots__ = ("key", "store")
-
-    def __init__(self, store: Store, key: str) -> None:
-        self.store, self.key = store, key
-
-    def __str__(self) -> str:
-        return self.store.url(self.key)
-
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
-
-    def __fspath__(self) -> str:
-        raise InputError("this can be done with a folder of this machine only", where=str(self), hint="copy it first")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and (self.key, str(self)) == (other.key, str(other))
-
-    def __lt__(self, other: RemotePath) -> bool:
-        return self.parts < other.parts
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __truediv__(self, name: str | PurePosixPath) -> RemotePath:
-        key = self.key
-        for part in str(name).split("/"):
-            if part == "..":
-                key = key.rpartition("/")[0]
-            elif part not in ("", "."):
-                key = f"{key}/{part}"
-        return RemotePath(self.store, key)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The components of the key."""
-        return tuple(self.key.split("/"))
-
-    @property
-    def name(self) -> str:
-        """The last component."""
-        return self.key.rpartition("/")[2]
-
-    @property
-    def stem(self) -> str:
-        """The last component without its suffix."""
-        return PurePosixPath(self.name).stem
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the last component."""
-        return PurePosixPath(self.name).suffix
-
-    @property
-    def parent(self) -> RemotePath:
-        """The folder around it."""
-        return RemotePath(self.store, self.key.rpartition("/")[0] or self.key)
-
-    def with_name(self, name: str) -> RemotePath:
-        """The neighbour of that name."""
-        return self.parent / name
-
-    def relative_to(self, other: RemotePath) -> PurePosixPath:
-        """The path within ``other``. Raises ``ValueError``."""
-        if not self.is_relative_to(other):
-            raise ValueError(f"{self} is not in {other}")
-        return PurePosixPath(self.key[len(other.key) + 1 :] or ".")
-
-    def is_relative_to(self, other: object) -> bool:
-        """Whether it is ``other``, or lies in it."""
-        return isinstance(other, RemotePath) and f"{self.key}/".startswith(f"{other.key}/")
-
-    def resolve(self) -> RemotePath:
-        """Itself: stores have no links."""
-        return self
-
-    def is_file(self) -> bool:
-        """Whether it is a file."""
-        entry = self.store.entry(self.key) if "/" in self.key else None
-        return entry is not None and not entry.is_folder
-
-    def is_dir(self) -> bool:
-        """Whether there are files in it."""
-        return bool(self.store.entries(self.key))
-
-    def exists(self) -> bool:
-        """Whether it is a file or a folder."""
-        return self.is_file() or self.is_dir()
-
-    def stat(self) -> Status:
-        """Its size and version. Raises ``FileNotFoundError``."""
-        entry = self.store.entry(self.key)
-        if entry is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return Status(entry.num_bytes, entry.version)
-
-    def iterdir(self) -> Iterator[RemotePath]:
-        """What is in the folder."""
-        return iter([RemotePath(self.store, f"{self.key}/{name}") for name in self.store.entries(self.key)])
-
-    def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """What matches in the folder and, by a pattern of several components, in folders of it."""
-        steps = pattern.split("/")
-        if len(steps) > 1 and self.key not in self.store._listed:
-            self.store.tree(self.key)
-        found = [self]
-        for step in steps:
-            found = [path for folder in found for path in folder.iterdir() if fnmatchcase(path.name, step)]
-        return iter(found)
-
-    def read_bytes(self) -> bytes:
-        """The whole content, of a small file. Raises ``OSError``."""
-        return self.store.read(self.key, 0, self.stat().st_size)
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """The whole content as text."""
-        return self.read_bytes().decode(encoding)
-
-
-# Files
-
-
-class LocalFile:
-    """An open file of this machine."""
-
-    #: bytes of the end of an archive that are read at once
-    tail_bytes = 1 << 16
-
-    def __init__(self, fd: int) -> None:
-        self.pread: Callable[[int, int], bytes] = partial(read_at, fd)
-        self.size = os.fstat(fd).st_size
-
-    def hold(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: the system reads ahead."""
-
-
-@dataclass
-class RemoteFile:
-    """A file in a store, read by ranges."""
-
-    path: RemotePath
-    tail_bytes: int = _TAIL_BYTES
-    _held: Held = field(default_factory=Held)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size
-
-    def pread(self, num_bytes: int, offset: int) -> bytes:
-        """Bytes from ``offset`` on, fewer where the file ends."""
-        stop = min(offset + num_bytes, self.size)
-        held = self._held.find(self.path.key, offset, stop)
-        return self.path.store.read(self.path.key, offset, stop) if held is None else bytes(held)
-
-    def hold(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch (offset, bytes) that are about to be read."""
-        size = self.size
-        inside = [(self.path.key, at, min(at + n, size)) for at, n in ranges if 0 <= at < size]
-        self._held.add(self.path.store, merged(inside), _HELD_BYTES)
+    size: int
+    pread: Callable[[int, int], bytes]
+    tail_bytes: int = 1 << 16
+    hold: Callable[[Iterable[tuple[int, int]]], None] = _nothing_ahead
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[LocalFile | RemoteFile]:
-    """A file to read ranges of: ``size``, ``pread(num_bytes, offset)``. Raises ``OSError``."""
-    if isinstance(path, RemotePath):
-        yield RemoteFile(path)
+def opened(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
+    """A file to read ranges of. Raises ``OSError``."""
+    if is_remote(path):
+        yield _open_remote(cast(Any, path))
         return
     with open(path, "rb", buffering=0) as raw:
-        yield LocalFile(raw.fileno())
+        yield OpenFile(os.fstat(raw.fileno()).st_size, partial(read_at, raw.fileno()))
+
+
+def _open_remote(path: Path) -> OpenFile:
+    store, key, size, held = store_at(path), key_of(path), path.stat().st_size, Held()
+
+    def pread(num_bytes: int, offset: int) -> bytes:
+        stop = min(offset + num_bytes, size)
+        found = held.find(key, offset, stop)
+        return store.read(key, offset, stop) if found is None else found
+
+    def hold(ranges: Iterable[tuple[int, int]]) -> None:
+        held.add(store, [(key, at, min(at + n, size)) for at, n in ranges if 0 <= at < size], _HELD_BYTES)
+
+    return OpenFile(size, pread, _TAIL_BYTES, hold)
 
 
 def read_start(path: Path, num_bytes: int) -> bytes:
@@ -262,34 +145,34 @@ def hold_descriptions(archives: Iterable[tuple[Path, int, int]]) -> None:
     """
     ranges, store = [], None
     for path, offset, size in archives:
-        if not isinstance(path, RemotePath):
+        if not is_remote(path):
             return
-        store, end = path.store, offset + size
-        entry = store.entry(path.key)
-        if entry is None or end > entry.num_bytes:
+        store, key, end = store_at(path), key_of(path), offset + size
+        if not path.is_file() or end > path.stat().st_size:
             continue  # a problem of that file, which its reader will find
         if size <= _HEAD_BYTES + _TAIL_BYTES:
-            ranges.append((path.key, offset, end))
+            ranges.append((key, offset, end))
         else:
-            ranges += [(path.key, offset, offset + _HEAD_BYTES), (path.key, end - _TAIL_BYTES, end)]
+            ranges += [(key, offset, offset + _HEAD_BYTES), (key, end - _TAIL_BYTES, end)]
     if store is not None:
         # What cannot be fetched now is asked for again by the reader of that file, whose error names it.
         with suppress(OSError):
-            store.hold(ranges)
+            store.held.add(store, ranges, _ALL_HELD_BYTES)
 
 
 def let_go(path: Path) -> None:
     """Drop what :func:`hold_descriptions` has fetched."""
-    if isinstance(path, RemotePath):
-        path.store.let_go()
+    if is_remote(path):
+        store_at(path).held = Held()
 
 
-def look_again(path: Path) -> None:
-    """Drop what is known of a store, so that sizes and names are those of now. Raises ``CheckpointError``."""
-    if isinstance(path, RemotePath):
-        with reached(path):
-            path.store.forget()
-            path.store.tree(path.key)
+@contextmanager
+def looked_at(path: Path) -> Iterator[None]:
+    """As :func:`reached`, with a folder in a store listed anew, so that sizes and names are those of now."""
+    with reached(path):
+        if is_remote(path):
+            store_at(path).look(key_of(path))
+        yield
 
 
 @contextmanager

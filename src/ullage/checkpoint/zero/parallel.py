@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ullage.checkpoint.blocks import CodedBlocks
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice, Tensor
+from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map

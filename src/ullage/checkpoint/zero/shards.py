@@ -31,13 +31,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ullage.checkpoint.blocks import NUM_CODES, CodedPart, block_size
-from ullage.checkpoint.dtypes import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
+from ullage.checkpoint.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
 from ullage.errors import CheckpointError
 
 #: Group 1: number of the layer.

@@ -25,8 +25,8 @@ from ullage.datasets.text import TokenDataset
 from ullage.errors import InputError
 from ullage.training.agreement import agreement, gather
 from ullage.training.capacity import state_bytes
-from ullage.training.costing import num_parameters
 from ullage.training.device_memory import DeviceMemory
+from ullage.training.metering import num_parameters
 from ullage.training.packed_batch import PackedBatch
 from ullage.units import memory_size
 

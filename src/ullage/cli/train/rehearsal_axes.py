@@ -6,16 +6,16 @@ on a model that is thrown away.
 
 from __future__ import annotations
 
-import itertools
+import math
 import time
 from typing import Any
 
 import torch
 
 from ullage.errors import InputError
-from ullage.exchange import PackedStep
 from ullage.training.agreement import gather
 from ullage.training.device_memory import DeviceMemory
+from ullage.training.packed_batch import PackedBatch
 
 #: Steps that are planned, and of these run, at most.
 _STEPS, _RUN = 4, 3
@@ -23,30 +23,34 @@ _STEPS, _RUN = 4, 3
 
 def of_steps(told: dict[str, Any], trainer: Any) -> None:
     """Plan the first steps, run some of them, and put what they take into ``told``. Collective."""
-    steps, several = trainer.state.max_steps, trainer.args.world_size > 1
+    args, several = trainer.args, trainer.args.world_size > 1
+    loader = trainer.get_train_dataloader()
+    per_epoch = max(len(loader), 1)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
+    trainer._prepare_for_training(steps, loader, None)
     memory: DeviceMemory | None = None
     try:
-        memory = DeviceMemory(trainer.args.device)
+        memory = DeviceMemory(args.device)
         memory.settle()
         memory.begin()
     except InputError:  # a system that does not tell
         told["notes"].append("the memory of a step cannot be measured on this system")
-    drawn: list[PackedStep] = []
+    drawn: list[PackedBatch] = []
     seconds: list[float] = []
-    trainer.model.train()
-    with trainer.steps_of_epoch(0) as epoch:
-        for step in itertools.islice(epoch, min(_STEPS, steps)):
-            drawn.append(step)
-            if len(seconds) < _RUN:
-                begun = time.perf_counter()
-                trainer.training_step(step)
-                if trainer.args.device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(max(gather(time.perf_counter() - begun, several)))
+    batches = iter(loader)
+    for number in range(min(_STEPS, steps)):
+        samples, count = trainer.get_batch_samples(batches, 1, args.device)
+        if not samples:
+            break
+        drawn += samples
+        if number < _RUN:
+            begun = time.perf_counter()
+            _train(trainer, samples[0], count)
+            seconds.append(max(gather(time.perf_counter() - begun, several)))
     taken = 0 if memory is None else memory.taken()
     plans = [step.plan for step in drawn]
     found = [each.statistics() for each in plans]
-    per_epoch, tokens = trainer.steps_per_epoch, sum(step.num_tokens for step in drawn) / len(drawn)
+    tokens = sum(step.num_tokens for step in drawn) / len(drawn)
     told["plan"] = {
         "steps": steps,
         "steps_per_epoch": per_epoch,
@@ -60,8 +64,8 @@ def of_steps(told: dict[str, Any], trainer: Any) -> None:
         "capacity_unused": sum(each.ullage for each in found) / len(drawn),
         "imbalance": sum(each.rank_imbalance for each in found) / len(drawn),
     }
-    if trainer.topology.cp.size > 1:
-        told["plan"]["ranks_per_row"] = trainer.topology.cp.size
+    if trainer.get_cp_size() > 1:
+        told["plan"]["ranks_per_row"] = trainer.get_cp_size()
     held = _held(trainer)
     largest = max((row.layout.num_tokens for step in drawn for row in step.microbatches), default=0)
     told["memory"] = {name: max(gather(size, several)) for name, size in held.items()}
@@ -79,6 +83,16 @@ def of_steps(told: dict[str, Any], trainer: Any) -> None:
         "whole_steps": True,
     }
     told["notes"].append("steps were run with the optimizer and the exchange between ranks, on weights thrown away")
+
+
+def _train(trainer: Any, step: PackedBatch, count: Any) -> None:
+    """One whole step. Waits for the device."""
+    trainer.training_step(trainer.model, step, count)
+    trainer._clip_grad_norm(trainer.model)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    if trainer.args.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _held(trainer: Any) -> dict[str, int]:

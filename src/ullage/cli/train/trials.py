@@ -83,8 +83,8 @@ def require_trainable(training: TrainingArguments, parallel: ParallelArguments) 
         )
     try:
         if parallel.asked:
-            from ullage.engines.fsdp.mesh import require_sizes
-            from ullage.engines.fsdp.trainer_arguments import require_supported
+            from ullage.engines.fsdp.parallel import require_sizes
+            from ullage.engines.fsdp.trained import require_supported
 
             require_supported(training)
             ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -68,7 +68,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.script import sample_of, script_of
     from ullage.cli.train.summary import Voice, save_and_summarize
-    from ullage.training.costing import num_parameters
+    from ullage.training.metering import num_parameters
 
     command = parse(argv)
     say = Voice(first, command.output.json)
@@ -177,12 +177,10 @@ def _trainer(
     # The default is to evaluate, which transformers refuses without a data set.
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
-    given = {"model": model, "train_dataset": training, "eval_dataset": held_out, "processing_class": tokenizer}
+    given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
+    given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
     trainer: Any
-    if command.parallel.asked:
-        trainer = parallel_trainer(command, **given)
-    else:
-        trainer = Trainer(args=arguments, data_collator=cast(Any, RaggedCollator()), **given)
+    trainer = parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -212,9 +210,7 @@ def _train(
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
 
-    # The engine of --dp, --cp and --tp loads its own checkpoints in any layout; only the Trainer may have to convert.
-    converts = checkpoint is not None and not command.parallel.asked
-    conversion = trainer.conversion_for(checkpoint) if converts else None
+    conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
     if conversion is not None:
         say(str(conversion))
     stop = Stop(command.run.stop_at_step)

@@ -1,0 +1,276 @@
+"""Content of a checkpoint as every rank gets it from the first: where each element lies, and what else the files say.
+
+The first rank reads the descriptions of all files and proves that the fragments tile every tensor; the others get the
+result, so that N ranks do not each open the files of M. Hyperparameters, loss scale, counters and schedule are objects
+of DeepSpeed's: every rank unpickles them from two of the files, which are mapped, so that of a file with all weights
+only the description is read. As by DeepSpeed's own loader, this can run code.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ullage.checkpoint import Inventory, Tensor, read
+from ullage.checkpoint.manifest import Block, Manifest, around, damage_in
+from ullage.errors import CheckpointError, UllageError
+from ullage.layout import Int64
+from ullage.ranks import Axis
+from ullage.ranks.wire import broadcast_record
+
+#: What the state of an optimizer is called under which the step must be known, because it corrects their bias.
+_CORRECTED = ("exp_avg", "exp_avg_sq")
+#: Entries of model states whose tensors are read by ranges, or replaced by the masters.
+_TENSORS = ("module", "frozen_param_fragments", "optimizer")
+#: Entries of a parameter group that belong to the run that saved it.
+_OWN = ("params", "param_names")
+#: What the loss scale is kept in, by ``_load_global_state``.
+SCALE = ("loss_scaler", "dynamic_loss_scale")
+#: The file beside a universal checkpoint that names it.
+_LATEST = "latest_universal"
+
+
+@dataclass
+class Content:
+    """A checkpoint without its data.
+
+    Attributes:
+        inventory: its tensors, without what only writers of formats need.
+        steps: step and dtype of each parameter group, as they were saved.
+        settings: plain hyperparameters by group, where no file of DeepSpeed's holds them.
+        model_states: files of model states of data-parallel rank 0, by model rank.
+        optimizer_states: the file with the optimizer's hyperparameters and loss scale; None without one of DeepSpeed's.
+        left_out: state that the optimizer computes again.
+        blocks: by file, offset, bytes and CRC-32 of the blocks of the manifest.
+        problems: why it cannot be loaded.
+    """
+
+    inventory: Inventory
+    steps: dict[int, tuple[Any, str | None]] = field(default_factory=dict)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    model_states: list[Path] = field(default_factory=list)
+    optimizer_states: Path | None = None
+    left_out: frozenset[str] = frozenset()
+    blocks: dict[int, Int64] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """State keys of trained parameters, the master weights (``fp32``) first."""
+        return self.inventory.keys
+
+    def beside(self, names: set[str]) -> list[str]:
+        """The tensors of the checkpoint that have none of ``names``, nor are one of these under another name."""
+        aliases = {owner for alias, owner in self.inventory.aliases.items() if alias in names}
+        found = dict.fromkeys(tensor.name for tensor in self.inventory.tensors)
+        return [name for name in found if name not in names and name not in aliases]
+
+    def named(self, names: Sequence[str], *keys: str) -> Tensor | None:
+        """The tensor that the checkpoint has under one of ``names`` and one of ``keys``."""
+        # A tied parameter was saved under one of its names; the names of one are the same in another run of the model.
+        stored = [*names, *(self.inventory.aliases[name] for name in names if name in self.inventory.aliases)]
+        found = ((name, key) for key in keys for name in stored if (name, key) in self.inventory)
+        return next((self.inventory.tensor(*each) for each in found), None)
+
+
+def shared_content(
+    folder: str | Path, tag: str | None = None, *, universal: bool = False, manifest: bool = False
+) -> Content:
+    """The content of the checkpoint, read by the first rank for all. Collective.
+
+    Args:
+        folder: of the checkpoint, or the one around it.
+        tag: its folder inside, where that is not the latest.
+        universal: whether the one that ``latest_universal`` names is meant.
+        manifest: whether what is read will be compared with the manifest, if there is one.
+
+    Raises on every rank what the first one met.
+    """
+    axis = Axis.world()
+    record = None
+    if axis.rank == 0:
+        try:
+            where = universal_at(folder, tag) if universal else Path(folder) / tag if tag else Path(folder)
+            record = (None, read_content(where, manifest=manifest))
+        except UllageError as error:
+            record = (error, None)
+        except Exception as error:  # another rank can only raise what it can be sent
+            record = (RuntimeError(f"{type(error).__name__}: {error}"), None)
+    error, content = pickle.loads(broadcast_record(pickle.dumps(record), axis, 0))
+    if error is not None:
+        raise error
+    return content
+
+
+def read_content(folder: Path, *, manifest: bool) -> Content:
+    """The content of the checkpoint at ``folder``, as for ``ullage.checkpoint.read``. Reads no tensor data."""
+    inventory = read(folder)
+    details, where = inventory.details, inventory.folder
+    content = Content(replace(inventory, details=None), getattr(details, "steps", {}))
+    content.problems += [
+        str(problem) for problem in (*inventory.problems(manifest=False), *inventory.optimizer_problems)
+    ]
+    if inventory.format == "zero":
+        ranks = sorted((f.model_rank or 0, f.name) for f in inventory.files if f.kind == "model" and not f.dp_rank)
+        content.model_states = [where / name for _, name in ranks]
+        shard = details.shards[min(details.shards)].name if details.shards else None
+        content.optimizer_states = where / shard if shard else next(iter(content.model_states), None)
+    elif inventory.format == "universal":
+        names = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
+        content.model_states = next((found for name in names if (found := sorted(where.glob(name)))), [])
+        content.optimizer_states = where / "zero" / "optimizer_state.pt"
+    elif details is not None:
+        plain = (int, float, bool, str, tuple, type(None))
+        content.settings = [
+            {key: value for key, value in group.items() if isinstance(value, plain)} for group in details.param_groups
+        ]
+    uncut = getattr(details, "uncut", {}).values()
+    content.left_out = frozenset(key for each in uncut for key in each.left_out)
+    content.problems += _missing_steps(content)
+    if manifest:
+        _add_blocks(content)
+    return content
+
+
+def _missing_steps(content: Content) -> list[str]:
+    inventory = content.inventory
+    has_state = inventory.format in ("zero", "universal") or len(inventory.keys) > 1
+    if not has_state and not inventory.steps:
+        return [f"no optimizer state in it ({inventory.format})"]
+    groups = {t.group for t in inventory.tensors if t.key in _CORRECTED}
+    lacking = [g for g in groups if g is None or inventory.steps.get(g) is None]
+    return ["the optimizer's step is not in it"] if lacking else []
+
+
+def _add_blocks(content: Content) -> None:
+    """The blocks of the manifest that speaks of the checkpoint's files: in its folder, or in the one around it."""
+    inventory = content.inventory
+    for found, prefix in around(inventory.folder):
+        listed = _by_file(found)
+        numbers = {i: listed[prefix + f.name] for i, f in enumerate(inventory.files) if prefix + f.name in listed}
+        if not numbers and not found.damage:
+            continue
+        damage = [*found.damage, *damage_in(found.folder, [b for own in numbers.values() for b in own], content=False)]
+        content.problems += [f"{d.name} is damaged: expected {d.expected}, found {d.found}" for d in damage]
+        content.blocks = {
+            number: np.array([(b.offset, b.num_bytes, b.crc) for b in own], np.int64) for number, own in numbers.items()
+        }
+        return
+
+
+def _by_file(manifest: Manifest) -> dict[str, list[Block]]:
+    listed: dict[str, list[Block]] = {}
+    for block in manifest.blocks:
+        listed.setdefault(block.name, []).append(block)
+    return listed
+
+
+@dataclass
+class Saved:
+    """What the files of DeepSpeed say of the optimizer.
+
+    Attributes:
+        groups: hyperparameters by parameter group; empty where nothing holds them.
+        kept: by parameter group, state that is neither cut like the weights nor the step.
+        whole: loss scale, clipping and version, for the engine's own loader; empty for formats without.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+
+
+def read_saved(content: Content) -> Saved:
+    """The objects of the optimizer. Reads the description of one file."""
+    if content.optimizer_states is None:
+        return Saved(content.settings)
+    root = _load(content.optimizer_states)
+    inventory = content.inventory
+    saved = root  # universal
+    if inventory.format == "zero":
+        saved = root.get("optimizer" if inventory.written_by.stage == 0 else "optimizer_state_dict") or {}
+    inner = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+    groups, state = [], {}  # as of an elastic checkpoint: a list by group, without hyperparameters
+    if isinstance(inner, dict):
+        groups = inner.get("param_groups") or saved.get("param_groups") or []
+        state = inner.get("state") or {}
+    others = {*content.keys, *content.left_out, "step"}
+    kept = {
+        number: {key: copy.deepcopy(value) for key, value in state[first].items() if key not in others}
+        for number, group in enumerate(groups)
+        for first in list(group.get("params", ()))[:1]
+        if isinstance(state.get(first), dict)
+    }
+    whole = {key: saved[key] for key in (*SCALE, "overflow", "clip_grad", "ds_version") if key in saved}
+    whole.setdefault("ds_version", root.get("ds_version"))
+    settings = [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
+    return Saved(copy.deepcopy(settings), kept, whole if inventory.written_by.stage != 0 else {})
+
+
+class ModelStates:
+    """The model states without the tensors that are read by ranges, given to the engine as its reader of files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        root = {key: value for key, value in _load(path).items() if key not in _TENSORS}
+        # Copied, because a mapped tensor would change with its file.
+        self._root = {**copy.deepcopy(root), "module": {}, "mp_world_size": 1}
+
+    def load(self, path: Any, map_location: Any = None) -> dict[str, Any]:
+        """The states, whatever file is asked for."""
+        return dict(self._root)
+
+
+# Where a universal checkpoint lies
+
+
+def prefers_universal(folder: str | Path) -> bool:
+    """Whether ``folder`` has a universal checkpoint and none of DeepSpeed's own that is of a later step.
+
+    Steps are those in the tags that ``latest_universal`` and ``latest`` name, such as ``global_step400``; where one of
+    them tells no step, the universal checkpoint is preferred, because somebody made it on purpose.
+    """
+    universal, native = Path(folder) / _LATEST, Path(folder) / "latest"
+    if not universal.is_file() or not native.is_file():
+        return universal.is_file()
+    ours, theirs = _step_of(universal.read_text()), _step_of(native.read_text())
+    return ours is None or theirs is None or theirs <= ours
+
+
+def universal_at(folder: str | Path, tag: str | None = None) -> Path:
+    """The folder of the universal checkpoint at ``folder`` or in it. Raises ``CheckpointError`` if there is none."""
+    folder = Path(folder)
+    if tag is None:
+        if (folder / _LATEST).is_file():
+            tag = (folder / _LATEST).read_text().strip()
+        elif (folder / "zero").is_dir():
+            tag = ""
+        else:
+            raise CheckpointError(
+                "no universal checkpoint",
+                where=str(folder),
+                expected=f"a file {_LATEST} or a folder zero",
+                found="DeepSpeed's own checkpoint" if (folder / "latest").is_file() else "neither",
+                hint="make one with: ullage convert SOURCE TARGET --to universal",
+            )
+    folder /= tag
+    if not (folder / "zero" / "optimizer_state.pt").is_file():
+        raise CheckpointError("the universal checkpoint is incomplete", where=f"{folder}/zero/optimizer_state.pt")
+    return folder
+
+
+def _step_of(tag: str) -> int | None:
+    found = re.search(r"step_?(\d+)", tag)
+    return int(found[1]) if found else None
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

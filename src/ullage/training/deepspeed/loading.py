@@ -1,0 +1,483 @@
+"""Loading of a checkpoint of DeepSpeed's into an engine of another layout, or into a model without DeepSpeed.
+
+1. The first rank reads the descriptions of all files and proves that each element lies in exactly one place
+   (``content``); every rank compares it with what it holds (``engine``, ``plan``). Whatever does not fit is raised
+   here, by all ranks, and nothing has been touched.
+2. Each rank reads the elements that it holds into its own tensors, and the sums of what all read are compared with
+   those of the files.
+3. Steps, hyperparameters, counters and schedule are set, and the weights are made from the masters as the engine makes
+   them after a step.
+
+**The sums.** Every rank sums its ranges while it reads them. The ranges of all ranks, end to end, make most records of
+the archives whole, and most blocks of the manifest; the few bytes between them (padding, headers of records) are read
+for the comparison, as far as they are few. So a record or a block is compared where the ranks together read nearly all
+of it, and is not where they needed a part of it only: the weights of a module that the masters replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ullage.checkpoint import Tensor
+from ullage.checkpoint.conversion.checksums import with_gaps
+from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.manifest import BLOCK_BYTES
+from ullage.checkpoint.numbers import Bytes
+from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
+from ullage.errors import CheckpointError, listed
+from ullage.layout import Int64
+from ullage.ranks import Axis, together
+from ullage.ranks.ending import end_groups_at_exit
+from ullage.ranks.wire import gather_objects
+from ullage.replacing import replaced
+from ullage.training.deepspeed.content import SCALE, Content, ModelStates, Saved, read_saved, shared_content
+from ullage.training.deepspeed.engine import (
+    EngineTensors,
+    HeldRange,
+    HeldTensor,
+    MasterWeights,
+    is_stage3,
+    require_engine,
+    tensors_of,
+)
+from ullage.training.deepspeed.plan import RangePlan, Read, make_plan
+
+#: Of the bytes that a rank reads for itself, one in this many may be read for comparisons besides.
+_SPARE = 32
+_NONE: Int64 = np.zeros((0, 3), np.int64)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loading, on this rank.
+
+    Attributes:
+        path: of the model states, or the folder of a format without.
+        client_state: what the user saved with the checkpoint.
+        share_bytes: bytes of the elements that this rank needs, in the checkpoint.
+        read_bytes: bytes of tensors that it read, those for comparing sums included.
+        compared: records and blocks whose sums were compared, on all ranks.
+    """
+
+    path: str
+    client_state: dict[str, Any]
+    share_bytes: int
+    read_bytes: int
+    compared: int
+
+
+def load_ranges(
+    engine: Any,
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    strict: bool = True,
+    load_lr_scheduler_states: bool = True,
+    universal: bool = False,
+    manifest: bool = True,
+) -> Loaded:
+    """Load a checkpoint of any layout into ``engine``. Collective; waits for the device.
+
+    Args:
+        engine: as for :func:`ullage.training.deepspeed.load_checkpoint`, as are the arguments up to the schedule.
+        folder: of the checkpoint.
+        tag: its folder inside, where that is not the latest.
+        strict: every frozen parameter and buffer must be there.
+        load_lr_scheduler_states: whether the schedule is loaded.
+        universal: whether the checkpoint that ``latest_universal`` names is meant.
+        manifest: whether the blocks of a manifest are compared; False where that was done before.
+    """
+    end_groups_at_exit()
+    require_engine(engine)
+    zero, world = engine.optimizer, Axis.world()
+    content = shared_content(folder, tag, universal=universal, manifest=manifest)
+    here, plan, saved, states = EngineTensors([], [], set()), RangePlan(), Saved(), None
+    with together(world, "reading the checkpoint's descriptions"):
+        here = tensors_of(engine)
+        plan = make_plan(here, content, strict)
+        if not plan.problems:
+            saved = read_saved(content)
+            states = ModelStates(content.model_states[0]) if content.model_states else None
+    what = "universal checkpoint" if content.inventory.format == "universal" else "checkpoint"
+    _require_fit(plan, content, f"the {what} does not fit this engine")
+    if is_stage3(zero):
+        zero.checkpoint_event_prologue()
+    with contextlib.closing(_RangeReader(content)) as reader:
+        with together(world, "reading the checkpoint"):
+            _fill_optimizer(reader, zero, here.masters, content, plan, saved)
+            reader.fill_others(plan)
+        compared = reader.compare()
+    with together(world, "setting the state of the engine"):
+        _set_settings(zero.optimizer, plan, saved)
+        _set_scale(zero, saved)
+        path, client_state = _set_counters(engine, content, states, load_lr_scheduler_states)
+    _make_weights(zero, here.masters)
+    return Loaded(path, client_state, plan.num_bytes, reader.num_bytes, compared)
+
+
+def load_weights(model: torch.nn.Module, content: Content) -> None:
+    """Copy the weights and buffers of a checkpoint into a model that every rank holds whole. Collective.
+
+    Raises ``CheckpointError`` that names everything that does not fit, before anything is copied. Waits for the device.
+    """
+    plan = RangePlan(problems=list(content.problems))
+    if not plan.problems:
+        whole = _held_whole(model)
+        known = {name for held in whole for name in held.names}
+        plan.problems += [f"{name}: not in the model" for name in content.beside(known)]
+        for held in whole:
+            plan.add_other(held, content)
+    _require_fit(plan, content, "the checkpoint does not fit the model")
+    _read_others(plan, content)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, content: Content) -> None:
+    """Put the state of a checkpoint into the ``optimizer`` of a model that every rank holds whole. Collective.
+
+    State goes by the names of the model's parameters. Hyperparameters stay as they are: they are this run's arguments.
+    Raises ``CheckpointError`` for a parameter whose state the checkpoint lacks.
+    """
+    plan, state, lacking = RangePlan(), {}, []
+    by_identity = {id(held.target): held for held in _held_whole(model)}
+    # A state dict of an optimizer goes by position.
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        held = by_identity[id(parameter)]
+        weight = content.named(held.names, "fp32")
+        step = None if weight is None or weight.group is None else content.inventory.steps.get(weight.group)
+        mine: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step))}
+        for key in content.keys:
+            tensor = content.named(held.names, key) if key != "fp32" else None
+            if tensor is not None and plan.fits(held, tensor, key):
+                # As ``load_state_dict`` would cast and move it.
+                dtype = parameter.dtype if parameter.is_floating_point() else getattr(torch, tensor.dtype)
+                mine[key] = torch.empty(held.shape, dtype=dtype, device=parameter.device)
+                plan.others.append((mine[key], [Read(tensor, 0, 0, tensor.numel)]))
+        if mine:
+            state[index] = mine
+        else:
+            lacking.append(held.names[0])
+    _require_fit(plan, content, "the checkpoint does not fit the model")
+    # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
+    if lacking and state:
+        what = "the checkpoint lacks the optimizer's state of these parameters"
+        raise CheckpointError(what, where=str(content.inventory.folder), found=listed(lacking, 5, "; "))
+    _read_others(plan, content)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _held_whole(model: torch.nn.Module) -> list[HeldTensor]:
+    """Everything that a state dict holds, under all its names: a tied parameter has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            names.setdefault(value, []).append(name)
+    return [
+        HeldTensor(tuple(own), tuple(value.shape), value, (HeldRange(0, 0, value.numel()),) if value.numel() else ())
+        for value, own in names.items()
+    ]
+
+
+def _read_others(plan: RangePlan, content: Content) -> None:
+    with contextlib.closing(_RangeReader(content)) as reader:
+        with together(Axis.world(), "reading the checkpoint"):
+            reader.fill_others(plan)
+        reader.compare()
+
+
+def _require_fit(plan: RangePlan, content: Content, what: str) -> None:
+    """Raise the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
+    gathered = gather_objects(plan.problems, Axis.world())
+    found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
+    if found:
+        raise CheckpointError(what, where=str(content.inventory.folder), found=listed(found, 5, "; "))
+
+
+# Reading
+
+
+class _RangeReader:
+    """The open files of a checkpoint, buffers, and a record of what was read."""
+
+    def __init__(self, content: Content) -> None:
+        self._content, self._sources = content, Sources(content.inventory)
+        self._tally = Tally(block_bytes=BLOCK_BYTES if content.blocks else 0)
+        self._buffers = [np.empty(CHUNK_BYTES, np.uint8)]
+        self._twins: dict[tuple[str, str], list[Tensor]] = {}
+        for first, other in content.inventory.twins:
+            self._twins.setdefault((first.name, first.key), []).append(other)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors that were read."""
+        return self._sources.num_bytes
+
+    def close(self) -> None:
+        """Close all files."""
+        self._sources.close()
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, reads: Iterable[Read]) -> None:
+        """Copy the elements of ``reads`` into ``target``, flat, in its dtype.
+
+        Raises ``CheckpointError`` where pipeline stages hold different values of one parameter.
+        """
+        for read in reads:
+            dtype, row, at = getattr(torch, read.tensor.dtype), row_elements(read.tensor), read.at
+            # Rows that tensor parallelism has cut are read whole, so what is asked for may lie inside the first one.
+            low, stop = read.start // row * row, read.start + read.length
+            high = min(-(-stop // row) * row, read.tensor.numel)
+            for chunk in self._chunks(read.tensor, low, high):
+                values = torch.from_numpy(chunk).view(dtype)
+                begin, end = max(read.start - low, 0), min(len(values), stop - low)
+                if begin < end:
+                    target.narrow(0, at, end - begin).copy_(values[begin:end])
+                    at += end - begin
+                low += len(values)
+
+    def _chunks(self, tensor: Tensor, low: int, high: int) -> Iterator[Bytes]:
+        """The bytes of elements ``[low, high)``, equal in every stage of a pipeline that holds the tensor."""
+        held = [tensor, *self._twins.get((tensor.name, tensor.key), [])]
+        while len(self._buffers) < len(held):
+            self._buffers.append(np.empty(CHUNK_BYTES, np.uint8))
+        streams = [stream(self._sources, t, low, high, b, self._tally) for t, b in zip(held, self._buffers)]
+        for chunk, *others in zip(*streams, strict=True):
+            if not all(np.array_equal(chunk, other) for other in others):
+                raise CheckpointError(
+                    "pipeline stages hold different values of one parameter",
+                    where=f"parameter {tensor.name} ({tensor.key})",
+                    hint="a tied weight that has drifted apart, or two parameters of one name",
+                )
+            yield chunk
+
+    def fill_others(self, plan: RangePlan) -> None:
+        """Read what is held one by one: at stage 3 this rank's partition, otherwise the whole."""
+        for target, reads in plan.others:
+            own: Any = target
+            held = own.ds_tensor.data if hasattr(target, "ds_id") else target.data
+            if held.is_contiguous():
+                self.fill(held.view(-1), reads)
+            else:
+                whole = torch.empty(held.numel(), dtype=held.dtype)
+                self.fill(whole, reads)
+                held.copy_(whole.view(held.shape))
+
+    def compare(self) -> int:
+        """Compare the sums of what all ranks read; returns how many were compared, on all ranks. Collective."""
+        world, count, runs = Axis.world(), 0, None
+        with together(world, "summing what was read"):
+            runs = _joined(self._tally.runs, self._content)
+        everywhere = gather_objects(runs, world)
+        with together(world, "comparing the checkpoint's sums"):
+            count = _compare(self._sources, self._content, everywhere, world.rank)
+        return sum(gather_objects(count, world))
+
+
+# The optimizer of an engine
+
+
+def _fill_optimizer(
+    reader: _RangeReader, zero: Any, masters: list[MasterWeights], content: Content, plan: RangePlan, saved: Saved
+) -> None:
+    """Read masters and states, and give each flat tensor its own step; padding becomes zero."""
+    optimizer = zero.optimizer
+    for number, master in enumerate(masters):
+        made: dict[str, Any] = {}
+        for key in content.keys:
+            target = master.flat.data
+            if key != "fp32":
+                target = made[key] = _state_tensor(optimizer, plan, master.flat, key)
+            target.zero_()
+            reader.fill(target, plan.flats[number, key])
+        group = plan.groups.get(master.group)
+        source = -1 if group is None else group
+        step = _step_for(*content.steps.get(source, (content.inventory.steps.get(source), None)), optimizer)
+        settings = optimizer.param_groups[master.group]
+        if torch.is_tensor(step) and (settings.get("fused") or settings.get("capturable")):
+            step = step.to(device=master.flat.device, dtype=torch.float32)
+        kept = {
+            key: value.to(master.flat.device) if torch.is_tensor(value) and value.dim() else value
+            for key, value in saved.kept.get(source, {}).items()
+        }
+        state = optimizer.state[master.flat]
+        state.clear()
+        state.update({**({} if step is None else {"step": step}), **made, **kept})
+
+
+def _state_tensor(optimizer: Any, plan: RangePlan, master: torch.Tensor, key: str) -> torch.Tensor:
+    """The tensor for a state: the one that is there, or a new one."""
+    there = optimizer.state[master].get(key) if master in optimizer.state else None
+    if torch.is_tensor(there) and there.shape == master.shape:
+        return there
+    # As ``Optimizer.load_state_dict``: a state saved in the dtype of its weights gets the dtype of the weights here.
+    saved = plan.dtypes.get(key)
+    alike = saved is None or saved == plan.dtypes.get("fp32")
+    return torch.zeros_like(master.data, dtype=master.dtype if alike else getattr(torch, saved or "float32"))
+
+
+def _step_for(value: Any, dtype: str | None, optimizer: torch.optim.Optimizer) -> Any:
+    """A step as ``optimizer`` keeps it: torch's a tensor, DeepSpeed's a number; any other as it was saved."""
+    if value is None:
+        return None
+    home = type(optimizer).__module__
+    if home.startswith("torch.optim"):
+        return torch.tensor(float(value), dtype=getattr(torch, dtype or "float32"))
+    if dtype is None or home.startswith("deepspeed.ops"):
+        return int(value)
+    return torch.tensor(value, dtype=getattr(torch, dtype))
+
+
+def _set_settings(optimizer: Any, plan: RangePlan, saved: Saved) -> None:
+    """Give each parameter group the hyperparameters that it was saved with."""
+    for number, group in enumerate(optimizer.param_groups):
+        # A group of which no parameter is trained keeps its number.
+        source = plan.groups.get(number, number)
+        if source is not None and source < len(saved.groups):
+            # DeepSpeed finds the ranks of a group of experts by its name, which tells the size of expert parallelism.
+            own = {"name": group["name"]} if group.get("moe") else {}
+            group.update({**saved.groups[source], **own})
+
+
+def _set_scale(zero: Any, saved: Saved) -> None:
+    """Set loss scale and clipping by the engine's own loader, the scale only where both runs scale in the same way."""
+    import deepspeed
+
+    whole = dict(saved.whole)
+    if not whole:
+        return
+    # A scale that adapts itself, saved by a run in fp16, has no place in one in bf16, nor the other way round.
+    if type(whole.get("loss_scaler")) is not type(getattr(zero, "loss_scaler", None)):
+        whole = {key: value for key, value in whole.items() if key not in SCALE}
+    whole["ds_version"] = whole.get("ds_version") or deepspeed.__version__
+    if is_stage3(zero):
+        zero._load_global_state_stage3(whole)
+    else:
+        zero._load_global_state(whole)
+
+
+def _set_counters(engine: Any, content: Content, states: ModelStates | None, schedule: bool) -> tuple[str, Any]:
+    """Counters, schedule and client state, by the engine's own reader of model states."""
+    if states is None:
+        steps = [int(step) for step in content.inventory.steps.values() if step is not None]
+        engine.global_steps = max(steps, default=engine.global_steps)
+        engine.global_samples = engine.global_steps * engine.train_batch_size()
+        return str(content.inventory.folder), {}
+    with contextlib.ExitStack() as around:
+        # With a universal checkpoint asked for, the engine leaves the weights alone.
+        around.enter_context(replaced(engine._config, "load_universal_checkpoint", True))
+        around.enter_context(replaced(engine, "_get_all_ckpt_names", lambda *_: [str(states.path)]))
+        around.enter_context(replaced(engine, "checkpoint_engine", states))
+        return engine._load_checkpoint(
+            str(states.path.parent.parent), states.path.parent.name, load_lr_scheduler_states=schedule
+        )
+
+
+def _make_weights(zero: Any, masters: list[MasterWeights]) -> None:
+    """Make the weights of the module from the masters, and link the states, as after a step. Collective."""
+    if not is_stage3(zero):
+        zero.update_lp_params()
+        zero._link_all_hp_params()
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+        return
+    for number, master in enumerate(masters):
+        weights = zero.fp16_partitioned_groups_flat[number]
+        if master.flat.numel():
+            weights.data.copy_(master.flat.data)
+        # Partitions are views of the flat tensor, except where DeepSpeed has moved one of them since.
+        views = zero.unflatten(weights, zero.fp16_partitioned_groups[number])
+        for partition, view in zip(zero.fp16_partitioned_groups[number], views, strict=True):
+            partition.data = view.data
+    zero.checkpoint_event_epilogue()
+
+
+# Comparison of what was read with the sums of the files and of their manifest
+
+
+def _joined(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
+    """Runs (file, offset, bytes, crc) as [n, 4], those that follow one another within a record or block made one."""
+    table = np.unique(np.array(runs, np.int64).reshape(-1, 4), axis=0)
+    if len(table) < 2:
+        return table
+    # A run may not reach over the beginning of a record or a block, where another sum begins.
+    begins = np.zeros(len(table), bool)
+    for file in np.unique(table[:, 0]).tolist():
+        edges = np.concatenate([units.get(file, _NONE)[:, 0] for units in _tables(content)])
+        mine = table[:, 0] == file
+        begins[mine] = np.isin(table[mine, 1], edges)
+    follows = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 1] + table[:-1, 2])
+    owner = np.concatenate([[0], np.cumsum(~follows | begins[1:])])
+    first = np.searchsorted(owner, np.arange(owner[-1] + 1))
+    crcs = combine(table[:, 3], table[:, 2], owner)
+    return np.column_stack([table[first, :2], np.bincount(owner, table[:, 2]).astype(np.int64), crcs])
+
+
+def _compare(sources: Sources, content: Content, runs: list[Int64], rank: int) -> int:
+    """Compare this rank's share of the records and blocks; returns how many were compared.
+
+    Args:
+        sources: the open files.
+        content: the checkpoint.
+        runs: what each rank read, as :func:`_joined` gives it.
+        rank: this one.
+
+    Raises ``CheckpointError`` that names the file and what lies in the bytes that differ.
+    """
+    spare, count = sources.num_bytes // _SPARE, 0
+    together = np.unique(np.concatenate(runs), axis=0) if runs else np.zeros((0, 4), np.int64)
+    for number, (file, low, size, crc, inside) in enumerate(_units(content, together)):
+        if number % len(runs) != rank:
+            continue
+        gaps = size - int(inside[:, 2].sum())
+        if gaps > spare:
+            continue
+        spare -= max(gaps, 0)
+        parts = with_gaps(sources, file, low, size, inside)
+        if combine(parts[:, 1], parts[:, 0], np.zeros(len(parts), np.int64))[0] != crc:
+            raise _damaged(content, file, low, size)
+        count += 1
+    return count
+
+
+def _tables(content: Content) -> tuple[dict[int, Any], dict[int, Any]]:
+    return content.inventory.records, content.blocks
+
+
+def _units(content: Content, runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
+    """(file, offset, bytes, crc, runs within) of each record and block that any rank read of, by file."""
+    for file in np.unique(runs[:, 0]).tolist():
+        mine = runs[runs[:, 0] == file]
+        # Of a run that two ranks read in part, each byte counts once: the one that begins first, and the longer.
+        mine = mine[np.lexsort((-mine[:, 2], mine[:, 1]))]
+        for table in _tables(content):
+            for low, size, crc in table.get(file, _NONE).tolist():
+                first, last = np.searchsorted(mine[:, 1], [low, low + size])
+                inside = mine[first:last]
+                ends = inside[:, 1] + inside[:, 2]
+                if len(inside) and (ends[:-1] <= inside[1:, 1]).all() and ends[-1] <= low + size:
+                    yield file, low, size, crc, inside
+
+
+def _damaged(content: Content, file: int, low: int, size: int) -> CheckpointError:
+    inventory = content.inventory
+    names = [
+        f"{tensor.name} ({tensor.key})"
+        for tensor in inventory.tensors
+        for part in tensor.slices
+        if (
+            (part.fragments.file == file)
+            & (part.fragments.offset < low + size)
+            & (part.fragments.offset + part.fragments.length * tensor.item_bytes > low)
+        ).any()
+    ]
+    return CheckpointError(
+        "corrupted: the data fails its checksum",
+        where=f"{inventory.folder / inventory.files[file].name}, bytes {low:,} to {low + size:,}, {listed(names)}",
+        hint="the engine holds a part of it: load another checkpoint before training, or copy the file again",
+    )
