@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -117,9 +118,9 @@ def layers_of(folder: Folder, model: ModelFile, tp: int) -> dict[str, Layer]:
             shapes = {place_of(n)[2]: tuple(t.shape) for f in there[:1] for n, t in f.tensors.items()}
             layer = found[prefix] = replace(stacks.get(prefix, Layer(prefix, total)), shapes=shapes)
             if layer.total != total:
-                what, facts = "the number of experts disagrees with ds_autoep_layers", (str(total), str(layer.total))
-                file = {"file": model.name, "parameter": prefix}
-                folder.add_problem(what, **file, expected=facts[0], found=facts[1])
+                what = "the number of experts disagrees with ds_autoep_layers"
+                facts: dict[str, Any] = {"expected": str(total), "found": str(layer.total)}
+                folder.add_problem(what, file=model.name, parameter=prefix, **facts)
         _compare_shapes(folder, there)
     extra = sorted(f.name for (number, e), f in mine.items() if number >= len(counts) or e >= counts[number])
     if extra:
@@ -167,7 +168,7 @@ def _stacks(model: ModelFile) -> dict[str, Layer]:
 
 def _report_missing(folder: Folder, model: ModelFile, number: int, files: list[ExpertFile | None]) -> None:
     bad = {problem.file for problem in folder.problems}
-    facts = {
+    facts: dict[str, Any] = {
         "expected": f"{len(files)} experts, as {model.name} says",
         "found": f"{sum(f is not None for f in files)}",
         "hint": "copy the folder again from where it was saved",
@@ -208,7 +209,7 @@ def _compare_shapes(folder: Folder, files: list[ExpertFile]) -> None:
         name = next((n for n in sorted(held[0].keys() | found.keys()) if held[0].get(n) != found.get(n)), None)
         if name is not None:
             expected = f"{held[0].get(name, 'none')}, as in {files[0].name}"
-            facts = {"parameter": name, "expected": expected, "found": found.get(name, "none")}
+            facts: dict[str, Any] = {"parameter": name, "expected": expected, "found": found.get(name, "none")}
             folder.add_problem("the experts of a layer differ in shape", file=file.name, **facts)
 
 

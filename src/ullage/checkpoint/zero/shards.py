@@ -156,10 +156,10 @@ def sort_files(folder: Path) -> list[File]:
             continue
         if _UNNUMBERED.fullmatch(path.name):
             raise RefusedFile(_OF_OLD, where=f"{folder}: {path.name}", hint=_LOAD_AND_SAVE)
-        match, kind = next(((m, kind) for p, kind in _KINDS.items() if (m := p.fullmatch(path.name))), (None, None))
-        if match and kind:
-            dp_rank = None if kind == "expert" else int(match.groupdict().get("dp") or 0)
-            files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"])))
+        for pattern, kind in _KINDS.items():
+            if match := pattern.fullmatch(path.name):
+                dp_rank = None if kind == "expert" else int(match.groupdict().get("dp") or 0)
+                files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"])))
     return files
 
 
