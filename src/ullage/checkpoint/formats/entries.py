@@ -59,7 +59,12 @@ def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
     Raises ``CheckpointError`` for a group that names what is no parameter, or two groups with one parameter.
     """
     details = Details.of(inventory)
-    listed = _listed(inventory, details)
+    count = len(details.param_groups)
+    # As the files list them, else in the order of the tensors.
+    listed = [*(details.names or []), *([] for _ in range(count))]
+    for tensor in inventory.tensors if details.names is None else ():
+        if tensor.kind == "parameter" and tensor.key == "fp32" and tensor.group is not None and tensor.group < count:
+            listed[tensor.group].append(tensor.name)
     kept = kept_by_group(details)
     found = []
     for index, settings in enumerate(details.param_groups):
@@ -75,18 +80,6 @@ def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
             where=f"{inventory.folder}, parameter {strange[0]}",
             hint="the weights can be converted without the optimizer: --weights-only",
         )
-    return found
-
-
-def _listed(inventory: Inventory, details: Details) -> list[list[str]]:
-    """The names of each group: as the files list them, else in the order of the tensors."""
-    count = len(details.param_groups)
-    if details.names is not None:
-        return [*details.names, *[[] for _ in range(count - len(details.names))]]
-    found: list[list[str]] = [[] for _ in range(count)]
-    for tensor in inventory.tensors:
-        if tensor.kind == "parameter" and tensor.key == "fp32" and tensor.group is not None and tensor.group < count:
-            found[tensor.group].append(tensor.name)
     return found
 
 

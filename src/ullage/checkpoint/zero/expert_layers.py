@@ -73,19 +73,7 @@ def local_number(name: str) -> tuple[str, int, str] | None:
     return (match[1], int(match[2]), match[3]) if match else None
 
 
-def layer_of(name: str, layers: dict[str, Layer]) -> Layer | None:
-    """The layer of which ``name`` is an expert's parameter, or a stack of them."""
-    numbered = local_number(name)
-    found = layers.get(numbered[0] if numbered else name.rpartition(".")[0])
-    return found if found is None or found.stacked == (numbered is None) else None
-
-
-def is_expert(name: str, layers: dict[str, Layer]) -> bool:
-    """Whether a parameter is an expert's, also of a layer of which no file of weights is there."""
-    return local_number(name) is not None or layer_of(name, layers) is not None
-
-
-def layers_of(folder: Folder, model: ModelFile, tp: int) -> dict[str, Layer]:
+def _layers_of(folder: Folder, model: ModelFile, tp: int) -> dict[str, Layer]:
     """The layers with experts of one model rank, by prefix; what is wrong with their files becomes problems.
 
     Args:
@@ -309,130 +297,134 @@ class FlatBuffer:
     mine: dict[int, ShardFile]
 
 
-@dataclass
-class Experts:
-    """What is known of the experts of one model rank."""
-
-    layers: dict[str, Layer] = field(default_factory=dict)
-    #: sizes of expert parallelism, of all groups
-    sizes: set[int] = field(default_factory=set)
-    #: data-parallel ranks of one expert-parallel rank follow one another
-    data_before: bool = False
-
-
-def experts_of(model: ModelFile, layers: dict[str, Layer]) -> Experts:
-    """What the model states say beside the layers. Raises ``CheckpointError``."""
-    config = metadata.mapping(model.root.get("ds_config"), "ds_config", model.name)
-    return Experts(layers, data_before=bool(config.get(_BEFORE)))
-
-
 def dense_ranks(shard: ShardFile, claimed: int | None) -> int:
     """Number of data-parallel ranks, over which parameters that are no expert's are cut.
 
     ``claimed``: the number in the model states, for a file in which all groups are experts'.
     """
-    dense = [count for count, group in zip(shard.world, shard.group_of) if not _is_marked(shard, group)]
+    experts = {n for n, settings in enumerate(shard.settings) if settings.get("moe")}
+    dense = [count for count, group in zip(shard.world, shard.group_of) if group not in experts]
     return max(dense) if dense else max([claimed or 0, *shard.world])
 
 
-def _is_marked(shard: ShardFile, group: int) -> bool:
-    return group < len(shard.settings) and bool(shard.settings[group].get("moe"))
+@dataclass
+class Experts:
+    """The experts of one model rank.
 
-
-def parts_of(
-    folder: Folder,
-    index: int,
-    named: Shapes,
-    mine: dict[int, ShardFile],
-    world: int,
-    experts: Experts,
-    cut: Callable[[Shapes, dict[int, ShardFile], int], Group],
-) -> Iterator[FlatBuffer]:
-    """The flat buffers of one group of one model rank.
-
-    Args:
+    Attributes:
         folder: gets the problems.
-        index: number of the group.
-        named: shape of each parameter, as the model states list them.
-        mine: the optimizer files of the model rank, by data-parallel rank.
-        world: number of data-parallel ranks.
-        experts: those of the model rank; gets the size of expert parallelism.
-        cut: makes the group of parameters, the files that hold it, and the number of its partitions.
+        layers: those with experts, by prefix.
+        data_before: whether data-parallel ranks of one expert-parallel rank follow one another.
+        sizes: of expert parallelism, of all groups.
     """
-    lead = mine[min(mine)]
-    theirs = [name for name in named if is_expert(name, experts.layers)]
-    if not theirs:
-        placed = [Placed(name, shape) for name, shape in named.items()]
-        yield FlatBuffer(cut(named, mine, world), named, placed, mine)
-        return
-    count = lead.world[index] if index < len(lead.world) else 0
-    ep = _size(folder, lead, index, count, world)
-    if ep is None or not _fits(folder, lead, index, named, ep, experts):
-        return
-    experts.sizes.add(ep)
-    for rank in range(ep):
-        ranks = range(rank * count, (rank + 1) * count) if experts.data_before else range(rank, world, ep)
-        held = {number: mine[dp_rank] for number, dp_rank in enumerate(ranks) if dp_rank in mine}
-        # Files that are missing are problems already; the experts of a rank of which none is there have no tensor.
-        if held:
-            placed = [_placed(name, shape, experts.layers, ep, rank) for name, shape in named.items()]
-            group = replace(cut(named, held, count), names=tuple(p.name for p in placed), ep_rank=rank)
-            yield FlatBuffer(group, named, placed, held)
 
+    folder: Folder
+    layers: dict[str, Layer]
+    data_before: bool
+    sizes: set[int] = field(default_factory=set)
 
-def _size(folder: Folder, lead: ShardFile, index: int, count: int, world: int) -> int | None:
-    """The size of expert parallelism of a group; None and a problem where the files do not tell."""
-    group = lead.group_of[index] if index < len(lead.group_of) else index
-    name = lead.settings[group].get("name") if group < len(lead.settings) else None
-    match = _NAME.fullmatch(name) if isinstance(name, str) else None
-    if count < 1 or world % count:
-        what, found = "the files do not tell the size of expert parallelism", f"{count or 'none'}"
-        found += f", in a group named {name}" if match else ""
-        expected = f"partition_count of the experts, a divisor of {world} ranks"
-        folder.add_problem(what, lead, group=index, expected=expected, found=found)
-        return None
-    ep = world // count
-    if match and int(match[1]) != ep:
-        # DeepSpeed's loader gives groups the names of the run that they come from; the cut is that of this run.
-        folder.notes.append(f"group {index} is named {name}; it is cut for expert parallelism {ep}, which is followed")
-    return ep
+    @classmethod
+    def of(cls, folder: Folder, model: ModelFile, tp: int) -> Experts:
+        """What the model states and the files of weights say. Raises ``CheckpointError``."""
+        layers = _layers_of(folder, model, tp)
+        config = metadata.mapping(model.root.get("ds_config"), "ds_config", model.name)
+        return cls(folder, layers, bool(config.get(_BEFORE)))
 
+    def flat_buffers(
+        self,
+        index: int,
+        named: Shapes,
+        mine: dict[int, ShardFile],
+        world: int,
+        cut: Callable[[Shapes, dict[int, ShardFile], int], Group],
+    ) -> Iterator[FlatBuffer]:
+        """The flat buffers of one group.
 
-def _fits(folder: Folder, lead: ShardFile, index: int, named: Shapes, ep: int, experts: Experts) -> bool:
-    """Whether the parameters of a group are the experts of one of ``ep`` ranks; a problem where they are not."""
+        Args:
+            index: number of the group.
+            named: shape of each parameter, as the model states list them.
+            mine: the optimizer files of the model rank, by data-parallel rank.
+            world: number of data-parallel ranks.
+            cut: makes the group of parameters, the files that hold it, and the number of its partitions.
+        """
+        lead = mine[min(mine)]
+        if all(local_number(name) is None and self._layer_of(name) is None for name in named):
+            placed = [Placed(name, shape) for name, shape in named.items()]
+            yield FlatBuffer(cut(named, mine, world), named, placed, mine)
+            return
+        count = lead.world[index] if index < len(lead.world) else 0
+        ep = self._size(lead, index, count, world)
+        if ep is None or not self._fits(lead, index, named, ep):
+            return
+        self.sizes.add(ep)
+        for rank in range(ep):
+            ranks = range(rank * count, (rank + 1) * count) if self.data_before else range(rank, world, ep)
+            held = {number: mine[dp_rank] for number, dp_rank in enumerate(ranks) if dp_rank in mine}
+            # Files that are missing are problems already; the experts of a rank of which none is there have no tensor.
+            if held:
+                placed = [self._placed(name, shape, ep, rank) for name, shape in named.items()]
+                group = replace(cut(named, held, count), names=tuple(p.name for p in placed), ep_rank=rank)
+                yield FlatBuffer(group, named, placed, held)
 
-    def add_problem(what: str, name: str, expected: str | None, found: str | None) -> bool:
-        folder.add_problem(what, lead, group=index, parameter=name, expected=expected, found=found)
-        return False
+    def _layer_of(self, name: str) -> Layer | None:
+        """The layer of which ``name`` is an expert's parameter, or a stack of them."""
+        numbered = local_number(name)
+        found = self.layers.get(numbered[0] if numbered else name.rpartition(".")[0])
+        return found if found is None or found.stacked == (numbered is None) else None
 
-    for name, shape in named.items():
-        layer = layer_of(name, experts.layers)
+    def _size(self, lead: ShardFile, index: int, count: int, world: int) -> int | None:
+        """The size of expert parallelism of a group; None and a problem where the files do not tell."""
+        group = lead.group_of[index] if index < len(lead.group_of) else index
+        name = lead.settings[group].get("name") if group < len(lead.settings) else None
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if count < 1 or world % count:
+            what, found = "the files do not tell the size of expert parallelism", f"{count or 'none'}"
+            found += f", in a group named {name}" if match else ""
+            expected = f"partition_count of the experts, a divisor of {world} ranks"
+            self.folder.add_problem(what, lead, group=index, expected=expected, found=found)
+            return None
+        ep = world // count
+        if match and int(match[1]) != ep:
+            # DeepSpeed's loader gives groups the names of the run that they come from; the cut is that of this run.
+            note = f"group {index} is named {name}; it is cut for expert parallelism {ep}, which is followed"
+            self.folder.notes.append(note)
+        return ep
+
+    def _fits(self, lead: ShardFile, index: int, named: Shapes, ep: int) -> bool:
+        """Whether the parameters of a group are the experts of one of ``ep`` ranks; a problem where they are not."""
+        for name, shape in named.items():
+            wrong = self._wrong(name, shape, ep)
+            if wrong is not None:
+                what, expected, found = wrong
+                self.folder.add_problem(what, lead, group=index, parameter=name, expected=expected, found=found)
+                return False
+        return True
+
+    def _wrong(self, name: str, shape: tuple[int, ...], ep: int) -> tuple[str, str, str | None] | None:
+        """What is wrong with a parameter of a group of experts, what is expected, and what was found."""
+        layer, numbered = self._layer_of(name), local_number(name)
         if layer is None:
-            if not is_expert(name, experts.layers):
-                return add_problem("a group holds experts and other parameters", name, "experts only", None)
-            return add_problem("nothing tells how many experts there are", name, "files of the experts' weights", None)
+            if numbered is None:
+                return "a group holds experts and other parameters", "experts only", None
+            return "nothing tells how many experts there are", "files of the experts' weights", None
         share = layer.total // ep
         if layer.total % ep or (layer.placed and len(layer.placed) != ep):
             said = f", placed on {len(layer.placed)}" if layer.placed else ""
-            found = f"{layer.total} experts{said}"
-            return add_problem("experts and expert-parallel ranks do not fit", name, f"a multiple of {ep}", found)
-        numbered = local_number(name)
+            return "experts and expert-parallel ranks do not fit", f"a multiple of {ep}", f"{layer.total} experts{said}"
         if numbered and numbered[1] >= share:
-            return add_problem("a rank holds more experts than its share", name, f"{share} experts", str(numbered[1]))
+            return "a rank holds more experts than its share", f"{share} experts", str(numbered[1])
         if layer.stacked and (not shape or shape[0] != share):
-            return add_problem("a stack of experts of another size", name, f"{share} experts", str(list(shape)))
+            return "a stack of experts of another size", f"{share} experts", str(list(shape))
         own = shape if numbered else shape[1:]
         saved = layer.shapes.get(numbered[2] if numbered else name.rpartition(".")[2], own)
         if own != saved:
-            expected = f"{list(saved)}, as in the file of its weights"
-            return add_problem("an expert of another shape", name, expected, str(list(own)))
-    return True
+            return "an expert of another shape", f"{list(saved)}, as in the file of its weights", str(list(own))
+        return None
 
-
-def _placed(name: str, shape: tuple[int, ...], layers: dict[str, Layer], ep: int, rank: int) -> Placed:
-    layer = layer_of(name, layers)
-    assert layer is not None
-    held, numbered = layer.held(ep, rank), local_number(name)
-    if numbered:
-        return Placed(f"{layer.prefix}.{held[numbered[1]]}.{numbered[2]}", shape)
-    return Placed(name, (layer.total, *shape[1:]), held)
+    def _placed(self, name: str, shape: tuple[int, ...], ep: int, rank: int) -> Placed:
+        layer = self._layer_of(name)
+        assert layer is not None
+        held, numbered = layer.held(ep, rank), local_number(name)
+        if numbered:
+            return Placed(f"{layer.prefix}.{held[numbered[1]]}.{numbered[2]}", shape)
+        return Placed(name, (layer.total, *shape[1:]), held)

@@ -34,15 +34,7 @@ from ullage.checkpoint.zero.agreement import (
     shard_groups,
     unsaved_state,
 )
-from ullage.checkpoint.zero.expert_layers import (
-    FlatBuffer,
-    dense_ranks,
-    experts_of,
-    layers_of,
-    parts_of,
-    router_copies,
-    untrained_experts,
-)
+from ullage.checkpoint.zero.expert_layers import Experts, FlatBuffer, dense_ranks, router_copies, untrained_experts
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.parallel import Joining, Patterns, Stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
@@ -199,13 +191,13 @@ class _Trained:
         if not mine:
             return
         lead = mine[min(mine)]
-        experts = experts_of(model, layers_of(folder, model, tp))
+        experts = Experts.of(folder, model, tp)
         if experts.layers and lead.stage == 3:
             raise RefusedFile("experts at ZeRO stage 3 are not supported", where=f"{folder.path / model.name}")
         parts: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
             cut = partial(_group, folder, index, model_rank)
-            parts += parts_of(folder, index, named, mine, self.world, experts, cut)
+            parts += experts.flat_buffers(index, named, mine, self.world, cut)
         groups = [part.group for part in parts]
         folder.groups += groups
         self.ep |= experts.sizes
