@@ -118,7 +118,7 @@ def test_figures_and_page_are_those_of_the_log(ran):
 
 
 def test_ullage_train_says_where_the_page_is_and_goes_on_without_one(ran, capsys, monkeypatch):
-    from ullage.cli.train.picture import leave_page
+    from ullage.cli.train.progress import leave_page
     from ullage.report import run_page as module
 
     said: list[str] = []
