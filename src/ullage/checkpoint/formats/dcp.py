@@ -17,7 +17,7 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_pickle,
 from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
 from ullage.checkpoint.formats.entries import (
     cast_of,
+    divided,
     known_buffers,
     number,
     optimizer_groups,
@@ -292,7 +293,8 @@ def read_dcp(folder: Path) -> Inventory:
             reading.add(flat, entry)
     details = reading.details()
     return Inventory(
-        folder, "dcp", _written_by(folder), reading.files, tuple(map(reading.placed, reading.tensors)),
+        folder, "dcp", _written_by(folder), reading.files,
+        tuple(divided(reading.tensors, reading.group_of, reading.buffers or ())),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         read_problems=tuple(reading.problems), records=reading.records, details=details,
     )  # fmt: skip
@@ -377,7 +379,7 @@ class _DcpReading(ItemReading):
         told = self.value(".".join(BUFFERS))
         self.buffers = None if told is None else metadata.names(told.root, ".".join(BUFFERS), str(folder))
         names = [group.get("params") for group in self.settings]
-        self._group_of = {
+        self.group_of = {
             name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
         }
 
@@ -393,7 +395,7 @@ class _DcpReading(ItemReading):
             if key == "step":
                 self._steps[name] = number, source.root.dtype if isinstance(source.root, TensorRef) else None
             else:
-                self.numbers.setdefault(self._group_of.get(name, 0), {})[key] = number
+                self.numbers.setdefault(self.group_of.get(name, 0), {})[key] = number
         elif is_tensor and (is_state or not flat.startswith("optim.")):
             name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
             shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
@@ -417,7 +419,7 @@ class _DcpReading(ItemReading):
         found: dict[str, str] = {}
         named = [f.removeprefix("model.") for f in self.entries if f.startswith("model.") and self.places.get(f)]
         # Of two names, the one that the optimizer knows.
-        for name in sorted(named, key=lambda name: name not in self._group_of):
+        for name in sorted(named, key=lambda name: name not in self.group_of):
             places = sorted((p.file, p.offset, p.length) for p in self.places[f"model.{name}"])
             owner = owners.setdefault(tuple(places), name)
             if owner != name:
@@ -428,7 +430,7 @@ class _DcpReading(ItemReading):
         """What the folder says beside tensors; a group whose parameters are at several steps is a problem."""
         steps: dict[int, tuple[Any, str | None]] = {}
         for name, step in self._steps.items():
-            first = steps.setdefault(self._group_of.get(name, 0), step)
+            first = steps.setdefault(self.group_of.get(name, 0), step)
             if first != step:
                 found = f"{step[0]}, and {first[0]} of another"
                 self.problems.append(Problem("parameters of one group are at two steps", parameter=name, found=found))
@@ -439,15 +441,6 @@ class _DcpReading(ItemReading):
             scheduler=schedule(self.folder), buffers_known=self.buffers is not None,
             global_step=steps_taken(self.folder),
         )  # fmt: skip
-
-    def placed(self, tensor: Tensor) -> Tensor:
-        """The tensor with its group; what is in no group of an optimizer that has some, is frozen or a buffer."""
-        if tensor.name in (self.buffers or ()) and tensor.key == "fp32":
-            return replace(tensor, key="buffer", kind="buffer")
-        group = self._group_of.get(tensor.name)
-        if group is not None or not self._group_of or tensor.key != "fp32":
-            return replace(tensor, group=group)
-        return replace(tensor, key="frozen", kind="frozen")
 
 
 def joined(name: str, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Tensor:

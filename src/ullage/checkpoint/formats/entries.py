@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -109,6 +109,17 @@ def states_by_name(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
     for tensor in states_of(inventory):
         found.setdefault(tensor.name, {})[tensor.key] = tensor
     return found
+
+
+def divided(tensors: Iterable[Tensor], group_of: dict[str, int], buffers: Container[str] = ()) -> Iterator[Tensor]:
+    """The tensors with their groups; weights that are in no group, where there are some, are frozen or buffers."""
+    for tensor in tensors:
+        if tensor.name in buffers and tensor.key == "fp32":
+            yield replace(tensor, key="buffer", kind="buffer")
+        elif group_of and tensor.kind == "parameter" and tensor.key == "fp32" and tensor.name not in group_of:
+            yield replace(tensor, key="frozen", kind="frozen")
+        else:
+            yield replace(tensor, group=group_of.get(tensor.name))
 
 
 def known_buffers(inventory: Inventory) -> list[str] | None:

@@ -16,7 +16,6 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +25,7 @@ from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.entries import (
     cast_of,
     copied,
+    divided,
     known_buffers,
     optimizer_groups,
     states_of,
@@ -201,23 +201,12 @@ def read_safetensors(folder: Path) -> Inventory:
     with collected(problems):
         details, aliases, buffers = _details(said, set(tensors))
     group_of = {name: index for index, names in enumerate(details.names or []) for name in names}
-    named = [replace(t, kind="buffer", key="buffer") if t.name in buffers else t for t in tensors.values()]
     return Inventory(
         folder, "safetensors", WrittenBy(), tuple(files),
-        tuple(replace(t, group=group_of.get(t.name)) for t in divided(named, set(group_of))),
+        tuple(divided(tensors.values(), group_of, buffers)),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         notes=tuple(notes), read_problems=tuple(problems), details=details,
     )  # fmt: skip
-
-
-def divided(tensors: Iterable[Tensor], trained: set[str]) -> list[Tensor]:
-    """The tensors, with those that are in no group of an optimizer as frozen parameters, where there are groups."""
-    return [
-        replace(t, kind="frozen", key="frozen")
-        if trained and t.kind == "parameter" and t.key == "fp32" and t.name not in trained
-        else t
-        for t in tensors
-    ]
 
 
 def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details, dict[str, str], set[str]]:

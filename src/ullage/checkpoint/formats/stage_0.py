@@ -60,7 +60,7 @@ def _read_plain(folder: Folder) -> Inventory:
     folder.notes.append("no ZeRO (stage 0): the weights are those of the module")
     found = _optimizer(lead, weights, tp * pp)
     group_of = {tensor.name: tensor.group for tensor in found.tensors}
-    weights = [replace(t, group=group_of[t.name]) if t.name in group_of else t for t in weights]
+    weights = [replace(t, group=group_of.get(t.name)) for t in weights]
     return Inventory(
         folder=folder.path,
         format="zero",

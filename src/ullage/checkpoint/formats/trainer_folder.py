@@ -21,6 +21,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
 from ullage.checkpoint.formats.entries import (
     OptimizerGroup,
     copied,
+    divided,
     number,
     optimizer_groups,
     states_by_name,
@@ -28,7 +29,7 @@ from ullage.checkpoint.formats.entries import (
 )
 from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
 from ullage.checkpoint.formats.model_states import schedule_of
-from ullage.checkpoint.formats.safetensors import companions, divided, read_safetensors, weights_targets
+from ullage.checkpoint.formats.safetensors import companions, read_safetensors, weights_targets
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, trainer_orders, unnamed
 from ullage.checkpoint.inventory import File, Inventory
 from ullage.checkpoint.problem import Problem
@@ -136,7 +137,7 @@ def read_trainer(folder: Path) -> Inventory:
         buffers_known=base.details.buffers_known,
     )  # fmt: skip
     group_of = {name: index for index, names in enumerate(found.names) for name in names}
-    tensors = [replace(t, group=group_of.get(t.name)) for t in divided(base.tensors, set(group_of))]
+    tensors = divided(base.tensors, group_of)
     problems = () if found.problem is None else (found.problem,)
     return replace(
         base,
