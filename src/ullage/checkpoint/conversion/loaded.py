@@ -30,8 +30,9 @@ from ullage.checkpoint.files.torchfile import TorchFile, read_bytes, read_torch_
 from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef, Unpickler
 from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.formats.table import STAGES, universal_files
+from ullage.checkpoint.formats.table import STAGES
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
+from ullage.checkpoint.formats.universal import universal_targets
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
 from ullage.checkpoint.problem import Problem
@@ -139,7 +140,7 @@ class FileComparison:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        plan = universal_files(self.ours)
+        plan = universal_targets(self.ours)
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
         for planned in plan:
             path = self.folder / planned.name
