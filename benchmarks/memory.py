@@ -75,8 +75,8 @@ def loss_of(way: str, model: HeadAlone, hidden: Tensor, labels: Tensor, count: T
         options = nn.LinearCrossEntropyOptions()
         head = model.lm_head.weight
         return nn.functional.linear_cross_entropy(hidden[0], head, targets, reduction="sum", options=options) / count
-    from ullage.training.loss.chunked_head import head_in_chunks
     from ullage.training.loss.chunked_loss import chunked_cross_entropy
+    from ullage.training.loss.lazy_logits import head_in_chunks
 
     if way == REFERENCE:  # transformers' loss would cast it to float32
         targets = nn.functional.pad(labels, (0, 1), value=-100)[0, 1:]
@@ -103,7 +103,7 @@ def work(way: str, tokens: int, words: int, hidden: int, folder: Path) -> None:
 
         add_fused_lm_head(model)  # pyright: ignore[reportArgumentType]
     else:
-        import ullage.training.loss.chunked_head  # noqa: F401  so that the base has what every way loads
+        import ullage.training.loss.lazy_logits  # noqa: F401  so that the base has what every way loads
     states = torch.randn(1, tokens, hidden)
     if way == REFERENCE:
         model, states = model.double(), states.double()

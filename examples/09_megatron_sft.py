@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")  # what is not installed, what is renamed
@@ -35,11 +37,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+# Stand-ins for CPUs, and an attention for packed rows without Transformer Engine; with it, take its layer spec instead.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.megatron_cpu import on_cpu  # noqa: E402
+from tests.support.megatron_spec import packed_block_spec  # noqa: E402
 from ullage.datasets import MockSamples  # noqa: E402
 from ullage.engines.megatron import (  # noqa: E402
     get_batch_on_this_rank_for_sequence_packing,
-    on_cpu,
-    packed_block_spec,
     packed_step,
     schedulers,
     transformer_terms,

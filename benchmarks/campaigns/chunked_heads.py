@@ -39,7 +39,7 @@ from ullage.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.proofs.samples import Samples
 from ullage.proofs.tiny import model_types, tiny_model
-from ullage.training.loss.chunked_head import head_in_chunks, head_problem
+from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
 
 LENGTHS = (5, 1, 9, 3)
 #: Largest differences, in float32 and float64. A gradient in float32 has been rounded in every layer.

@@ -40,7 +40,7 @@ from ullage.attention.support import attends_both_ways
 from ullage.errors import InputError
 from ullage.mixers import SequencesMeet, pack_model
 from ullage.mixers.at_rest import at_rest
-from ullage.mixers.placing import put_in
+from ullage.mixers.packed_model import put_in
 from ullage.mixers.proof import prove
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import Way

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
         mixers as mixers,
         models as models,
         movement as movement,
-        places as places,
         planning as planning,
         proofs as proofs,
         ranks as ranks,
         report as report,
+        rows as rows,
         schema as schema,
         training as training,
     )
@@ -69,7 +69,7 @@ else:
         },
         modules=[
             "attention", "batch", "checkpoint", "cli", "columns", "datasets", "display", "engines", "errors",
-            "exchange", "layout", "mixers", "models", "movement", "places", "planning", "proofs", "ranks", "report",
+            "exchange", "layout", "mixers", "models", "movement", "planning", "proofs", "ranks", "report", "rows",
             "schema", "training",
         ],
     )  # fmt: skip

@@ -24,6 +24,7 @@ from ullage.columns import Columns
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.layout import Layout, ranges
+from ullage.rows import LENGTH_NAMES, usual_positions
 from ullage.schema import (
     IGNORED_LABEL,
     LABEL_NAMES,
@@ -332,19 +333,9 @@ class RaggedBatch(Shown):
             starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
-            positions = layout.positions()
-            if layout.num_tokens < layout.size:
-                positions[layout.padding_mask()] = 0
-            row["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
-        cu_seqlens = torch.from_numpy(layout.cu_seqlens_padded).to(self.device)
-        longest = int(layout.slots.max(initial=0))
-        return {
-            **row,
-            "cu_seq_lens_q": cu_seqlens,
-            "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+            row["position_ids"] = torch.from_numpy(usual_positions(layout))[None].to(self.device)
+        cu_seqlens, longest = self.cu_seqlens_padded, int(layout.slots.max(initial=0))
+        return row | dict(zip(LENGTH_NAMES, (cu_seqlens, cu_seqlens, longest, longest)))
 
     def with_shift_labels(self) -> RaggedBatch:
         """A batch with ``shift_labels`` too: labels moved one token to the left within each sequence, -100 last.
@@ -362,17 +353,24 @@ class RaggedBatch(Shown):
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
         return RaggedBatch({**self._values, "shift_labels": shifted}, layout, self.per_sequence)
 
-    def placeholder(self) -> RaggedBatch:
-        """A batch of one element that counts nowhere: what a rank runs for an empty microbatch.
+    def placeholder(self, lengths: Sequence[int] | None = None, *, counts: bool = False, **values: int) -> RaggedBatch:
+        """A batch that counts nowhere: what a rank runs for an empty microbatch.
 
         The same fields on the same device; one slot of one element that is all padding, label -100, so that
         ``numel()`` is 0 while a model that needs at least one token has one.
+
+        Args:
+            lengths: of sequences of tokens in its place.
+            counts: zeros in every field, a valid id and a valid label, for a loss that is a mean over labels.
+            values: of fields by name, in place of what fills their padding; a name that is not there is passed over.
         """
-        values = {
-            name: tensor.new_full((1, *tensor.shape[1:]), fill_value(name, tensor.dtype))
-            for name, tensor in self._values.items()
-        }
-        return RaggedBatch(values, Layout.from_slots([0], [1]), self.per_sequence)
+        layout = Layout.from_slots([0], [1]) if lengths is None else Layout(lengths)
+        made = {}
+        for name, tensor in self._values.items():
+            size = layout.num_items if name in self.per_sequence else layout.size
+            fill = values.get(name, 0 if counts else fill_value(name, tensor.dtype))
+            made[name] = tensor.new_full((size, *tensor.shape[1:]), fill)
+        return RaggedBatch(made, layout, self.per_sequence)
 
     # Movement.
 

@@ -6,13 +6,12 @@ What needs one imports it under :func:`needed_by`::
         import pyarrow
 
 and a user without it reads ``a .parquet file needs pyarrow: pip install 'ullage[hf]'``. An import at the top of a
-module of ours needs no such block: :class:`MissingPackageFinder` names the module.
+module of ours needs no such block where users reach it by a package's name or by a verb: these are such blocks already.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -83,28 +82,6 @@ def needed_by(what: str, modules: Sequence[str] = ()) -> Iterator[None]:
         if module in MODULES and (is_missing or is_too_old(module)):
             raise MissingExtraError.of(what, module) from error
         raise
-
-
-class MissingPackageFinder:
-    """The last of the import system's finders: raises for a package of an extra that a module of ours imports.
-
-    It is asked only for what no other finder has found. Imports of others, and ``importlib.util.find_spec``, fail as
-    they always do.
-    """
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name not in MODULES:
-            return
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
-            frame = frame.f_back
-        importer = str(frame.f_globals.get("__name__"))
-        if importer.startswith("ullage."):
-            raise MissingExtraError.of(importer, name)
-
-
-sys.meta_path.append(MissingPackageFinder)
 
 
 def installed_version(module: str) -> str | None:

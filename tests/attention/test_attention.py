@@ -501,7 +501,7 @@ def test_many_short_sequences_share_few_calls():
         packed_attention(*tensors, lengths)
     assert 0 < count.calls <= 39
     in_order = arrange((7, 7, 7), None, torch.device("cpu"))
-    assert in_order.in_order
+    assert in_order.places is None
     assert in_order.buckets == ((3, 7),)
 
 

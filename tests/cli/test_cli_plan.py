@@ -12,7 +12,7 @@ import ullage
 from ullage.cli import main
 from ullage.datasets import CAPACITIES, WORKLOADS, mock_lengths
 from ullage.datasets.files import ENDINGS
-from ullage.report.timeline import timeline
+from ullage.report.plan import timeline
 
 MOCK = {
     "mode": "distribution",

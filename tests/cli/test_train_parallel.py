@@ -156,8 +156,8 @@ def test_what_cannot_be_is_said(folder, alone):
         here(*arguments(folder, "two", "--dp", "2"))
     with pytest.raises(InputError, match="label_smoothing_factor is not supported over"):
         here(*arguments(folder, "more", "--dp", "1", "--label_smoothing_factor", "0.1"))
-    with pytest.raises(InputError, match="empty_step is not supported over"):
-        here(*arguments(folder, "strict", "--dp", "1", "--empty_step", "error"))
+    with pytest.raises(InputError, match="async_save is not supported over"):
+        here(*arguments(folder, "background", "--dp", "1", "--async_save", "true"))
 
 
 def test_a_run_of_the_trainer_goes_on_here_and_back(folder, alone):

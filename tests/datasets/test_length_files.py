@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ullage.datasets.column_lengths import choose_column
 from ullage.datasets.files import read_lengths, read_stream
+from ullage.datasets.lengths import choose_column
 from ullage.errors import InputError
 
 LENGTHS = [17, 5, 900, 5]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import ullage
 from ullage.datasets.files import read_stream
-from ullage.report.histogram import histogram
-from ullage.report.plan import plan_page
+from ullage.report.plan import histogram, plan_page
 
 pytestmark = pytest.mark.property
 

@@ -117,7 +117,7 @@ def test_bad_mock_configurations(config, message):
         ("5\n-3\n", "item 1"),
         ("5\n2.5\n", "must be integers"),
         ("5\nnan\n", "must be integers"),
-        ("a,b\n1,2\n", "no single column holds the lengths"),
+        ("a,b\n1,2\n", "no single column holds lengths or text"),
     ],
 )
 def test_bad_csv(tmp_path, text, message):

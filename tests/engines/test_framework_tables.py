@@ -1,4 +1,4 @@
-"""The tables of names over ``ullage.engines.lists``: signatures as upstream's in August 2026, and what each promises."""
+"""The tables of names over ``ullage.planning.lists``: signatures as upstream's in August 2026, and what each promises."""
 
 from __future__ import annotations
 

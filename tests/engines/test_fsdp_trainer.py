@@ -1,13 +1,14 @@
-"""The engine's Trainer from Python: transformers' own arguments, a collator, callbacks, and what it refuses."""
+"""A model that parallelize made, under our Trainer from Python: what it refuses, and what ranks have to agree on."""
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage import InputError
 from ullage.engines import fsdp
-from ullage.training import RaggedCollator
+from ullage.errors import DistributedError
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training.steps import StepCounts
 
 SAMPLES = [{"input_ids": list(range(3, 3 + length))} for length in (5, 17, 2, 30, 9, 11)]
 
@@ -21,72 +22,67 @@ def model():
 def arguments(folder, **more):
     fixed = {"per_device_train_batch_size": 3, "max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
     fixed |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2}
-    return transformers.TrainingArguments(output_dir=str(folder), **{**fixed, **more})
+    return TrainingArguments(output_dir=str(folder), **{"packing_capacity": 64, **fixed, **more})
 
 
-class Seen(transformers.TrainerCallback):
-    def __init__(self):
-        self.steps = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(state.global_step)
+def trainer(folder, made=None, **more):
+    made = fsdp.parallelize(model()) if made is None else made
+    return Trainer(made, arguments(folder, **more), RaggedCollator(labels_from="input_ids"), train_dataset=SAMPLES)
 
 
 def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def test_it_trains_by_transformers_arguments_and_calls_callbacks(tmp_path):
-    seen, sizes = Seen(), []
-
-    class Counted(fsdp.Trainer):
-        def training_step(self, step):
-            sizes.append(sum(len(batch) for batch in step.microbatches))
-            return super().training_step(step)
-
-    trainer = Counted(model(), arguments(tmp_path), train_dataset=SAMPLES, callbacks=[seen])
-    trainer.train()
-    assert seen.steps == [1, 2, 3, 4]
-    assert sizes == [3, 3, 3, 3]
-    assert losses(trainer)[-1] < losses(trainer)[0]
-    padded = [
-        {"input_ids": [*one["input_ids"], 0], "attention_mask": [1] * len(one["input_ids"]) + [0]} for one in SAMPLES
-    ]
-    collated = fsdp.Trainer(model(), arguments(tmp_path), RaggedCollator(), train_dataset=padded)
-    collated.train()
-    assert losses(collated) == pytest.approx(losses(trainer), rel=1e-6)
+def test_a_step_of_one_process_is_that_of_a_plain_model(tmp_path):
+    sharded, plain = trainer(tmp_path / "sharded"), trainer(tmp_path / "plain", model())
+    for each in (sharded, plain):
+        each.train()
+    assert losses(sharded) == pytest.approx(losses(plain), rel=1e-6)
+    assert losses(sharded)[-1] < losses(sharded)[0]
 
 
-def test_what_it_cannot_do_is_refused(tmp_path):
-    with pytest.raises(InputError, match="there is nothing to train on"):
-        fsdp.Trainer(model(), arguments(tmp_path), train_dataset=[])
-    with pytest.raises(InputError, match="label_smoothing_factor is not supported over"):
-        fsdp.Trainer(model(), arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=SAMPLES)
+def test_the_norm_is_logged_without_clipping(tmp_path):
+    made = trainer(tmp_path, max_grad_norm=0.0)
+    made.train()
+    assert all(row["grad_norm"] > 0 for row in made.state.log_history if "loss" in row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported over ullage.engines.fsdp"),
+        ({"async_save": True}, "async_save is not supported over"),
+        ({"packing_loss_weighting": "sequence"}, "packing_loss_weighting is not supported over"),
+        ({"packing_capacity": "auto"}, "a capacity is not found by itself over"),
+        ({"packing_capacity": None}, "is trained on packed steps .*packing_capacity.: expected a number of tokens"),
+        ({"bf16": True}, r"bf16 .* expected parallelize\(model, dtype=torch.bfloat16\)"),
+    ],
+)
+def test_arguments_that_would_not_be_honoured_are_refused(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
+        trainer(tmp_path, **options)
+
+
+def test_what_cannot_be_spread_is_refused():
     with pytest.raises(InputError, match=r"dp_replicate does not divide .* expected a divisor of dp 1, found 2"):
-        fsdp.Trainer(model(), arguments(tmp_path), train_dataset=SAMPLES, dp_replicate=2)
+        fsdp.parallelize(model(), dp_replicate=2)
     with torch.device("meta"):
         bare = model()
     with pytest.raises(InputError, match=r"has no weights yet: expected one of weights=FOLDER and seed=NUMBER"):
         fsdp.parallelize(bare)
     with pytest.raises(InputError, match="this model has its weights already"):
         fsdp.parallelize(model(), seed=3)
+    with pytest.raises(InputError, match="this model is parallel already"):
+        fsdp.parallelize(fsdp.parallelize(model()))
 
 
-def test_accumulated_batches_are_one_step(tmp_path):
-    runs = []
-    for batch, accumulated in ((4, 1), (2, 2)):
-        more = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
-        runs.append(fsdp.Trainer(model(), arguments(tmp_path, **more), train_dataset=SAMPLES))
-        runs[-1].train()
-    assert losses(runs[0]) == losses(runs[1])
+def test_ranks_that_share_their_batches_have_drawn_the_same():
+    def row(labels, batches, stop=0):
+        return StepCounts.row(labels, True, None, batches, stop, 0.0)
 
-
-def test_masks_say_what_is_learnt(tmp_path):
-    masked = [{**one, "completion_mask": [0, *[1] * (len(one["input_ids"]) - 1)], "text": "cut"} for one in SAMPLES]
-    labelled = [{**one, "labels": [-100, *one["input_ids"][1:]]} for one in SAMPLES]
-    runs = [fsdp.Trainer(model(), arguments(tmp_path), train_dataset=samples) for samples in (masked, labelled)]
-    for run in runs:
-        run.train()
-    assert losses(runs[0]) == losses(runs[1])
-    with pytest.raises(InputError, match=r"a mask has another length than its sample"):
-        fsdp.Trainer(model(), arguments(tmp_path), train_dataset=[{**SAMPLES[0], "completion_mask": [1]}]).train()
+    told = torch.tensor([row(5, 1), row(5, 1), row(7, 0), row(7, 0, stop=15)])
+    met = StepCounts.of(told, [[0, 1], [2, 3]])
+    assert (met.labels.tolist(), met.batches.tolist(), met.stop) == ([5, 7], [1, 0], 15)
+    with pytest.raises(DistributedError, match=r"have drawn different ones: .* found .*\[\[5, 1\], \[7, 0\]\]"):
+        StepCounts.of(told, [[0, 2], [1, 3]])

@@ -1,4 +1,4 @@
-"""The FSDP engine's Trainer beside a plain one: adapters, classifiers, checkpoints both ways, models built on meta, HSDP.
+"""A sharded model under our Trainer beside a plain one: adapters, classifiers, checkpoints both ways, models built on meta, HSDP.
 
 One launch does everything: a world per number of processes, each with several cases.
 """
@@ -54,7 +54,7 @@ def ran(folder):
             "evaluated": engine("evaluated", [1, 1, 1], kind="token", **CHOSEN),
         },
         2: {
-            **{kind: engine(f"two-{kind}", [2, 1, 1], kind="sft" if kind == "answers" else kind) for kind in KINDS},
+            **{kind: engine(f"two-{kind}", [2, 1, 1], kind=kind) for kind in KINDS},
             "continued": engine("two-continued", [2, 1, 1], resume=start),
             "classes, tp": engine("two-tp", [1, 1, 2], kind="sequence"),
             "continued, tp": engine("two-continued-tp", [1, 1, 2], resume=start),
@@ -63,7 +63,7 @@ def ran(folder):
             "built offloaded": build([2, 1, 1], "weights", offload=True),
             "built tp": build([1, 1, 2], "weights"),
             "tied": build([2, 1, 1], "first", model={"tie_word_embeddings": True}),
-            "evaluated": engine("two-evaluated", [2, 1, 1], kind="token", gradient_accumulation_steps=2, **CHOSEN),
+            "evaluated": engine("two-evaluated", [2, 1, 1], kind="token", **CHOSEN),
         },
         4: {
             "hsdp": build([4, 1, 1], "seed", replicate=2),
@@ -169,7 +169,7 @@ def test_metrics_and_the_best_model_are_those_of_one_process(ran):
     for rank in ran[2]:
         found = rank["evaluated"]
         assert "error" not in found, found
-        assert found["losses"] == pytest.approx(one["losses"], rel=1e-6)  # of accumulated batches too
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-6)
         for ours, theirs in zip(found["evaluated"], one["evaluated"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)
         assert found["best"].rpartition("/")[2] == one["best"].rpartition("/")[2]

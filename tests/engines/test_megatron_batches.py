@@ -74,7 +74,7 @@ def test_a_step_without_samples_is_an_error(behaviours):
         ("no iterator on tp 0", "must have a data iterator", "2"),
         ("no iterator but a list", "one entry per virtual stage: expected one iterator, found list of 2", "02"),
         ("longer than its tokens", "expected 1 to 8, found 99", "02"),
-        ("dynamic without our attention", "packed_block_spec", "0123"),
+        ("dynamic without our attention", "attention_takes_cp_group", "0123"),
     ],
 )
 def test_a_fault_of_one_rank_is_an_error_on_every_rank(behaviours, fault, words, at_fault):

@@ -20,8 +20,7 @@ from ullage.engines.megatron import (
     wrap_data_iterator,
 )
 from ullage.engines.megatron.batch import cut_row
-from ullage.engines.megatron.settings import Settings, tail_of
-from ullage.engines.megatron.tail import Tail
+from ullage.engines.megatron.settings import Settings, Tail, tail_of
 from ullage.engines.megatron.wrapping import Microbatch, microbatches_of
 from ullage.exchange import materialize
 from ullage.ranks import Topology

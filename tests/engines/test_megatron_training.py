@@ -12,8 +12,8 @@ import torch
 from tests.support.launch import ROOT, torchrun
 from tests.support.processes import run, values
 from ullage import InputError
-from ullage.engines.megatron.flops import flops_of_lengths
-from ullage.engines.megatron.script import batch_values, read_script
+from ullage.engines.megatron.settings import flops_of_lengths
+from ullage.engines.megatron.training import batch_values, read_script
 from ullage.engines.replacing import Replacements
 
 pytest.importorskip("megatron.core")

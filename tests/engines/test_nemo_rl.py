@@ -7,14 +7,13 @@ import inspect
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.nemo_rl import ALGORITHMS, SequencePacker, get_packer, reorder_data, shard_by_batch_size
+from ullage.engines.nemo_rl import ALGORITHMS, SequencePacker, get_packer
 
-# What nemo_rl.data.packing and nemo_rl.distributed.batched_data_dict are called with, August 2026.
+# What nemo_rl.data.packing is called with, August 2026.
 UPSTREAM = {
     get_packer: [
         ("algorithm", None),
@@ -30,15 +29,6 @@ UPSTREAM = {
         ("bin_count_multiple", None),
     ],
     SequencePacker.pack: [("self", None), ("sequence_lengths", None)],
-    SequencePacker.compute_metrics: [("self", None), ("sequence_lengths", None), ("bins", None)],
-    shard_by_batch_size: [
-        ("batch", None),  # self there
-        ("shards", None),
-        ("batch_size", None),
-        ("allow_uneven_shards", False),
-        ("dynamic_batching_args", None),
-        ("sequence_packing_args", None),
-    ],
 }
 
 
@@ -152,107 +142,3 @@ def test_the_plan_survives_the_dealing_and_beats_first_fit_decreasing(ranks, see
     planned = ullage.plan(lengths, ranks=ranks, capacity=8192).statistics().critical_path
     assert critical_path(bins, lengths, ranks) == pytest.approx(planned)
     assert critical_path(bins, lengths, ranks) <= critical_path(theirs, lengths, ranks)
-
-
-def test_metrics_have_upstreams_names_and_conserve():
-    packer = SequencePacker(10, collect_metrics=True)
-    assert packer.get_aggregated_metrics() == {}
-    bins = packer.pack([10, 5, 4, 6])
-    metrics = packer.compute_metrics([10, 5, 4, 6], bins)
-    assert metrics["num_bins"] == 3
-    assert metrics["total_bin_capacity"] == metrics["total_sequence_length"] + metrics["total_waste"] == 30
-    assert metrics["theoretical_min_bins"] == 3
-    assert metrics["bin_efficiency"] == 1.0
-    packer.pack([10])
-    total = packer.get_aggregated_metrics()
-    assert (total["total_sequences"], total["total_bins"], total["max_utilization"]) == (5, 4, 1.0)
-    assert total["average_utilization"] == 35 / 40
-    assert packer.compute_metrics([], [])["num_bins"] == 0
-    packer.reset_metrics()
-    assert packer.get_aggregated_metrics() == {}
-
-
-LENGTHS = [700, 90, 300, 512, 61, 230, 8, 900, 64, 17, 350]
-PACKING = {
-    "max_tokens_per_microbatch": 1024,
-    "input_key": "input_ids",
-    "input_lengths_key": "input_lengths",
-    "algorithm": "modified_first_fit_decreasing",
-    "sequence_length_pad_multiple": 16,
-}
-
-
-def rows(lengths):
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for i, length in enumerate(lengths):
-        ids[i, :length] = i + 1
-    return {
-        "input_ids": ids,
-        "input_lengths": torch.tensor(lengths),
-        "idx": list(range(len(lengths))),
-        "reward": np.arange(len(lengths)) / 2,
-    }
-
-
-@pytest.mark.parametrize("order", [None, "packer", "largest_first"])
-@pytest.mark.parametrize("shards", [1, 2, 3])
-def test_a_batch_is_sharded_by_plan_and_comes_back(shards, order):
-    batch = rows(LENGTHS)
-    made, indices = shard_by_batch_size(batch, shards, sequence_packing_args={**PACKING, "microbatch_order": order})
-    assert sorted(indices) == list(range(len(LENGTHS)))
-    assert len({len(shard.micro_batch_indices[0]) for shard in made}) == 1  # as many microbatches on every rank
-    for shard in made:
-        [cuts], [held] = shard.micro_batch_indices, shard.micro_batch_lengths
-        assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
-        assert shard.elem_counts_per_gb == [cuts[-1][1]]
-        parts = list(shard.microbatches())
-        slots = [int((-(-part["input_lengths"] // 16) * 16).sum()) for part in parts]
-        assert slots == held
-        assert max(slots) <= 1024
-        assert all(part["idx"] for part in parts)
-        if order == "largest_first":
-            assert held == sorted(held, reverse=True)
-    back = reorder_data({"logprobs": torch.cat([s["input_ids"] for s in made]), "idx": indices}, indices)
-    assert torch.equal(back["logprobs"], batch["input_ids"])
-    assert back["idx"] == batch["idx"]
-
-
-def test_each_global_batch_is_planned_apart():
-    batch = rows(LENGTHS[:8])
-    made, indices = shard_by_batch_size(batch, 2, 4, sequence_packing_args=PACKING)
-    for shard in made:
-        first = shard.elem_counts_per_gb[0]
-        assert len(shard.elem_counts_per_gb) == 2
-        assert all(i < 4 for i in shard["idx"][:first])
-        assert all(i >= 4 for i in shard["idx"][first:])
-        seen = [i for part in shard.microbatches() for i in part["idx"]]
-        assert seen == shard["idx"]
-    assert sorted(indices) == list(range(8))
-
-
-def test_a_batch_of_its_own_kind_stays_of_that_kind():
-    class Batch(dict):
-        def select_indices(self, indices):
-            return Batch({name: [column[i] for i in indices] for name, column in self.items()})
-
-    made, _ = shard_by_batch_size(Batch(input_lengths=[5, 6, 7]), 2, sequence_packing_args=PACKING)
-    assert all(type(shard) is Batch for shard in made)
-    assert made[0].micro_batch_lengths == [[32]] or made[1].micro_batch_lengths == [[32]]
-
-
-def test_bad_batches_are_refused():
-    with pytest.raises(ValueError, match="must have one length"):
-        shard_by_batch_size({"input_lengths": [1, 2], "x": [1]}, 1, sequence_packing_args=PACKING)
-    with pytest.raises(ValueError, match="batch_size must divide the batch: expected a divisor of 11, found 4"):
-        shard_by_batch_size(rows(LENGTHS), 2, 4, sequence_packing_args=PACKING)
-    with pytest.raises(ValueError, match="lacks its lengths: expected input_lengths"):
-        shard_by_batch_size({"x": [1, 2]}, 1, sequence_packing_args=PACKING)
-    how = {name: value for name, value in PACKING.items() if name != "algorithm"}
-    with pytest.raises(ValueError, match=r"lacks a key \(algorithm\)"):
-        shard_by_batch_size(rows(LENGTHS), 2, sequence_packing_args=how)
-    with pytest.raises(ValueError, match="no such microbatch_order"):
-        shard_by_batch_size(rows(LENGTHS), 2, sequence_packing_args={**PACKING, "microbatch_order": "random"})
-    with pytest.raises(ValueError, match="only sequence packing is planned"):
-        shard_by_batch_size(rows(LENGTHS), 2)
-    with pytest.raises(ValueError, match="rows and indices disagree: expected 2 rows, found 3"):
-        reorder_data([1, 2, 3], [1, 0])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.exits import RUNS, Server, texts
 from tests.support.processes import run, values
-from ullage.exchange import PackedIterator, lease
+from ullage.exchange import PackedIterator, iterator
 from ullage.ranks import Topology, ending
 
 pytestmark = pytest.mark.distributed
@@ -27,8 +27,8 @@ def _iterate(topology):
 
 def end_after_use(rank, world):
     topology = Topology.from_groups(dp=dist.group.WORLD)
-    steps, idle = _iterate(topology), len(lease._idle)
-    return [steps, idle, ending.end_groups(), len(lease._idle), dist.is_initialized(), ending.end_groups()]
+    steps, idle = _iterate(topology), len(iterator._idle)
+    return [steps, idle, ending.end_groups(), len(iterator._idle), dist.is_initialized(), ending.end_groups()]
 
 
 def end_with_one_under_way(rank, world):

@@ -16,10 +16,10 @@ import ullage
 from ullage import RaggedBatch, pack_model
 from ullage.errors import InputError
 from ullage.mixers import is_packed
-from ullage.mixers.placing import put_in, take_out
-from ullage.mixers.rows import Segments
+from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way
 from ullage.proofs.tiny import tiny_model
+from ullage.rows import read_row
 
 pytestmark = pytest.mark.parity
 
@@ -291,7 +291,7 @@ def test_positions_that_a_head_counts_through_the_row_do_not_reach_the_backbone(
     ],
 )
 def test_padding_is_told_by_positions_that_count_from_0_and_stay_there(positions, lengths):
-    found = Segments.of(torch.tensor([0, 3, 6]), torch.tensor([positions]), "cu_seq_lens_q")
+    found = read_row(torch.tensor([0, 3, 6]), 6, torch.tensor([positions]))
     assert found.lengths.tolist() == lengths
 
 
@@ -353,7 +353,10 @@ def test_a_model_whose_sequences_compete_is_refused_with_the_path():
         ({"past_key_values": object()}, ["takes no cache"]),
         ({"output_attentions": True}, ["no attention weights"]),
         ({"cu_seq_lens_q": torch.tensor([0, 7, 10], dtype=torch.int32)}, ["does not cover the row", "26", "10"]),
-        ({"cu_seq_lens_q": torch.tensor([1, 26], dtype=torch.int32)}, ["must be the places"]),
+        (
+            {"cu_seq_lens_q": torch.tensor([1, 26], dtype=torch.int32)},
+            ["does not cover the row: expected rising from 0 to 26"],
+        ),
         ({"input_ids": torch.zeros(2, 13, dtype=torch.int64)}, ["one row of tokens", "[2, 13]"]),
         ({"position_ids": torch.arange(26)[None] % 26}, ["counts positions by itself"]),
     ],

@@ -22,7 +22,7 @@ import ullage
 from tests.support.own_models import LEAKING
 from ullage.mixers import SequencesMeet, pack_model
 from ullage.mixers.at_rest import at_rest, own_attention
-from ullage.mixers.placing import put_in, take_out
+from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.proof import largest, limits_of, prove, trial_of
 from ullage.mixers.ways import Way, ways_of
 

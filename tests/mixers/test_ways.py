@@ -17,7 +17,7 @@ from tests.support.own_models import LEAKING, ShiftLlamaForCausalLM, bert_config
 from ullage import RaggedBatch, pack_model
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences
-from ullage.mixers.placing import put_in, take_out
+from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way, ways_of
 from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
 

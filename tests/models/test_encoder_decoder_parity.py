@@ -210,7 +210,7 @@ def test_blocks_hold_every_pair_and_waste_little(lengths: list[tuple[int, int]])
     real = int((targets * sources).sum())
     assert real <= held <= 1.25 * real + 2**12 * len(blocks.shapes)
     flat = torch.arange(1, int(targets.sum()) + 1)
-    assert torch.equal(blocks.take(blocks.place(flat, source=False)), flat)
+    assert torch.equal(blocks.targets.join(blocks.targets.cut(flat)), flat)
     for ids, mask, (rows, _, _) in zip(blocks.members, blocks.masks(), blocks.shapes):
         assert len(ids) == rows
         assert mask is None or mask.sum(1).tolist() == sources[ids].tolist()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.planning.test_planning_properties import instance
-from ullage.planning.solver import balancing, compiled, ordering
+from ullage.planning.solver import balancing, compiled, items
 
 #: A plan of three sequences, and the processor seconds of the process so far.
 THREE = (
@@ -85,7 +85,7 @@ def test_keys_of_any_size_are_sorted(bits: int) -> None:
     keys = np.array([1, 3 << (bits - 2), 0, 1 << (bits - 1), 2, (1 << bits) - 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "_SMALL", -1)
-        assert compiled.run(ordering.falling_order, keys, work=6).tolist() == [5, 1, 3, 4, 0, 2]
+        assert compiled.run(items.falling_order, keys, work=6).tolist() == [5, 1, 3, 4, 0, 2]
 
 
 def _run(code: str, cache: Path | None) -> subprocess.Popen[str]:
@@ -108,9 +108,9 @@ def test_the_first_small_plan_compiles_nothing(tmp_path: Path) -> None:
 
 def test_the_first_compilation_is_announced_once(tmp_path: Path) -> None:
     code = (
-        "from ullage.planning.solver import compiled, ordering, bitset; import numpy as np; compiled._SMALL = -1;"
-        "print(compiled.run(ordering.falling_order, np.array([1, 3, 2]), work=3).tolist());"
-        "compiled.run(bitset.empty_set, 9, work=3); print(len(compiled._COMPILED))"
+        "from ullage.planning.solver import compiled, items; import numpy as np; compiled._SMALL = -1;"
+        "print(compiled.run(items.falling_order, np.array([1, 3, 2]), work=3).tolist());"
+        "compiled.run(items.empty_set, 9, work=3); print(len(compiled._COMPILED))"
     )
     for announced in (True, False):
         process = _run(code, tmp_path)

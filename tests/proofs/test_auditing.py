@@ -14,7 +14,7 @@ from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.layout import Layout
-from ullage.mixers import forwards, is_packed, pack_model, rows
+from ullage.mixers import by_lengths, forwards, is_packed, pack_model
 from ullage.mixers.ways import HYBRIDS
 from ullage.proofs.catalogue import audit_entry, entries, page
 from ullage.proofs.tiny import tiny_model
@@ -81,26 +81,26 @@ def plant_a_mixer_unwrapped(monkeypatch):
     monkeypatch.setattr(
         forwards.PartForward, "put_in", lambda self: None if "Mixer" in type(self.module).__name__ else put_in(self)
     )
-    of = rows.PackedRow.of.__func__
+    of = by_lengths.PackedRow.of.__func__
 
     def served(cls, *arguments):
         row = of(cls, *arguments)
         row.is_served = True
         return row
 
-    monkeypatch.setattr(rows.PackedRow, "of", classmethod(served))
+    monkeypatch.setattr(by_lengths.PackedRow, "of", classmethod(served))
     return audit(tiny_model("bamba", "causal"))
 
 
 def plant_an_offset_wrong_by_one(monkeypatch):
-    of = rows.Segments.of.__func__
+    read_row = by_lengths.read_row
 
-    def shifted(cls, bounds, *rest):
+    def shifted(bounds, *rest):
         bounds = bounds.clone()
         bounds[1:-1] += 1
-        return of(cls, bounds, *rest)
+        return read_row(bounds, *rest)
 
-    monkeypatch.setattr(rows.Segments, "of", classmethod(shifted))
+    monkeypatch.setattr(by_lengths, "read_row", shifted)
     return audit(tiny_model("gpt_neo", "causal"))
 
 
@@ -156,15 +156,15 @@ def plant_statistics_of_the_row(monkeypatch):
 
 
 def plant_results_in_another_order(monkeypatch):
-    ordered = rows.Groups.ordered
-    monkeypatch.setattr(rows.Groups, "ordered", lambda self, parts: ordered(self, parts).roll(1, 0))
+    ordered = by_lengths.Groups.ordered
+    monkeypatch.setattr(by_lengths.Groups, "ordered", lambda self, parts: ordered(self, parts).roll(1, 0))
     config = BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     return audit(BertForSequenceClassification(config))
 
 
 def plant_padding_that_is_seen(monkeypatch):
     """Rows padded behind for a model whose tokens see later ones."""
-    monkeypatch.setattr(rows.PackedRow, "alike", rows.PackedRow.padded_behind)
+    monkeypatch.setattr(by_lengths.PackedRow, "alike", by_lengths.PackedRow.padded_behind)
     return audit(tiny_model("rembert", "masked"))
 
 

@@ -83,6 +83,6 @@ def test_a_loss_that_is_partly_float32_is_compared_as_such():
     ):
         report = audit(model)
     loss = next(check for check in report.checks if check.name == "loss")
-    assert loss.limit == 1e-5
+    assert loss.limit == 1e-6  # of float64, as the proof's table explains it
     assert loss.passed, report
     assert loss.value > 1e-10  # what was called a difference

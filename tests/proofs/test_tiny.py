@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ullage.errors import InputError
-from ullage.proofs.tiny import KINDS, MOST_PARAMETERS, CannotBuild, model_types, tiny_config, tiny_model
-from ullage.proofs.tiny_settings import MISSING
+from ullage.proofs.tiny import KINDS, MISSING, MOST_PARAMETERS, CannotBuild, model_types, tiny_config, tiny_model
 
 FAMILIES = [("llama", "causal"), ("qwen3_next", "causal"), ("bert", "masked"), ("t5", "seq2seq")]
 

@@ -22,7 +22,7 @@ from ullage import Audit, InputError, Layout, Plan, RaggedBatch, display
 from ullage.checkpoint import Differences, Report
 from ullage.cli import main
 from ullage.datasets import PackReport
-from ullage.planning.arrival import arrival_order
+from ullage.planning.planner import arrival_order
 from ullage.proofs import Check
 from ullage.report.inline import fragment
 from ullage.report.plan import plan_page

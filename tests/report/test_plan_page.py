@@ -10,9 +10,7 @@ import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from ullage.datasets import CAPACITIES, WORKLOADS
 from ullage.report import plan as drawing
-from ullage.report.histogram import histogram, token_label
-from ullage.report.plan import plan_page
-from ullage.report.timeline import timeline
+from ullage.report.plan import histogram, plan_page, timeline, token_label
 
 
 def planned(name, n, ranks, **how):

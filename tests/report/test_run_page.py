@@ -20,15 +20,13 @@ from rich.console import Console
 
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.launch import environment
-from ullage.cli.follow import follow_run, updates
-from ullage.cli.report import report
+from ullage.cli.report import follow_run, report, updates
 from ullage.cli.train.verb import _run
 from ullage.errors import InputError
-from ullage.report.run import LayoutSpan, read_run
-from ullage.report.run_figures import differing_settings, names_of, run_figures, run_record
+from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
 from ullage.report.run_page import PAGE, run_page, write_run_page
+from ullage.training.arguments import published_peak
 from ullage.training.log_file import LOG, append, read_log
-from ullage.training.peaks import published_peak
 from ullage.training.run_log import RunLog
 
 #: Numbers of every row of a packed run that the page draws.
@@ -120,7 +118,7 @@ def test_figures_and_page_are_those_of_the_log(ran):
 
 
 def test_ullage_train_says_where_the_page_is_and_goes_on_without_one(ran, capsys, monkeypatch):
-    from ullage.cli.train.picture import leave_page
+    from ullage.cli.train.progress import leave_page
     from ullage.report import run_page as module
 
     said: list[str] = []
@@ -295,7 +293,7 @@ def test_what_holds_no_run_is_refused(tmp_path, name):
 
 
 def test_a_page_that_cannot_be_written_is_said(ran, tmp_path):
-    with pytest.raises(InputError, match="the page cannot be written"):
+    with pytest.raises(InputError, match="a page cannot be written"):
         write_run_page([read_run(ran)], tmp_path / "no" / "where.html")
     assert list(tmp_path.iterdir()) == []
 
@@ -346,7 +344,7 @@ def test_a_folder_that_goes_away_ends_the_following(tmp_path):
 
 
 def test_what_is_shown_live_is_the_last_row_and_its_curve(ran):
-    from ullage.cli.follow import _drawn
+    from ullage.cli.report import _drawn
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     run = read_run(ran)

@@ -34,7 +34,7 @@ from ullage.training import (
     targets,
 )
 from ullage.training.packed_batch import PackedBatch
-from ullage.training.step_counts import StepCounts
+from ullage.training.steps import StepCounts
 
 VOCAB, CLASSES = 29, 4
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -7,14 +7,18 @@ JSON, for each job what each rank returned for each case, ``{"error": ...}`` whe
 
 import contextlib
 import json
+import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     GPT2Config,
@@ -26,18 +30,20 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Trainer,
+    TrainerCallback,
 )
 
 from tests.support import packing_script, processes
 from tests.support.launch import full_disk
 from ullage.engines import fsdp
-from ullage.exchange import PackedIterator
+from ullage.engines.fsdp.clipping import clip_grad_norm
+from ullage.engines.fsdp.parallel import device_type
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.ranks import Topology
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 VOCAB = 61  # which no tp divides
-STEPS = 5
+STEPS, SEQUENCES = 5, 12
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -60,7 +66,7 @@ def make_model(kind="llama", **options):
     return LlamaForCausalLM(LlamaConfig(**options))
 
 
-def make_samples(count=70, longest=50, seed=3):
+def make_samples(count=STEPS * SEQUENCES, longest=50, seed=3):
     draw = np.random.default_rng(seed)
     return [{"input_ids": draw.integers(3, VOCAB, n).tolist()} for n in draw.integers(1, longest, count)]
 
@@ -88,29 +94,62 @@ def spread(
     return made, torch.optim.AdamW(made.parameters(), lr=lr), topology
 
 
-def steps_of(topology, count=70):
-    return PackedIterator(
-        make_samples(count), topology, global_batch_size=14, capacity=96, shared=True, strategy="next_fit"
+def as_torchrun(rank, world):
+    """Tell accelerate, which the parent of a forked process may have asked already, of this process's world."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Counted(Trainer):
+    """Counts the real microbatches of each step of this rank."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        vars(self).setdefault("real", []).append(sum(len(batch) > 0 for batch in inputs.microbatches))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def make_trainer(model, topology, optimizer=None, scheduler=None, samples=None, batch=SEQUENCES, **more):
+    """A Trainer of a sharded model; ``batch``: sequences of a step over all ranks."""
+    samples = make_samples() if samples is None else samples
+    each = batch // topology.dp.size
+    arguments: dict[str, Any] = {
+        "output_dir": f"{tempfile.gettempdir()}/ullage-fsdp-cases", "per_device_train_batch_size": each,
+        "per_device_eval_batch_size": each, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "use_cpu": device_type() == "cpu", "packing_capacity": 96,
+        "packing_plan_strategy": "next_fit", "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.3, **more,
+    }  # fmt: skip
+    return Counted(
+        model,
+        TrainingArguments(**arguments),
+        data_collator=RaggedCollator(labels_from="input_ids"),
+        train_dataset=samples,
+        eval_dataset=samples[:batch],
+        optimizers=(optimizer, scheduler),
     )
+
+
+def logged(trainer, name="loss"):
+    return [float(row[name]) for row in trainer.state.log_history if name in row]
 
 
 def train(rank, world, kind="llama", mesh=(1, 1, 1), clip=0.3, **options):
     """Losses and gradient norms of the steps, and how many real microbatches this rank had."""
-    every = options.pop("reduce_every_microbatch", False)
+    as_torchrun(rank, world)
+    coalesces = not options.pop("reduce_every_microbatch", False)
     model, optimizer, topology = spread(kind, mesh, **options)
-    losses, norms, real = [], [], []
-    with steps_of(topology, 14) as steps:
-        before = float(fsdp.evaluate_step(model, next(steps)).loss)
-    with steps_of(topology) as steps:
-        for step in steps:
-            result = fsdp.train_step(model, optimizer, step, max_grad_norm=clip, reduce_every_microbatch=every)
-            losses.append(float(result.loss))
-            assert result.grad_norm is not None
-            norms.append(float(result.grad_norm))
-            real.append(sum(len(batch) > 0 for batch in step.microbatches))
-    with steps_of(topology, 14) as steps:
-        evaluated = float(fsdp.evaluate_step(model, next(steps)).loss)
-    return {"losses": losses, "norms": norms, "real": real, "before": before, "evaluated": evaluated}
+    trainer = make_trainer(model, topology, optimizer, max_grad_norm=clip, packing_coalesce_gradients=coalesces)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    found = {"losses": logged(trainer), "norms": logged(trainer, "grad_norm"), "real": trainer.real}
+    return {**found, "before": before, "evaluated": trainer.evaluate()["eval_loss"]}
 
 
 def whole_state(model, optimizer):
@@ -127,35 +166,40 @@ def whole_state(model, optimizer):
 
 def save(rank, world, folder, kind="llama", mesh=(1, 1, 1), stop=3, **options):
     """Trains up to a step, saves, and leaves the whole state beside it for others to compare with."""
+    as_torchrun(rank, world)
     model, optimizer, topology = spread(kind, mesh, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
-    losses = []
-    with steps_of(topology) as steps:
-        for k, step in enumerate(steps, start=1):
-            result = fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler)
-            losses.append(float(result.loss))
-            if k == stop:
-                fsdp.save(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps)
-                whole = whole_state(model, optimizer)
-                if rank == 0:
-                    torch.save(whole, f"{folder}/whole.pt")
+
+    class Saves(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step != stop:
+                return
+            fsdp.save(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler)
+            whole = whole_state(model, optimizer)
+            if rank == 0:
+                torch.save(whole, f"{folder}/whole.pt")
+
+    trainer = make_trainer(model, topology, optimizer, scheduler)
+    trainer.add_callback(Saves())
+    trainer.train()
     fsdp.save_pretrained(model, f"{folder}/model")
-    return {"losses": losses}
+    return {"losses": logged(trainer)}
 
 
 def resume(rank, world, folder, kind="llama", mesh=(1, 1, 1), **options):
     """Loads into a model of other weights; what differs from the saved state, and the losses that follow."""
+    as_torchrun(rank, world)
     model, optimizer, topology = spread(kind, mesh, lr=7.0, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
-    with steps_of(topology) as steps:
-        fsdp.load(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler, steps=steps)
-        saved, loaded = torch.load(f"{folder}/whole.pt"), whole_state(model, optimizer)
-        differing = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
-        results = [fsdp.train_step(model, optimizer, step, max_grad_norm=0.3, scheduler=scheduler) for step in steps]
-        losses = [float(result.loss) for result in results]
+    fsdp.load(f"{folder}/checkpoint", model, optimizer, scheduler=scheduler)
+    saved, loaded = torch.load(f"{folder}/whole.pt"), whole_state(model, optimizer)
+    differing = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
+    trainer = make_trainer(model, topology, optimizer, scheduler, make_samples()[3 * SEQUENCES :], max_steps=2)
+    trainer.train()
+    losses = logged(trainer)
     return {"losses": losses, "differing": differing, "compared": len(saved)}
 
 
@@ -164,10 +208,11 @@ def continue_zero(rank, world, folder, mesh, settings):
 
     ``settings``: take lr and the rest from the folder, or have them here.
     """
+    as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     model = fsdp.parallelize(packing_script.make_model("llama"), topology)
     decayed = set(
-        Trainer.get_decay_parameter_names(None, model)  # pyright: ignore[reportArgumentType]
+        transformers.Trainer.get_decay_parameter_names(None, model)  # pyright: ignore[reportArgumentType]
     )
     named = list(model.named_parameters())
     groups = [{"params": [p for n, p in named if (n in decayed) is chosen]} for chosen in (True, False)]
@@ -176,10 +221,11 @@ def continue_zero(rank, world, folder, mesh, settings):
     optimizer = torch.optim.AdamW(groups, lr=7.0 if settings else 1e-2, weight_decay=0.5 if settings else 0.0)
     fsdp.load(folder, model, optimizer, hyperparameters=settings)
     samples = packing_script.make_samples()[12:]
-    with PackedIterator(samples, topology, global_batch_size=4, capacity=128, shared=True) as steps:
-        results = [fsdp.train_step(model, optimizer, step, max_grad_norm=1.0) for step in steps]
+    options: dict[str, Any] = {"packing_capacity": 128, "max_grad_norm": 1.0, "max_steps": len(samples) // 4}
+    trainer = make_trainer(model, topology, optimizer, samples=samples, batch=4, **options)
+    trainer.train()
     moment = float(optimizer.state[named[0][1]]["step"])
-    return {"losses": [float(result.loss) for result in results], "step": moment}
+    return {"losses": logged(trainer), "step": moment}
 
 
 def load_zero(rank, world, folder, truth, mesh):
@@ -316,8 +362,8 @@ def clip(rank, world):
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
         reference.get_parameter(name).grad = gradient
         square += float(gradient.double().square().sum())
-    first = float(fsdp.clip_grad_norm(model.parameters(), 2.0))
-    return {"norm": first, "true": square**0.5, "after": float(fsdp.clip_grad_norm(model.parameters()))}
+    first = float(clip_grad_norm(model.parameters(), 2.0))
+    return {"norm": first, "true": square**0.5, "after": float(clip_grad_norm(model.parameters()))}
 
 
 def world_cases(rank, world, functions, cases):

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, TrainerCallback
 
 from tests.support import packing_script, trl_cases
+from tests.support.rank_memory import local_bytes
 from ullage import InputError
 from ullage.errors import UllageError
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, local_bytes
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 FSDP = {"fsdp": True}
 #: What `accelerate launch --use_fsdp --fsdp_version 2` sets.

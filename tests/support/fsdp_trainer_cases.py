@@ -1,19 +1,17 @@
-"""What each rank does in the tests of the FSDP engine's Trainer; ``python -m tests.support.fsdp_trainer_cases JOBS``.
+"""What each rank does in the tests of a sharded model under our Trainer; ``python -m tests.support.fsdp_trainer_cases JOBS``.
 
-Jobs are those of ``fsdp_cases``. A plain Trainer runs on one process, the engine's on any number; both train the same
-model on the same samples, so their losses can be compared, and each goes on from the other's checkpoint.
+Jobs are those of ``fsdp_cases``. A plain model trains on one process, a sharded one on any number, on the same samples,
+so their losses can be compared, and each goes on from the other's checkpoint.
 """
 
 import hashlib
 import json
-import os
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import (
     LlamaConfig,
@@ -23,8 +21,9 @@ from transformers import (
 )
 
 from tests.support import fsdp_cases
+from tests.support.rank_memory import local_bytes
 from ullage.engines import fsdp
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, local_bytes
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 VOCAB, SEQUENCES = 61, 12
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -54,8 +53,6 @@ def make_samples(kind="llama", count=48):
         return [{"input_ids": one, "label": sum(one) % 3} for one in ids]
     if kind == "token":
         return [{"input_ids": one, "labels": [-100 if i % 5 == 0 else i % 3 for i in one]} for one in ids]
-    if kind == "sft":  # as TRL prepares a prompt and its completion
-        return [{"input_ids": one, "completion_mask": [0] * (len(one) // 2) + [1] * -(-len(one) // 2)} for one in ids]
     if kind == "answers":
         return [{"input_ids": one, "labels": [-100] * (len(one) // 2) + one[len(one) // 2 :]} for one in ids]
     return [{"input_ids": one, "labels": list(one)} for one in ids]
@@ -69,19 +66,6 @@ def arguments(folder, batch, **more):
         "lr_scheduler_type": "cosine",
     }  # fmt: skip
     return TrainingArguments(output_dir=str(folder), **{**fixed, **more})
-
-
-def as_torchrun(rank, world):
-    """Tell accelerate, which the parent of a forked process may have asked already, of this process's world."""
-    told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def losses(trainer, name="loss"):
@@ -99,15 +83,15 @@ def plain(rank, world, folder, kind="llama", resume=None, model=None, **more):
 
 
 def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model=None, replicate=1, **more):
-    """The engine's Trainer on any layout."""
-    as_torchrun(rank, world)
+    """Our Trainer of a model that is sharded, on any layout."""
+    fsdp_cases.as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
-    made = make_model(kind, **(model or {}))
+    made = fsdp.parallelize(make_model(kind, **(model or {})), topology, dp_replicate=replicate)
     held_out = make_samples(kind, 10) if "eval_strategy" in more else None
-    batch = SEQUENCES // mesh[0] // more.get("gradient_accumulation_steps", 1)
-    trainer = fsdp.Trainer(
-        made, arguments(folder, batch, **more), train_dataset=make_samples(kind), eval_dataset=held_out,
-        topology=topology, dp_replicate=replicate, compute_metrics=metrics if held_out else None,
+    trainer = Trainer(
+        made, arguments(folder, SEQUENCES // mesh[0], **more), data_collator=RaggedCollator(),
+        train_dataset=make_samples(kind), eval_dataset=held_out,
+        compute_metrics=metrics if held_out and mesh[1] == 1 else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     found = {"losses": losses(trainer), "norms": losses(trainer, "grad_norm")}
@@ -121,15 +105,14 @@ def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model
 
 def metrics(prediction):
     """Which class is the largest, of sequences or of the tokens that have one, and the number of samples."""
-    is_token = isinstance(prediction.predictions, list)  # the engine's Trainer; arrays of transformers' are padded
-    logits = np.concatenate(prediction.predictions) if is_token else prediction.predictions
-    labels = np.concatenate(prediction.label_ids) if is_token else prediction.label_ids
-    right = logits.argmax(-1) == labels
-    return {"accuracy": float(right[labels != -100].mean()), "samples": len(prediction.label_ids)}
+    labels = prediction.label_ids
+    right = prediction.predictions.argmax(-1) == labels
+    return {"accuracy": float(right[labels != -100].mean()), "samples": len(labels)}
 
 
 def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate=1, offload=False):
     """A model made in one of the ways, its losses, a digest of every tensor, and the bytes that this rank held of it."""
+    fsdp_cases.as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     torch.manual_seed(7)
     with torch.device("cpu" if how == "full" or (how == "first" and rank == 0) else "meta"):
@@ -143,10 +126,9 @@ def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate
     whole = {**fsdp_cases.whole_state(made, torch.optim.SGD(made.parameters())), **dict(made.named_buffers())}
     bits = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(whole.items())))
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
-    with fsdp_cases.steps_of(topology, 28) as steps:
-        results = [fsdp.train_step(made, optimizer, step, max_grad_norm=0.3) for step in steps]
-    found = [float(result.loss) for result in results]
-    return {"losses": found, "bits": bits.hexdigest(), "count": len(whole), "before": before, "after": after}
+    trainer = fsdp_cases.make_trainer(made, topology, optimizer, max_steps=2)
+    trainer.train()
+    return {"losses": losses(trainer), "bits": bits.hexdigest(), "count": len(whole), "before": before, "after": after}
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from megatron.core import parallel_state as state
 from megatron.core.pipeline_parallel import schedules
 
 from tests.support import megatron_today as today
+from tests.support.megatron_cpu import on_cpu
 from ullage.datasets import MockSamples
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
-    on_cpu,
     packed_step,
     wrap_data_iterator,
 )

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.hugging_face_shapes import config_of as config_of_transformers
 from tests.support.hugging_face_shapes import shapes_of
-from ullage.engines.megatron import on_cpu
+from tests.support.megatron_cpu import on_cpu
 
 #: What differs from Llama: biases of q, k and v; norms of q and k; tied embeddings.
 KINDS = {

@@ -23,9 +23,10 @@ from torch import nn
 from tests.support import megatron_loop as loop
 from tests.support import megatron_script as script
 from tests.support.megatron_cases import raised
+from tests.support.megatron_cpu import on_cpu
 from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer
-from ullage.engines.megatron import on_cpu, pack_training, packed_layer_spec
-from ullage.engines.megatron.model import PackedNorm
+from tests.support.megatron_spec import PackedNorm, packed_layer_spec
+from ullage.engines.megatron import pack_training
 
 if importlib.util.find_spec("triton") is None:
     # The mixer imports kernels of its inference, which need Triton at import.

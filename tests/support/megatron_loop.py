@@ -15,10 +15,11 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as state  # noqa: E402
 
 from tests.support import megatron_script as script  # noqa: E402
+from tests.support.megatron_cpu import on_cpu  # noqa: E402
 from tests.support.megatron_model import Optimizer, build, config_of  # noqa: E402
 from tests.support.megatron_parity import LENGTHS, sizes  # noqa: E402
 from ullage.datasets import MockSamples  # noqa: E402
-from ullage.engines.megatron import on_cpu, pack_training  # noqa: E402
+from ullage.engines.megatron import pack_training  # noqa: E402
 
 STEPS, EVALUATIONS, BATCH, LAYERS, CAPACITY = 10, 2, 24, 4, 48
 

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as state  # noqa: E402
 
+from tests.support.megatron_cpu import on_cpu  # noqa: E402
 from tests.support.megatron_model import (  # noqa: E402
     Optimizer,
     build,
@@ -26,7 +27,6 @@ from tests.support.megatron_model import (  # noqa: E402
     run_step,
 )
 from ullage.datasets import MockSamples  # noqa: E402
-from ullage.engines.megatron import on_cpu  # noqa: E402
 
 STEPS, BATCH = 4, 11
 LENGTHS = {"type": "lognormal", "mode": "distribution", "min_seq_len": 1, "max_seq_len": 40}

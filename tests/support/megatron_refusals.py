@@ -11,8 +11,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tests.support import megatron_loop as loop
 from tests.support import megatron_script as script
 from tests.support.megatron_cases import raised, sample
+from tests.support.megatron_cpu import on_cpu
 from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer, build
-from ullage.engines.megatron import on_cpu, pack_training
+from ullage.engines.megatron import pack_training
 
 
 def everything(rank, world):

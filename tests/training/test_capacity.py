@@ -14,8 +14,7 @@ from transformers import HfArgumentParser
 from tests.support import capacity_script, packing_script
 from ullage import InputError
 from ullage.training import Trainer, TrainingArguments, capacity
-from ullage.training.capacity import CapacityFinder
-from ullage.training.capacity_search import CapacitySearch
+from ullage.training.capacity import CapacityFinder, CapacitySearch
 from ullage.training.device_memory import DeviceMemory, num_bytes
 
 

@@ -15,8 +15,7 @@ from tests.support.chunked_script import count_losses
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.proofs.tiny import model_types
-from ullage.training.loss.chunked_head import head_in_chunks, head_problem
-from ullage.training.loss.lazy_logits import HeadCall, LazyLogits
+from ullage.training.loss.lazy_logits import HeadCall, LazyLogits, head_in_chunks, head_problem
 from ullage.training.packing import PackedBatch
 
 N, T, WORDS = 2, 6, 11

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Seq2SeqCollator, Trainer, TrainingArguments
-from ullage.training.signature import given_argument
+from ullage.training.mixin import given_argument
 
 LENGTHS = (3, 9, 1, 5)
 SMALL = {"vocab_size": 32, "hidden_size": 8, "pad_token_id": 0}

@@ -18,7 +18,7 @@ from tests.support import packing_script
 from ullage import InputError, RaggedBatch
 from ullage.datasets import pack_dataset
 from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
-from ullage.training.drawn import as_ragged
+from ullage.training.reading import as_ragged
 
 #: One token, a sequence that fills a microbatch, and what lies between.
 LENGTHS = [1, 128, 5, 1, 77, 128, 1, 2, 30, 64, 1, 3]
@@ -167,6 +167,27 @@ def test_pairs_of_a_padded_batch_are_sources_and_targets(tmp_path, tokenizer):
     assert found[1] == pytest.approx(found[0], rel=1e-10)
 
 
+@pytest.mark.regression
+def test_a_flattened_row_with_padded_slots_trains_packed_as_unpacked(tmp_path, reference):
+    """It trained unpacked and was refused under packing: where the slots' padding lies was read by one of two readers."""
+    collator = RaggedCollator(flattened=True, labels_from="input_ids", pad_to_multiple_of=4)
+    packed, evaluated = run(tmp_path, collator)
+    unpacked, alone = run(tmp_path, collator, packing_capacity=None)
+    np.testing.assert_allclose(packed, reference[0], rtol=1e-10)
+    # transformers' loss is float32, and the rows are others.
+    np.testing.assert_allclose(unpacked, reference[0], rtol=1e-6)
+    assert [evaluated, alone] == pytest.approx([reference[1]] * 2, rel=1e-6)
+
+
+def test_padded_slots_and_empty_ones_are_those_of_the_bounds():
+    row = {"input_ids": torch.tensor([[5, 6, 7, 0, 8, 0]]), "cu_seq_lens_q": torch.tensor([0, 4, 4, 6])}
+    found = as_ragged({**row, "position_ids": torch.tensor([[0, 1, 2, 0, 0, 0]])})
+    assert found.layout.lengths.tolist() == [3, 0, 1]
+    assert found.layout.slots.tolist() == [4, 0, 2]
+    assert [sample["input_ids"].tolist() for sample in found.samples()] == [[5, 6, 7], [], [8]]
+    assert as_ragged(row).layout.lengths.tolist() == [4, 0, 2]  # without positions nothing tells the padding
+
+
 def test_the_rows_of_a_packed_file_are_taken(tmp_path):
     """Rows with positions, one per batch, as ``ullage pack`` writes them and default_data_collator leaves them."""
     row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "position_ids": [0, 1, 2, 0], "seq_lengths": [3, 1]}
@@ -192,14 +213,14 @@ REFUSED = {
         "attention_mask": torch.ones(2, 4),
         "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]),
     },
-    r"cu_seq_lens_q does not bound the tokens of the batch: expected .* 0 to 4, found \[0, 3\]": {
+    r"cu_seq_lens_q does not cover the row: expected rising from 0 to 4, found 1 sequences, 3 tokens": {
         "input_ids": IDS[:1],
         "cu_seq_lens_q": torch.tensor([0, 3]),
     },
-    r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2, 3\]": {
+    r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2\]": {
         "input_ids": IDS[:1],
         "cu_seq_lens_q": torch.tensor([0, 3, 4]),
-        "position_ids": torch.tensor([[0, 1, 0, 0]]),
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
     },
     r"a row with cu_seq_lens_q has padding too": {
         "input_ids": IDS[:1],

@@ -2,7 +2,7 @@
 
 import torch
 
-from ullage.training import LocalBytes, local_bytes
+from tests.support.rank_memory import LocalBytes, local_bytes
 
 
 def test_counts_tied_parameters_once_and_leaves_step_counts_out():

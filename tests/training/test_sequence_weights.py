@@ -8,19 +8,18 @@ import torch
 import transformers as hf
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from trl import SFTConfig, SFTTrainer
+from ullage.engines.fsdp.trainer_arguments import require_supported
 
 from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
-from ullage.cli.train.record import settings_of
-from ullage.engines.fsdp.trainer_arguments import require_supported
+from ullage.cli.train.folder import settings_of
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
-from ullage.training.comparing import describe_arguments
+from ullage.training.beginning import describe_arguments
 from ullage.training.loss.lazy_logits import HeadCall
-from ullage.training.loss.weighable import kind_of_loss
-from ullage.training.loss.weighted_losses import weighted_cross_entropy, weighted_token_loss
+from ullage.training.loss.sequence_weights import kind_of_loss, weighted_cross_entropy, weighted_token_loss
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

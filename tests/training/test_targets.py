@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ullage import InputError, RaggedBatch
 from ullage.training import RaggedCollator, Seq2SeqCollator
-from ullage.training.targets import apart, is_joined, joined, num_tokens_each, pair_of_one
+from ullage.training.targets import apart, is_joined, joined, num_tokens_each, placeholder
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
 
@@ -51,7 +51,7 @@ def test_the_rest_stays_as_it_is():
 def test_a_pair_of_one_token_each_has_the_same_fields():
     whole = joined(_batch([(3, 2), (1, 4)]))
     for label in (0, -100):
-        pair = apart(pair_of_one(whole, label=label))
+        pair = apart(placeholder(whole, counts=label == 0))
         assert set(pair.names) == {"input_ids", "labels", "kind"}
         assert [row.tolist() for row in pair["labels"].unbind()] == [[label]]
         assert pair["input_ids"].tolist() == [0]

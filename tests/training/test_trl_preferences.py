@@ -16,7 +16,7 @@ from ullage.exchange import materialize
 from ullage.planning import TransformerCost
 from ullage.ranks import Topology
 from ullage.training.arguments import PackingOptions
-from ullage.training.planned_step import StepPlanner
+from ullage.training.packing import StepPlanner
 from ullage.training.trl.preferences import PairLoss, UnpairedLoss
 from ullage.training.trl.rollouts import RolloutLoss
 

@@ -1,37 +1,25 @@
-"""Module calls in progress, read from the Python stack: what a layer's attention and its mask are not handed.
+"""Module calls in progress, read off the Python stack: what a layer's attention and its mask are not handed.
 
 An attention function gets one layer, a mask function not even that. Whether a packed call is safe depends on the
 model around them, and on arguments that many models use up before their layers: ``position_ids`` often go into the
-embeddings alone. Both can be read from the frames of ``nn.Module.__call__`` on the Python stack. Nothing is read
-under ``torch.compile``, which has no such frames.
+embeddings alone. Nothing is read under ``torch.compile``, which has no such frames.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-#: The code object of ``nn.Module.__call__``, and its local names of the module and of the call's arguments.
-_CALL = nn.Module.__call__.__code__
-_SELF, _POSITIONAL, _KEYWORDS = _CALL.co_varnames[:3]
 
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a module, with the arguments as its caller gave them.
-
-    Attributes:
-        module: the module that was called.
-        positional, keywords: the arguments of ``forward``, without ``self``.
-    """
+class Call(NamedTuple):
+    """One call of a module, with the arguments of its ``forward`` as its caller gave them, without ``self``."""
 
     module: nn.Module
     positional: tuple[Any, ...]
@@ -45,8 +33,7 @@ class Call:
         return dict(zip(names, self.positional)).get(name)
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """Arguments of the module calls in progress.
 
     Attributes:
@@ -61,12 +48,20 @@ class Given:
 
 
 def module_calls() -> Iterator[Call]:
-    """Module calls in progress in this thread, the innermost first."""
+    """Module calls in progress in this thread, the innermost first.
+
+    Frames of ``nn.Module.__call__`` are looked for: their first three variables are the module and the arguments of its
+    call. Nothing plainer tells. A user loads a model with ``attn_implementation="ullage"`` and calls it; ullage never
+    sees the model before its layers ask for attention, and no hook can have been put on it; hooks on all modules are
+    given no keywords, and cost every module of the process; and what transformers registers is given no model.
+    """
+    code = nn.Module.__call__.__code__
+    module, positional, keywords = code.co_varnames[:3]
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is code:
             found = frame.f_locals
-            yield Call(found[_SELF], found[_POSITIONAL], found[_KEYWORDS])
+            yield Call(found[module], found[positional], found[keywords])
         frame = frame.f_back
 
 

@@ -23,7 +23,7 @@ from ullage.attention.slices import Runs, Slices
 from ullage.attention.ulysses import all_to_all
 from ullage.attention.varlen import serves_varlen, varlen_attention
 from ullage.layout import Int64, counting, ranges, starts_of
-from ullage.places import permute
+from ullage.rows import permute
 
 #: A piece is cut into at most this many blocks of queries, of at least ``_LEAST_BLOCK``.
 _MOST_BLOCKS = 16

@@ -11,7 +11,7 @@ one mask. In both directions a block also sees those behind it.
 
 The last block of a sequence is padded behind it. A causal query does not look there, from a query that sees both ways a
 mask hides it, and the results of padding are not used, so its gradient is exactly zero. Tokens are moved once into the
-order of the calls and once back; the order (:mod:`ullage.places`) depends on the lengths alone and is cached for all
+order of the calls and once back; the order (:mod:`ullage.rows`) depends on the lengths alone and is cached for all
 layers of a forward. Source of the kernels: ``torch.nn.functional.scaled_dot_product_attention``.
 """
 
@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ullage.layout import counting, starts_of
-from ullage.places import Places
+from ullage.layout import Layout, counting
+from ullage.rows import Places, alike, arranged, end_to_end
 
 #: Smallest number of tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
@@ -39,54 +39,43 @@ class Arrangement:
     """Order in which the tokens of a row are computed: first sequences by length, then windowed ones in blocks.
 
     Attributes:
-        places: the row of each token; the padding of blocks takes rows too, behind their tokens.
+        places: the place of each token; the padding of blocks takes places too, behind their tokens. None where nothing
+            need be moved.
         buckets: (number of sequences, length) of each call, in order.
         blocks: for each block of a windowed sequence, how many blocks of that sequence precede it.
         filled: for each such block, its real tokens.
-        in_order: whether rows and tokens are the same, so that nothing need be moved.
     """
 
-    places: Places
+    places: Places | None
     buckets: tuple[tuple[int, int], ...]
     blocks: tuple[int, ...]
     filled: tuple[int, ...]
-    in_order: bool
 
 
 @lru_cache(maxsize=32)
 def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Arrangement:
     """Order of computation for sequences of these lengths in tokens, copied to the device."""
     sizes = np.asarray(lengths, np.int64)
-    starts = starts_of(sizes)
     # A sequence no longer than the window sees all of itself, so it is plain causal.
     windowed = np.flatnonzero(sizes > window) if window is not None else np.empty(0, np.int64)
+    is_whole = sizes > 0
+    is_whole[windowed] = False
     # One call per length, in the order in which lengths first occur: sequences of one length need not be moved at all.
-    widths, first, counts = np.unique(np.delete(sizes, windowed), return_index=True, return_counts=True)
-    calls = np.argsort(first, kind="stable")
-    calls = calls[widths[calls] > 0]
-    buckets = tuple((int(counts[call]), int(widths[call])) for call in calls)
-    items = np.concatenate([*(np.flatnonzero(sizes == widths[call]) for call in calls), windowed]).astype(np.int64)
+    calls = alike([sizes], is_whole)
+    items = end_to_end([*calls, windowed])
     # Each sequence gets as many places as it has tokens; a windowed one is filled up to whole blocks.
     block = block_size(window)
     slots = sizes[items]
-    if len(windowed):
-        slots[-len(windowed) :] = -(-slots[-len(windowed) :] // block) * block
-    # The row of each token: real tokens come first in each slot, the padding of its last block behind them.
-    offset = counting(slots)
-    is_token = offset < np.repeat(sizes[items], slots)
-    token = (np.repeat(starts[items], slots) + offset)[is_token]
-    row = np.empty(len(token), np.int64)
-    row[token] = np.flatnonzero(is_token)
+    num_blocks = -(-sizes[windowed] // block)
+    slots[len(slots) - len(windowed) :] = num_blocks * block
     # The windowed sequences are the last items: number the blocks of each from 0.
-    num_blocks = slots[len(slots) - len(windowed) :] // block
     blocks = counting(num_blocks)
     filled = np.minimum(np.repeat(sizes[windowed], num_blocks) - blocks * block, block)
     return Arrangement(
-        places=Places.of(row, len(offset), device),
-        buckets=buckets,
+        places=arranged(Layout(sizes), items, slots, device),
+        buckets=tuple((len(call), int(sizes[call[0]])) for call in calls),
         blocks=tuple(blocks.tolist()),
         filled=tuple(filled.tolist()),
-        in_order=np.array_equal(row, np.arange(len(offset))),
     )
 
 
@@ -126,7 +115,7 @@ def packed_attention(
     """
     order = arrange(tuple(lengths), window, query.device)
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
-    if not order.in_order:
+    if order.places is not None:
         query, key, value = (order.places.place(tensor) for tensor in (query, key, value))
     # One part per call; the last part holds the windowed sequences and may be empty.
     sizes = [rows * width for rows, width in order.buckets]
@@ -141,7 +130,7 @@ def packed_attention(
     if order.blocks and window is not None:
         outputs.append(_windowed(*parts[-1], order, window, causal, options))
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return mixed if order.in_order else order.places.take(mixed)
+    return mixed if order.places is None else order.places.take(mixed)
 
 
 def _windowed(

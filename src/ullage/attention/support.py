@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention.calls import holders
-from ullage.attention.frequencies import row_limits
 from ullage.attention.heads import works_by_token
 from ullage.attention.parts import lets_tokens_meet, unknown_parts
 from ullage.errors import InputError
@@ -171,7 +170,7 @@ def remember_packable(model: nn.Module) -> None:
 
 
 def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
-    """Row limits of the model around a layer, for a packed call; see :func:`ullage.attention.frequencies.row_limits`.
+    """Row limits of the model around a layer, for a packed call; see :func:`row_limits`.
 
     ``model``: the outermost one, where that is known. Checked once per model, which is found among the module calls in
     progress; after that the layer remembers for which model. Raises ``InputError`` for a model in which packed
@@ -397,3 +396,31 @@ def _position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         table = _held(module, "position_embeddings")
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             yield path, module, table
+
+
+# Rotary frequencies that depend on the longest sequence of a row.
+
+
+def row_limits(model: nn.Module) -> tuple[int | None, bool]:
+    """Length above which the longest sequence of a row changes the rotary frequencies of all, and the kind of change.
+
+    The length in tokens, None without a limit; and whether every length above it has its own frequencies (dynamic
+    scaling) or all have the same (longrope). Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
+    """
+    longest: int | None = None
+    dynamic = False
+    for module in model.modules():
+        # A string, or by kind of layer where a model has several (full and sliding attention, for example).
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str):
+                continue
+            if "dynamic" in kind:
+                limit, dynamic = getattr(module, "original_max_seq_len", 0), True
+            elif kind == "longrope":
+                rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+                limit = (rope if layer is None else rope.get(layer, {})).get("original_max_position_embeddings", 0)
+            else:
+                continue
+            longest = limit if longest is None else min(longest, limit)
+    return longest, dynamic

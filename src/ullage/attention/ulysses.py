@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ullage.attention.slices import Slices
-from ullage.places import permute
+from ullage.rows import permute
 
 
 class _AllToAll(torch.autograd.Function):

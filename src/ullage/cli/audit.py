@@ -77,16 +77,16 @@ def _audit_one(
     model: str, *, kind: str | None, weights: bool, packed: bool, attention: str | None, seed: int, **options: Any
 ) -> Any:
     from ullage.errors import UsageError
-    from ullage.proofs import audit, loading
+    from ullage.proofs import audit, tiny
 
-    config = loading.config_of(model, trust_remote_code=options["trust_remote_code"])
+    config = tiny.config_of(model, trust_remote_code=options["trust_remote_code"])
     if not weights:
-        return audit(loading.tiny(config, kind=kind, seed=seed, attention=attention), pack=packed, seed=seed)
+        return audit(tiny.tiny_like(config, kind=kind, seed=seed, attention=attention), pack=packed, seed=seed)
     if isinstance(config, str):
         raise UsageError("a model type has no weights", expected="a folder", found=model, hint="leave --weights out")
-    size = loading.num_bytes(config, kind=kind, **options)
+    size = tiny.num_bytes(config, kind=kind, **options)
     typer.echo(f"the audit of these weights needs about {size / 2**30:.1f} GiB of memory", err=True)
-    whole = loading.whole(model, config, kind=kind, attention=attention, **options)
+    whole = tiny.with_weights(model, config, kind=kind, attention=attention, **options)
     return audit(whole, pack=packed, seed=seed)
 
 

@@ -14,9 +14,9 @@ import typer
 from ullage.errors import InputError, UllageError, UsageError
 
 if TYPE_CHECKING:
-    from ullage.datasets.column_lengths import Measured
+    from ullage.datasets.files import Measured
     from ullage.layout import Int64
-    from ullage.report.steps import PlannedStep, StepTotals
+    from ullage.report.figures import PlannedStep, StepTotals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -138,7 +138,7 @@ def plan(
     and the ideal. With several capacities, or several steps, prints a row for each capacity.
     """
     from ullage.cli.plan_shown import PlanShown
-    from ullage.report.steps import cut, planned
+    from ullage.report.figures import cut, planned
 
     name, measured, suggested = _measured(lengths, n, seed, column, tokenizer)
     capacities = _capacities(capacity) or ([suggested] if suggested else [])
@@ -198,7 +198,7 @@ def _sweep(
     """All steps at each capacity, or why a capacity cannot hold them. Raises where none can."""
     from tqdm import tqdm
 
-    from ullage.report.steps import planned, summed
+    from ullage.report.figures import planned, summed
 
     failed: list[UllageError] = []
     for capacity in capacities:
@@ -228,8 +228,7 @@ def _measured(
     """
     import io
 
-    from ullage.datasets.column_lengths import Measured
-    from ullage.datasets.files import read_lengths, read_stream
+    from ullage.datasets.files import Measured, read_lengths, read_stream
     from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths, read_text
 
     if source in WORKLOADS:
@@ -299,8 +298,7 @@ def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> 
 def _write(step: PlannedStep, outputs: dict[str, Path], name: str, source: str) -> list[str]:
     """Write what was asked for; returns a line for each."""
     from ullage.cli.writing import write_output
-    from ullage.report.plan import plan_page
-    from ullage.report.timeline import write_trace
+    from ullage.report.plan import plan_page, write_trace
 
     fill: dict[str, Callable[[IO[str]], object]] = {
         "page": lambda file: file.write(plan_page(step.plan, reference=step.reference, source=name)),

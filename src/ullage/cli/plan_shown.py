@@ -13,11 +13,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ullage.datasets.column_lengths import Measured
+from ullage.datasets.files import Measured
 from ullage.display import counted
 from ullage.errors import UllageError
 from ullage.planning import Plan
 from ullage.report.figures import (
+    Padded,
+    PlannedStep,
+    StepTotals,
     bound_ullage,
     described,
     figures,
@@ -26,8 +29,6 @@ from ullage.report.figures import (
     reference_name,
     step_time,
 )
-from ullage.report.padded import Padded
-from ullage.report.steps import PlannedStep, StepTotals
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,30 @@ The default tokenizer is ByT5's: one token per byte of UTF-8 and one for the end
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ullage.datasets.arrow import read_arrow
-from ullage.datasets.column_lengths import Measured, checked_lengths, choose_column, of_arrow, of_texts, of_values
-from ullage.datasets.folders import files_of
-from ullage.datasets.lengths import LENGTH_NAMES, as_number, is_number, mock_lengths, parse_csv
+from ullage.datasets.lengths import (
+    LENGTH_NAMES,
+    as_number,
+    choose_column,
+    is_number,
+    mock_lengths,
+    numbers_of,
+    read_cells,
+)
+from ullage.datasets.stored import is_list, is_text, list_lengths, no_tokens, read_arrow, require_tokens, require_values
+from ullage.datasets.tables import files_of
 from ullage.errors import InputError, first_line
 from ullage.extras import needed_by
-from ullage.layout import Int64
+from ullage.layout import Int64, as_lengths
 
 ENDINGS = (".npy", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
@@ -121,7 +128,7 @@ def _read(file: BinaryIO, ending: str, where: str, column: str | None, tokenizer
         elif ending == ".json":
             measured = _from_json(text, where, column, tokenizer)
         elif ending in (".csv", ".tsv"):
-            measured = _from_csv(_with_commas(text) if ending == ".tsv" else text, where, column, tokenizer)
+            measured = _from_csv(text, ending, where, column, tokenizer)
         else:
             measured = _from_txt(text, where, column, tokenizer)
     if not len(measured.lengths):
@@ -230,39 +237,16 @@ def _from_records(records: list[Any], where: str, column: str | None, tokenizer:
     return of_values([record[chosen] for record in records], chosen, where, tokenizer)
 
 
-def _with_commas(text: str) -> str:
-    """Tab-separated text as comma-separated text."""
-    made = io.StringIO()
-    csv.writer(made).writerows(csv.reader(io.StringIO(text), delimiter="\t"))
-    return made.getvalue()
-
-
-def _from_csv(text: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
-    """Numbers by :func:`parse_csv`; a column of text where the header names one and nothing of lengths."""
-    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
-    try:
-        header = next((row for row in rows if any(cell.strip() for cell in row)), [])
-        if all(map(is_number, header)):
-            return Measured(parse_csv(text, where, column))
-        if len(header) == 1 and ";" in header[0]:
-            raise InputError(
-                "the columns of a .csv file are parted by commas",
-                where=where,
-                found=header[0][:60],
-                hint="write it with commas, or with tabs as a .tsv file",
-            )
-        first = next((row for row in rows if row), [])
-        chosen = choose_column([name.strip() for name in header], column, where)
-        place = [name.strip() for name in header].index(chosen)
-        # The first row below the header tells a column of numbers from one of text.
-        if is_number(first[place]) if place < len(first) else True:
-            return Measured(parse_csv(text, where, chosen), chosen)
-        if chosen.lower() in LENGTH_NAMES:
-            raise InputError("a file holds something that is not a length", where=where, found=repr(first[place][:60]))
-        texts = [first[place], *(row[place] if place < len(row) else "" for row in rows if row)]
-    except csv.Error as error:
-        raise InputError("a file is not a CSV", where=where, found=str(error)) from error
-    return of_texts(texts, chosen, tokenizer)
+def _from_csv(text: str, ending: str, where: str, column: str | None, tokenizer: str | None) -> Measured:
+    """Numbers, or a column of text where the header names one and nothing of lengths."""
+    chosen, cells = read_cells(text, where, column, "\t" if ending == ".tsv" else ",")
+    # The first row below the header tells a column of numbers from one of text.
+    first = next((cell for cell in cells if cell is not None), None)
+    if chosen is None or first is None or is_number(first):
+        return Measured(numbers_of(cells, where), chosen)
+    if chosen.lower() in LENGTH_NAMES:
+        raise InputError("a file holds something that is not a length", where=where, found=repr(first[:60]))
+    return of_texts([cell or "" for cell in cells], chosen, tokenizer)
 
 
 def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str | None) -> Measured:
@@ -278,3 +262,139 @@ def _from_parquet(file: BinaryIO, where: str, column: str | None, tokenizer: str
         return of_arrow(table.schema_arrow.names, arrays, where, column, tokenizer)
     except pa.ArrowException as error:
         raise InputError("a .parquet file cannot be read", where=where, found=first_line(error)) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Lengths with their source.
+
+    Attributes:
+        lengths: int64 [n]
+        column: the column that they were read from; ``None`` where there are no columns
+        unit: what a length counts
+    """
+
+    lengths: Int64
+    column: str | None = None
+    unit: str = "tokens"
+
+
+def checked_lengths(values: Any, where: str) -> Int64:
+    """``values`` as lengths, int64 [n]. Raises ``InputError`` that names ``where`` and the item."""
+    try:
+        return as_lengths(values)
+    except InputError as error:
+        place = where if error.where is None else f"{where}, {error.where}"
+        raise error.at(place) from error
+
+
+def of_texts(texts: Sequence[str], column: str | None, tokenizer: str | None) -> Measured:
+    """Lengths of texts in tokens of a tokenizer, or in bytes."""
+    return Measured(np.array(measure(tokenizer)(texts), np.int64), column, BYTES if tokenizer is None else "tokens")
+
+
+def of_values(values: Sequence[Any], column: str | None, where: str, tokenizer: str | None) -> Measured:
+    """Lengths of a column's values, which are of one kind. Raises ``InputError`` that names the row of another."""
+    if values and isinstance(values[0], str):
+        _all_of(values, str, column, where)
+        return of_texts(values, column, tokenizer)
+    if values and isinstance(values[0], list):
+        _all_of(values, list, column, where)
+        for row, value in enumerate(values):
+            # A bool is an int to isinstance, but no token.
+            others = [item for item in value if type(item) is not int]
+            if others:
+                place = f"{where}, column {column}, row {row}" if column else f"{where}, row {row}"
+                raise no_tokens(place, f"a list with {repr(others[0])[:60]}")
+        return Measured(np.array([len(value) for value in values], np.int64), column)
+    _all_of(values, (int, float), column, where)
+    return Measured(checked_lengths(np.array(values), where), column)
+
+
+def _all_of(values: Sequence[Any], kind: Any, column: str | None, where: str) -> None:
+    for row, value in enumerate(values):
+        # A bool is an int to isinstance, but no length.
+        if not isinstance(value, kind) or isinstance(value, bool):
+            place = f"{where}, row {row}" + (f", column {column}" if column else "")
+            raise InputError(
+                "a value is neither a length nor tokens nor text, as the first is", where=place, found=repr(value)[:60]
+            )
+
+
+def of_arrow(
+    names: Sequence[str],
+    arrays: Callable[[str], Iterable[Any]],
+    where: str,
+    column: str | None,
+    tokenizer: str | None,
+) -> Measured:
+    """Lengths of an Arrow column, one that :func:`choose_column` chooses; ``arrays`` gives the parts of one by name."""
+    chosen = choose_column(names, column, where)
+    place, row = f"{where}, column {chosen}", 0
+    parts: list[Measured] = []
+    for array in arrays(chosen):
+        parts.append(_of_chunk(array, chosen, place, row, tokenizer))
+        row += len(array)
+    if not parts:
+        raise InputError("a file holds no lengths", where=where)
+    # Checked as a whole, so that an error counts from the beginning of the file.
+    return Measured(checked_lengths(np.concatenate([part.lengths for part in parts]), place), chosen, parts[0].unit)
+
+
+def _of_chunk(array: Any, column: str, place: str, first_row: int, tokenizer: str | None) -> Measured:
+    """Lengths of a part of a column, which begins at ``first_row`` of its file; numbers are not checked yet."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    require_values(array, place, first_row)
+    kind = array.type
+    if is_text(kind):
+        if tokenizer is None:
+            return Measured(
+                # Arrow counts the bytes of UTF-8 itself; one more for the end.
+                pc.call_function("binary_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64) + 1,
+                column,
+                BYTES,
+            )
+        return of_texts(array.to_pylist(), column, tokenizer)
+    if is_list(kind):
+        require_tokens(array, place, first_row)
+        return Measured(list_lengths(array), column)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return Measured(array.to_numpy(zero_copy_only=False), column)
+    raise InputError("a column holds neither lengths nor tokens nor text", where=place, found=str(kind))
+
+
+#: The unit of text measured without a vocabulary.
+BYTES = "byte tokens"
+
+#: Texts in, their lengths in tokens out.
+Measure = Callable[[Sequence[str]], list[int]]
+
+
+def measure(tokenizer: str | None) -> Measure:
+    """The function that counts the tokens of texts; for ``None``, bytes of UTF-8 and one for the end, as in ByT5."""
+    if tokenizer is None:
+        # JSON may hold lone surrogates, which strict UTF-8 refuses.
+        return lambda texts: [len(text.encode("utf-8", "surrogatepass")) + 1 for text in texts]
+    encode = load_tokenizer(tokenizer)
+    # A thousand texts at a time, so that the ids of few are in memory.
+    return lambda texts: [
+        len(ids) for start in range(0, len(texts), 1000) for ids in encode(texts[start : start + 1000])
+    ]
+
+
+def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
+    """The function from texts to token ids: for ``None`` the byte tokenizer, else what ``AutoTokenizer`` loads."""
+    with needed_by("a tokenizer"):
+        from transformers import AutoTokenizer
+    if name is None:
+        from ullage.datasets.text import byte_tokenizer  # loads torch, which measuring bytes does not need
+
+        loaded = byte_tokenizer()
+    else:
+        try:
+            loaded = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            raise InputError("a tokenizer cannot be loaded", where=name, found=first_line(error)) from error
+    return lambda texts: loaded(list(texts))["input_ids"]

@@ -24,13 +24,13 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError, listed, require_int
 from ullage.layout import Int64, as_lengths
 
 #: Default number of lengths of a mock distribution, upstream's too.
@@ -67,7 +67,8 @@ def mock_lengths(
     if n is not None:
         require_int(n, "n", least=0)
     if config["mode"] == "file":
-        lengths = read_csv(config["path"])
+        where = os.fspath(config["path"])
+        lengths = numbers_of(read_cells(read_text(where), where)[1], where)
         if n is not None:
             # A shorter file begins again from its front.
             lengths = np.resize(lengths, n)
@@ -164,63 +165,80 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise InputError("a file is not text", where=os.fspath(path), expected="UTF-8", found=str(error)) from error
 
 
-def read_csv(path: str | os.PathLike[str], column: str | None = None) -> Int64:
-    """Lengths from a CSV file with or without a header, int64 [n]. See :func:`parse_csv`."""
-    return parse_csv(read_text(path), os.fspath(path), column)
+def read_cells(text: str, where: str, column: str | None = None, delimiter: str = ",") -> tuple[str | None, list[Any]]:
+    """A column of CSV text: its name, and its cells, None in a row that is too short. Without a header, all cells.
 
-
-def parse_csv(text: str, where: str, column: str | None = None) -> Int64:
-    """Lengths from CSV text, int64 [n]: all numbers row by row, or one of the columns that a header names.
-
-    The first row is a header if any cell of it is not a number. Under a header with several columns, ``column`` names
-    one; without it, exactly one must have a name for lengths. Raises ``InputError`` that lists the columns, or names
-    the first cell that is not an integer.
+    The first row is a header if any cell of it is not a number; :func:`choose_column` chooses among its names. Raises
+    ``InputError`` where there is nothing, or not the column.
     """
-    rows = [row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if any(cell.strip() for cell in row)]
-    if not rows:
+    rows = csv.reader(io.StringIO(text), skipinitialspace=True, delimiter=delimiter)
+    try:
+        table = [row for row in rows if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise InputError("a file is not a CSV", where=where, found=str(error)) from error
+    if not table:
         raise InputError("a file holds no lengths", where=where)
     # Upstream takes the first row for a header always; here only where a cell of it is no number.
-    header = None if all(map(is_number, rows[0])) else [cell.strip() for cell in rows.pop(0)]
-    if header is None and column is not None:
-        raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
-    chosen = None if header is None else _length_column(header, column, where)
-    # A slice: a row that is too short gives no cell and no error.
-    cells = [cell for row in rows for cell in (row if chosen is None else row[chosen : chosen + 1])]
-    if not cells:
+    if all(map(is_number, table[0])):
+        if column is not None:
+            raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
+        return None, [cell for row in table for cell in row]
+    header = [cell.strip() for cell in table[0]]
+    if len(header) == 1 and ";" in header[0]:
+        raise InputError(
+            "the columns of a .csv file are parted by commas",
+            where=where,
+            found=header[0][:60],
+            hint="write it with commas, or with tabs as a .tsv file",
+        )
+    chosen = choose_column(header, column, where)
+    place = header.index(chosen)
+    return chosen, [row[place] if place < len(row) else None for row in table[1:]]
+
+
+def numbers_of(cells: Sequence[str | None], where: str) -> Int64:
+    """Cells as lengths, int64 [n]. Raises ``InputError`` for the first that is no length, and where there is none."""
+    there = [cell for cell in cells if cell is not None]
+    if not there:
         raise InputError("a file holds no lengths", where=where, hint="it has a header and no rows")
     try:
-        return as_lengths(np.array([as_number(cell) for cell in cells]))
+        return as_lengths(np.array([as_number(cell) for cell in there]))
     except ValueError as error:
         raise InputError("a file holds something that is not a length", where=where, found=str(error)) from error
 
 
 #: Names of a column of lengths, in lower case.
-LENGTH_NAMES = (
-    "length",
-    "lengths",
-    "len",
-    "seq_len",
-    "seqlen",
-    "seq_length",
-    "sequence_length",
-    "num_tokens",
-    "tokens",
-)
+LENGTH_NAMES = ("length", "lengths", "len", "seq_len", "seqlen", "seq_length", "sequence_length", "num_tokens",
+                "tokens")  # fmt: skip
+#: Names of a column of text among several.
+TEXT_NAMES = ("text", "content", "document")
 
 
-def _length_column(header: list[str], column: str | None, where: str) -> int:
-    if column is None and len(header) == 1:
-        return 0
-    named = [name for name in header if name.lower() in LENGTH_NAMES] if column is None else [column]
-    if len(named) != 1 or named[0] not in header:
-        raise InputError(
-            "no single column holds the lengths" if column is None else "a column is missing",
-            where=where,
-            expected="one named length" if column is None else column,
-            found=", ".join(header),
-            hint="name one of them" if column is None else None,
-        )
-    return header.index(named[0])
+def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
+    """The column among ``names`` to measure: ``column``, or by name, of lengths, ``input_ids``, the only one, of text.
+
+    Raises ``InputError`` that lists them.
+    """
+    if column is not None:
+        if column not in names:
+            raise InputError("a column is missing", where=where, expected=column, found=listed(names, 16) or "none")
+        return column
+    # The first rule that leaves a single name decides.
+    for wanted in (
+        [name for name in names if name.lower() in LENGTH_NAMES],
+        [name for name in names if name == "input_ids"],
+        names,
+        [name for name in names if name.lower() in TEXT_NAMES],
+    ):
+        if len(wanted) == 1:
+            return wanted[0]
+    raise InputError(
+        "no single column holds lengths or text",
+        where=where,
+        expected="length, input_ids or text",
+        found=listed(names, 16) or "none",
+        hint="name one of them with --column",
+    )
 
 
 def is_number(cell: str) -> bool:

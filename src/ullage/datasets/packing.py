@@ -1,44 +1,239 @@
-"""Packing of a file of sequences into a file of rows, in two passes and little memory.
+"""Packing of a data set of sequences, or of a file of them, into rows of at most so many tokens.
 
-The first pass streams the input through ``datasets``, makes tokens of it, and writes them end to end into a flat file;
-only the lengths stay in memory. Then all sequences are packed at once, since packing window by window leaves more
-padding. The second pass gathers each row's sequences from the flat file and writes Parquet, group by group. Everything
-is written in a folder beside the target, and moved to its place when it is complete.
+A data set becomes what ``trl.pack_dataset`` makes of it, over our packing: all sequences are packed at once, TRL packs
+each map batch of 1000 rows by itself. Rows hold the columns end to end and, as TRL's do, ``seq_lengths``, by which its
+collator makes ``position_ids`` and ours takes the sequences apart again.
 
-A packed row has the columns that padding-free trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin
-again with each sequence (by which transformers tells sequences apart), and ``seq_lengths`` (by which TRL does). The
-first label of each sequence is −100, so that a loss that shifts never crosses a boundary, as in transformers' own
-flattening. Rows are shuffled, because packing puts the long sequences first.
+A file is read into Arrow on the disk, beside the target, so that only lengths and the rows of one group are in memory;
+everything is written there and moved to its place when it is complete. Its rows have the columns that padding-free
+trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin again with each sequence (by which transformers
+tells sequences apart), and ``seq_lengths``. The first label of each sequence is −100, so that a loss that shifts never
+crosses a boundary, as in transformers' own flattening. Rows are shuffled, because packing puts long sequences first.
+
+Source: trl 1.16 ``data_utils.py``, ``pack_dataset``.
 """
 
 from __future__ import annotations
 
-import glob
+import functools
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ullage.datasets.arrow import is_list, is_text, list_lengths, require_values
-from ullage.datasets.column_lengths import TEXT_NAMES
-from ullage.datasets.measuring import load_tokenizer
-from ullage.datasets.pack_report import PackReport
-from ullage.errors import InputError, first_line, require_int, require_one_of, root_cause
+from ullage.datasets.files import load_tokenizer
+from ullage.datasets.stored import list_lengths, require_values
+from ullage.datasets.tables import kind_of, quiet, read_file, text_column
+from ullage.display import Shown, counted
+from ullage.errors import InputError, require_int, require_one_of
 from ullage.extras import needed_by
-from ullage.layout import Int64, Layout, starts_of
+from ullage.layout import Int64, Layout, ranges, starts_of
 
-#: Readers of ``datasets`` by ending.
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+D = TypeVar("D", "Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
 #: That of ``ullage.schema``, which loads torch: packing token ids does without.
 IGNORED_LABEL = -100
-
-_BATCH = 1000  # rows of the source read at once
-_GROUP_TOKENS = 2**22  # tokens of the rows gathered and written at once: 16 MiB per column of int32
+#: Tokens of the rows that are gathered at once: 16 MiB per column of int32.
+_GROUP_TOKENS = 2**22
 _OVERSIZE = ("error", "truncate", "drop")
+#: TRL's strategies, and what each does with a longer sequence.
+_STRATEGIES = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
+
+
+@dataclass(frozen=True, repr=False)
+class PackReport(Shown):
+    """Counts of a packing.
+
+    ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, and ``capacity_tokens = num_tokens +
+    padding_tokens``. ``num_sequences`` are in the rows, ``num_empty`` had no tokens and were left out, ``lower_bound``
+    is the least possible number of rows, and ``ullage`` the share of the capacity that is padding.
+    """
+
+    num_rows: int
+    lower_bound: int
+    num_sequences: int
+    num_empty: int
+    num_truncated: int
+    num_dropped: int
+    tokens_in: int
+    num_tokens: int
+    truncated_tokens: int
+    dropped_tokens: int
+    capacity_tokens: int
+    padding_tokens: int
+    ullage: float
+
+    def _facts(self) -> Iterator[str]:
+        yield counted(self.num_rows, "row")
+        yield counted(self.num_sequences, "sequence")
+        yield counted(self.num_tokens, "token")
+        yield f"ullage {100 * self.ullage:.1f} %"
+
+
+def pack_dataset(
+    dataset: D,
+    seq_length: int,
+    strategy: str | None = None,
+    map_kwargs: Mapping[str, Any] | None = None,
+    *,
+    oversize: str = "error",
+) -> D:
+    """Pack the sequences of a data set into rows of at most ``seq_length`` tokens.
+
+    Args:
+        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a dict of such. A stream is
+            packed as it is read, each map batch by itself.
+        seq_length: tokens of a packed row at most.
+        strategy: as TRL's: ``"bfd"`` truncates longer sequences, ``"bfd_split"`` makes several of them, ``"wrapped"``
+            fills every row and cuts sequences anywhere. ``None`` does with them what ``oversize`` says.
+        map_kwargs: keywords of the data set's ``map``, through which a stream is packed, and with them any data set:
+            then in batches of ``batch_size`` rows, all at once without it.
+        oversize: treatment of a longer sequence: ``"error"``, ``"truncate"`` or ``"drop"``.
+
+    Returns the packed data set, in memory unless it went through ``map``, with the same columns and format, and, unless
+    wrapped, ``seq_lengths``: for each row the lengths of its sequences. Sequences without tokens are left out. Raises
+    ``InputError`` that names the column and the row.
+
+    >>> from datasets import Dataset
+    >>> packed = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]}), seq_length=4)
+    >>> packed["seq_lengths"][:]
+    [[3, 1], [2]]
+    """
+    with needed_by("ullage.datasets.pack_dataset"):
+        import datasets
+
+    require_packing_sizes(seq_length, oversize)
+    longer = oversize
+    if strategy is not None:
+        longer = _STRATEGIES[require_one_of(strategy, tuple(_STRATEGIES), "strategy")]
+        if oversize != "error":
+            raise InputError(
+                "the strategy says what becomes of longer sequences",
+                expected="strategy or oversize",
+                found=f"strategy={strategy!r}, oversize={oversize!r}",
+            )
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        parts: Any = dict(dataset)
+        for name, part in parts.items():
+            parts[name] = pack_dataset(part, seq_length, strategy, map_kwargs, oversize=oversize)
+        return type(dataset)(parts)
+    pack = functools.partial(_pack_table, seq_length=seq_length, longer=longer)
+    if isinstance(dataset, datasets.IterableDataset):
+        formatting = dataset._formatting
+        mapped = dataset.with_format("arrow").map(pack, batched=True, **(map_kwargs or {}))
+        return mapped.with_format(None if formatting is None else formatting.format_type)
+    if not isinstance(dataset, datasets.Dataset):
+        raise InputError("this is no data set that can be packed", expected="a datasets.Dataset", found=type(dataset))
+    # Through the data set rather than its table, so that a shuffled or filtered one comes in its own order.
+    view = dataset.with_format("arrow")
+    if map_kwargs:
+        packed = view.map(pack, batched=True, **{"batch_size": None, **map_kwargs})
+    else:
+        features = dict(dataset.features)
+        if longer != "wrap":
+            features["seq_lengths"] = datasets.List(datasets.Value("int64"))
+        packed = datasets.Dataset(pack(view[:]).cast(datasets.Features(features).arrow_schema))
+    if not len(packed):
+        raise InputError("no sequence is left to pack", found=f"{len(dataset)} empty or dropped")
+    chosen = dataset.format
+    columns = chosen["columns"] + [name for name in packed.column_names if name not in dataset.column_names]
+    kept = {"output_all_columns": chosen["output_all_columns"], **chosen["format_kwargs"]}
+    return packed.with_format(chosen["type"], columns=columns, **kept)
+
+
+def _pack_table(table: Any, seq_length: int, longer: str) -> Any:
+    """An Arrow table of sequences as one of packed rows. ``longer``: truncate, drop, split, wrap or error."""
+    import pyarrow as pa
+
+    columns, lengths = _columns(table)
+    if longer == "wrap":
+        cuts = np.append(np.arange(0, lengths.sum(), seq_length), lengths.sum())
+        bounds = pa.array(cuts, pa.int32())
+        return pa.table({name: pa.ListArray.from_arrays(bounds, values) for name, values in columns.items()})
+    starts = starts_of(lengths)
+    if longer == "split":
+        starts, lengths = _fragments(starts, lengths, seq_length)
+    kept = kept_lengths(lengths, seq_length, "error" if longer == "split" else longer)
+    placed = np.flatnonzero(kept)
+    # Within a row the longest sequence comes first, as in TRL's.
+    rows = [row[np.argsort(-kept[row], kind="stable")] for row in _bins(kept, seq_length)]
+    packed = pa.concat_tables(
+        _gathered(group, columns, starts, kept)[0] for group in _groups(rows or [placed], seq_length)
+    )
+    return packed if len(placed) else packed.slice(0, 0)
+
+
+def _bins(kept: Int64, capacity: int) -> list[Int64]:
+    """The ids of the sequences of each row; those of which nothing is kept are in none."""
+    from ullage.planning import pack_lengths
+
+    placed = np.flatnonzero(kept)
+    # Bin k holds ids[cu_ids[k]:cu_ids[k + 1]], counted among the sequences that are placed.
+    ids, cu_ids = pack_lengths(kept[placed], capacity)
+    return [placed[ids[start:stop]] for start, stop in zip(cu_ids[:-1].tolist(), cu_ids[1:].tolist())]
+
+
+def _groups(rows: list[Int64], capacity: int) -> Iterator[list[Int64]]:
+    step = max(1, _GROUP_TOKENS // capacity)  # offsets within a group fit into int32
+    return (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def _gathered(group: list[Int64], columns: dict[str, Any], starts: Int64, kept: Int64) -> tuple[Any, Layout]:
+    """An Arrow table of packed rows, and the layout of their sequences.
+
+    ``group``: for each row the ids of its sequences; ``columns``: the values of all sequences end to end; ``starts``,
+    ``kept``: the first of each sequence there, and how many of it are kept.
+    """
+    import pyarrow as pa
+
+    ids = np.concatenate(group)
+    layout, cuts = Layout(kept[ids]), np.cumsum([0, *map(len, group)])
+    # Arrow lists are bounds over flat values: rows bounded in tokens, and for seq_lengths in sequences.
+    taken, bounds = pa.array(ranges(starts[ids], kept[ids])), pa.array(layout.cu_seqlens[cuts], pa.int32())
+    arrays = {name: pa.ListArray.from_arrays(bounds, values.take(taken)) for name, values in columns.items()}
+    sizes = pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), pa.array(layout.lengths))
+    return pa.table({**arrays, "seq_lengths": sizes}), layout
+
+
+def _fragments(starts: Int64, lengths: Int64, most: int) -> tuple[Int64, Int64]:
+    """Starts and lengths of the sequences after those longer than ``most`` were cut into pieces of that length."""
+    counts = -(-lengths // most)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = (np.arange(len(first)) - first) * most
+    return np.repeat(starts, counts) + offsets, np.minimum(np.repeat(lengths, counts) - offsets, most)
+
+
+def _columns(table: Any) -> tuple[dict[str, Any], Int64]:
+    """The values of each column end to end, and the length of each row."""
+    import pyarrow as pa
+
+    columns: dict[str, Any] = {}
+    lengths, first = np.empty(0, np.int64), None
+    for name in table.column_names:
+        # One chunk, so that the values of all rows lie end to end.
+        column = table[name].combine_chunks()
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
+            found = str(column.type) if not column.null_count else f"{column.null_count} missing values"
+            raise InputError("a column cannot be packed", where=name, expected="a list in each row", found=found)
+        counts = list_lengths(column)
+        if first is None:
+            lengths, first = counts, name
+        differ = np.flatnonzero(counts != lengths)
+        if len(differ):
+            row = int(differ[0])
+            expected = f"{lengths[row]}, as of {first}"
+            raise InputError(
+                "lists have other lengths", where=f"{name}, row {row}", expected=expected, found=counts[row]
+            )
+        columns[name] = column.flatten()
+    return columns, lengths
 
 
 def pack_file(
@@ -55,7 +250,7 @@ def pack_file(
     """Pack the sequences of a file into rows of at most ``capacity`` tokens.
 
     Args:
-        source: .jsonl, .json, .parquet, .csv or .txt
+        source: .jsonl, .json, .parquet, .arrow, .csv, .tsv or .txt
         target: .parquet; an existing file is replaced
         capacity: tokens per row
         column: of token ids or text; by default ``input_ids``, else the text. A column ``labels`` beside token ids is
@@ -73,9 +268,10 @@ def pack_file(
         raise InputError("packed rows are written as Parquet", where=str(target), expected="a name ending in .parquet")
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            with _Spool.open(Path(folder)) as spool:
-                _fill(spool, source, column, tokenizer, progress)
-            return _write(spool, Path(folder), target, capacity, oversize, seed, progress)
+            shown = sys.stderr.isatty() if progress is None else progress
+            sequences = _sequences(source, column, tokenizer, folder, shown)
+            lengths = _checked_lengths(sequences, source)
+            return _write(sequences, lengths, Path(folder), target, capacity, oversize, seed, shown)
     except OSError as error:
         raise InputError("a file cannot be written", where=str(target), found=error.strerror or str(error)) from error
 
@@ -86,172 +282,60 @@ def require_packing_sizes(capacity: int, oversize: str) -> None:
     require_one_of(oversize, _OVERSIZE, "oversize")
 
 
-class _Spool:
-    """Flat files of tokens and, if there are any, labels; their lengths in memory."""
-
-    def __init__(self, tokens: IO[bytes], labels: IO[bytes]) -> None:
-        self.tokens, self.labels = tokens, labels
-        self.has_labels = False
-        self._lengths: list[Int64] = []
-
-    @classmethod
-    def open(cls, folder: Path) -> _Spool:
-        return cls((folder / "tokens").open("wb"), (folder / "labels").open("wb"))
-
-    def __enter__(self) -> _Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.tokens.close()
-        self.labels.close()
-
-    def add(self, tokens: npt.NDArray[np.int32], lengths: Int64, labels: npt.NDArray[np.int32] | None) -> None:
-        tokens.tofile(self.tokens)
-        self._lengths.append(lengths)
-        if labels is not None:
-            self.has_labels = True
-            labels.tofile(self.labels)
-
-    def lengths(self) -> Int64:
-        return np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int64)
-
-
-def _fill(spool: _Spool, source: Path, column: str | None, tokenizer: str | None, progress: bool | None) -> None:
-    from tqdm import tqdm
-
-    name, batches = _batches(source, column)
-    encode = None
-    row = 0
-    with tqdm(desc="read", unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar:
-        for table in batches:
-            array = table[name].combine_chunks()  # one chunk: its values lie end to end
-            where = f"{source}, column {name}"
-            require_values(array, where, row)
-            if is_text(array.type):
-                encode = encode or load_tokenizer(tokenizer)  # once, and for text alone
-                ids = encode(array.to_pylist())
-                lengths = np.array([len(one) for one in ids], np.int64)
-                spool.add(np.array([token for one in ids for token in one], np.int32), lengths, None)
-            else:
-                tokens, lengths = _flat(array, where, 0)
-                labels = None
-                if "labels" in table.column_names and name != "labels":
-                    labels = _labels(table["labels"].combine_chunks(), lengths, source, row)
-                spool.add(tokens, lengths, labels)
-            row += len(array)
-            bar.update(len(array))
-    if not row:
-        raise InputError("a file holds no sequences", where=str(source))
-
-
-def _quiet(progress: bool | None) -> bool | None:
-    """tqdm's ``disable``, in which ``None`` means unless on a terminal."""
-    return None if progress is None else not progress
-
-
-def _batches(source: Path, column: str | None) -> tuple[str, Iterator[Any]]:
-    """The column to pack, and the file as Arrow tables. Raises ``InputError`` for a file that is broken in any way."""
+def _sequences(source: Path, column: str | None, tokenizer: str | None, folder: str, shown: bool) -> Any:
+    """The token ids of a file, and its labels if there are any, as a data set in files of ``folder``."""
     with needed_by("packing a file"):
         import datasets
-    if source.suffix.lower() not in READERS:
-        found = source.suffix or "none"
-        raise InputError("a file's ending is unknown", where=str(source), expected=", ".join(READERS), found=found)
-    if not source.is_file():
-        raise InputError("a file cannot be read", where=str(source), found="no such file")
-    if not source.stat().st_size:
-        raise InputError("a file holds no sequences", where=str(source), hint="it is empty")
-    reader, literally = READERS[source.suffix.lower()], glob.escape(str(source.resolve()))
-    try:
-        stream = datasets.load_dataset(reader, data_files=literally, split="train", streaming=True)
-        tables = iter(stream.with_format("arrow").iter(batch_size=_BATCH))
-        first: Any = next(tables, None)
-    except Exception as error:  # each reader raises its own library's
-        raise _unreadable(source, error) from error
-    if first is None:
-        raise InputError("a file holds no sequences", where=str(source))
-    return _column(first.schema, column, str(source)), _guarded(first, tables, source)
 
-
-def _guarded(first: Any, tables: Iterator[Any], source: Path) -> Iterator[Any]:
-    yield first
-    while True:
-        try:
-            table = next(tables, None)
-        except Exception as error:
-            raise _unreadable(source, error) from error
-        if table is None:
-            return
-        yield table
-
-
-def _unreadable(source: Path, error: Exception) -> InputError:
-    found = first_line(root_cause(error))
-    return InputError("a file is not what its ending says, or is broken", where=str(source), found=found)
-
-
-def _column(schema: Any, column: str | None, where: str) -> str:
-    """The column to pack. Raises ``InputError`` that lists the columns."""
-    import pyarrow as pa
-
-    def usable(name: str) -> bool:
-        kind = schema.field(name).type
-        if not is_list(kind):
-            return is_text(kind)
-        # Lists that are all empty have values of no type.
-        return pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)
-
-    texts = [name for name in schema.names if is_text(schema.field(name).type)]
-    named = [name for name in texts if name.lower() in TEXT_NAMES]
-    if column is None:
-        found = ["input_ids"] if "input_ids" in schema.names else texts if len(texts) == 1 else named
-        if len(found) == 1:
-            column = found[0]
-    if column is None or column not in schema.names:
-        raise InputError(
-            "no single column holds token ids or text" if column is None else "a column is missing",
-            where=where,
-            expected=column or "input_ids or text",
-            found=", ".join(schema.names),
-            hint="name one of them with --column" if column is None else None,
+    table = read_file(source, cache=folder, bars=shown)
+    column = text_column(table, column, str(source), "--column")
+    require_values(table.data.column(column), f"{source}, column {column}")
+    if kind_of(table.features[column]) == "ids":
+        labels = ["labels"] if "labels" in table.column_names and column != "labels" else []
+        chosen = table.select_columns([column, *labels])
+        return chosen if column == "input_ids" else chosen.rename_column(column, "input_ids")
+    encode = load_tokenizer(tokenizer)
+    with quiet(bars=shown):
+        return table.map(
+            lambda batch: {"input_ids": encode(batch[column])},
+            batched=True,
+            remove_columns=table.column_names,
+            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+            cache_file_name=f"{folder}/tokens.arrow",
+            new_fingerprint="tokens",  # by default it is a digest of the tokenizer
         )
-    if not usable(column):
-        found = str(schema.field(column).type)
-        raise InputError("a column holds neither token ids nor text", where=f"{where}, column {column}", found=found)
-    return column
 
 
-def _flat(array: Any, where: str, least: int) -> tuple[npt.NDArray[np.int32], Int64]:
-    """The values of an Arrow list array end to end, and the length of each list."""
-    values = array.flatten()
-    if values.null_count:
-        raise InputError("a token is missing", where=where)
-    lengths = list_lengths(array)
-    tokens = values.to_numpy(zero_copy_only=False)  # of any integer type; the flat file holds int32
-    outside = np.flatnonzero((tokens < least) | (tokens >= 2**31)) if len(tokens) else []
-    if len(outside):
-        found = int(tokens[outside[0]])
-        raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
-    return tokens.astype(np.int32), lengths
-
-
-def _labels(array: Any, lengths: Int64, source: Path, row: int) -> npt.NDArray[np.int32]:
+def _checked_lengths(sequences: Any, source: Path) -> Int64:
+    """Tokens of each sequence, int64 [n]. Raises ``InputError`` for tokens and labels that rows cannot hold."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    where = f"{source}, column labels"
-    kind = getattr(array.type, "value_type", pa.string())
-    if array.null_count or not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
-        raise InputError("labels must be a list of integers in each row", where=where, found=str(array.type))
-    labels, counts = _flat(array, where, -(2**31))
-    differ = np.flatnonzero(counts != lengths)
-    if len(differ):
-        i = int(differ[0])
-        raise InputError(
-            "labels and tokens disagree",
-            where=f"{source}, row {row + i}",
-            expected=f"{lengths[i]} labels",
-            found=int(counts[i]),
-        )
-    return labels
+    lengths = list_lengths(sequences.data.column("input_ids"))
+    for name, least in (("input_ids", 0), ("labels", -(2**31))):
+        if name not in sequences.column_names:
+            continue
+        array, where = sequences.data.column(name), f"{source}, column {name}"
+        kind = getattr(array.type, "value_type", pa.string())
+        if array.null_count or not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
+            raise InputError(f"{name} must be a list of integers in each row", where=where, found=str(array.type))
+        values = pc.call_function("list_flatten", [array])
+        if values.null_count:
+            raise InputError("a token is missing", where=where)
+        bounds = pc.call_function("min_max", [values]).as_py()
+        if any(value is not None and not least <= value < 2**31 for value in bounds.values()):
+            found = bounds["max"] if bounds["max"] >= 2**31 else bounds["min"]
+            raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
+        differ = np.flatnonzero(list_lengths(array) != lengths)
+        if len(differ):
+            row = int(differ[0])
+            raise InputError(
+                "labels and tokens disagree",
+                where=f"{source}, row {row}",
+                expected=f"{lengths[row]} labels",
+                found=int(list_lengths(array)[row]),
+            )
+    return lengths
 
 
 def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
@@ -272,83 +356,56 @@ def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
 
 
 def _write(
-    spool: _Spool, folder: Path, target: Path, capacity: int, oversize: str, seed: int, progress: bool | None
+    sequences: Any,
+    lengths: Int64,
+    folder: Path,
+    target: Path,
+    capacity: int,
+    oversize: str,
+    seed: int,
+    shown: bool,
 ) -> PackReport:
+    import pyarrow as pa
     import pyarrow.parquet as pq
     from tqdm import tqdm
 
-    from ullage.planning import pack_lengths
-
-    lengths = spool.lengths()
     kept = kept_lengths(lengths, capacity, oversize)
-    placed = np.flatnonzero(kept)
-    if not len(placed):
+    if not kept.any():
         raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
-    # All sequences into bins at once; bin k holds ids[cu_ids[k]:cu_ids[k + 1]]. The bins, shuffled, are the rows.
-    ids, cu_ids = pack_lengths(kept[placed], capacity)
-    order = np.random.default_rng(seed).permutation(len(cu_ids) - 1)
-    partial = folder / "rows.parquet"
-    rows = _PackedRows(folder, lengths, kept, spool.has_labels)
-    # Rows in groups of about as many tokens as are held in memory at once.
+    bins = _bins(kept, capacity)
+    rows = [bins[k] for k in np.random.default_rng(seed).permutation(len(bins)).tolist()]
+    names = ("input_ids", "labels", "position_ids", "seq_lengths")
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+    view, partial = sequences.with_format("arrow"), folder / "rows.parquet"
     with (
-        tqdm(desc="write", total=len(order), unit=" rows", unit_scale=True, disable=_quiet(progress)) as bar,
-        pq.ParquetWriter(partial, _schema()) as writer,
+        tqdm(desc="write", total=len(rows), unit=" rows", unit_scale=True, disable=not shown) as bar,
+        pq.ParquetWriter(partial, schema) as writer,
     ):
-        step = max(1, _GROUP_TOKENS // capacity)
-        for start in range(0, len(order), step):
-            group = [placed[ids[cu_ids[k] : cu_ids[k + 1]]] for k in order[start : start + step].tolist()]
-            writer.write_table(rows.table(group))
+        for group in _groups(rows, capacity):
+            writer.write_table(_trainable(view, group, kept).select(names).cast(schema))
             bar.update(len(group))
     # Renamed within one file system: the target is the old file or the whole new one.
     partial.replace(target)
-    return _report(lengths, kept, capacity, len(order))
+    return _report(lengths, kept, capacity, len(rows))
 
 
-def _schema() -> Any:
+def _trainable(view: Any, group: list[Int64], kept: Int64) -> Any:
+    """The packed rows of a group, with labels and positions."""
     import pyarrow as pa
 
-    return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels", "position_ids", "seq_lengths")])
-
-
-def gathered_rows(group: list[Int64], starts: Int64, kept: Int64) -> tuple[Int64, Layout, Int64]:
-    """Positions of the tokens of packed rows in the source.
-
-    ``group``: for each row the ids of its sequences; ``starts``, ``kept``: the first token of each sequence in the flat
-    source, and the tokens kept of it. Returns the index of each token in the source, the layout of all sequences of the
-    group, and the bounds of the rows in it: rows + 1 numbers of sequences.
-    """
     ids = np.concatenate(group)
-    layout = Layout(kept[ids])
-    index = np.repeat(starts[ids], layout.lengths) + layout.positions()
-    return index, layout, np.cumsum([0, *map(len, group)])
-
-
-class _PackedRows:
-    """Packed rows, gathered from the flat files."""
-
-    def __init__(self, folder: Path, lengths: Int64, kept: Int64, has_labels: bool) -> None:
-        self.tokens = np.memmap(folder / "tokens", np.int32, "r")
-        self.labels = np.memmap(folder / "labels", np.int32, "r") if has_labels else self.tokens
-        self.starts, self.kept = starts_of(lengths), kept
-
-    def table(self, group: list[Int64]) -> Any:
-        """An Arrow table with a row for each array of sequence ids."""
-        import pyarrow as pa
-
-        index, layout, cuts = gathered_rows(group, self.starts, self.kept)
-        labels = self.labels[index]  # a copy, never the file's own memory
-        labels[layout.starts] = IGNORED_LABEL  # a shifted loss would predict it from the sequence before
-        token_cuts = layout.cu_seqlens[cuts]
-        columns = [
-            pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
-            for offsets, values in (
-                (token_cuts, self.tokens[index]),
-                (token_cuts, labels),
-                (token_cuts, layout.positions()),
-                (cuts, layout.lengths),
-            )
-        ]
-        return pa.Table.from_arrays(columns, schema=_schema())
+    # The sequences of the group alone, in its order.
+    columns, lengths = _columns(view[ids])
+    places = np.split(np.arange(len(ids)), np.cumsum(list(map(len, group)))[:-1])
+    table, layout = _gathered(places, columns, starts_of(lengths), kept[ids])
+    bounds = table["input_ids"].combine_chunks().offsets
+    labels = table["labels" if "labels" in columns else "input_ids"].combine_chunks().flatten().to_numpy().copy()
+    labels[layout.starts] = IGNORED_LABEL  # a shifted loss would predict it from the sequence before
+    for name, values in (("labels", labels), ("position_ids", layout.positions())):
+        made = pa.ListArray.from_arrays(bounds, pa.array(values))
+        table = table.drop_columns([name]) if name in table.column_names else table
+        table = table.append_column(name, made)
+    return table
 
 
 def _report(lengths: Int64, kept: Int64, capacity: int, num_rows: int) -> PackReport:

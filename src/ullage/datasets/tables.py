@@ -1,24 +1,34 @@
 """Rows of data files as one table: .jsonl, .json, .csv, .tsv, .parquet, .arrow and .txt, one file or many.
 
-Files are read by ``datasets``; before that the first bytes are compared with the ending, because a parser that accepts
-anything turns a wrong name into a bad model. Tables lie in memory, and nothing is left in any cache.
+A name stands for a file, for those that match a pattern, for a folder that ``datasets`` saved, or for a folder as the
+Hugging Face hub reads a repository: ``datasets`` finds the files of its configurations and splits, by the card
+(``README.md``) or by their names. Files are read by ``datasets`` too, each by itself, so that an error names the file
+and its line; before that the first bytes are compared with the ending, because a parser that accepts anything turns a
+wrong name into a bad model. Tables lie in memory, and nothing is left in any cache.
 """
 
 from __future__ import annotations
 
 import codecs
+import glob
 import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ullage.datasets.folders import ENDINGS, TRAIN, files_of
-from ullage.errors import InputError, first_line, root_cause
+from ullage.errors import InputError, first_line, listed, root_cause
 from ullage.extras import needed_by
 
+#: Endings of files with rows.
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+#: The split of files whose names tell none.
+TRAIN = "train"
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\b.*")
 # Bytes by which a format is recognised.
 _HEAD_BYTES = 4096
 #: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
@@ -58,7 +68,7 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
         if match is None:
             raise InputError("not a split", expected="a name, or such as train[:10%]", found=spec)
         files = [file for source in sources for file in files_of(source, config, match[1])]
-        parts.append(_sliced(_joined([(file, _read_file(file)) for file in files]), match[1], spec.strip()))
+        parts.append(_sliced(_joined([(file, read_file(file)) for file in files]), match[1], spec.strip()))
     table = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if len(table) == 0:
         raise no_rows(", ".join(map(str, sources)))
@@ -68,6 +78,103 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
 def no_rows(where: str | os.PathLike[str]) -> InputError:
     """The error for data without a row."""
     return InputError("the dataset is empty", where=str(where), expected="at least one sample", found="none")
+
+
+def files_of(source: str | os.PathLike[str], config: str | None = None, split: str = TRAIN) -> list[Path]:
+    """The files of ``source``: of one that exists itself, of a folder its ``split``, of a pattern those that match.
+
+    Raises ``InputError`` that says what is there instead.
+    """
+    path = Path(source)
+    if path.is_dir():
+        try:
+            files = _splits_of(path, config)
+        except InputError as error:
+            raise error.at(str(path)) from error
+        if split not in files:
+            raise InputError(
+                "there is no such split",
+                where=str(path),
+                expected=f"one of {', '.join(files)}",
+                found=split,
+                hint="name it with --data_split",
+            )
+        return files[split]
+    pattern = os.fspath(source)
+    if path.exists() or not glob.has_magic(pattern):
+        if config is not None or split != TRAIN:
+            raise InputError(
+                "a file has neither configurations nor splits", where=pattern, expected=TRAIN, found=config or split
+            )
+        return [path]
+    found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+    if not found:
+        raise InputError("no file matches the pattern", where=pattern)
+    return found
+
+
+def _splits_of(folder: Path, config: str | None) -> dict[str, list[Path]]:
+    """The files of each split of a folder."""
+    with suppress(FileNotFoundError):
+        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        return {name: _saved(folder / name) for name in names}
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return {TRAIN: _saved(folder)}
+    with needed_by("reading a folder of data files"):
+        import datasets
+
+    with quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as cache:
+        try:
+            builder = datasets.load_dataset_builder(str(folder), name=config, cache_dir=cache)
+        except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+            there = listed(sorted(path.name for path in folder.iterdir()), 4) or "no files"
+            raise InputError("there are no files of data", expected=", ".join(ENDINGS), found=there) from error
+        except Exception as error:  # of a card, or of a configuration: it has no class of its own
+            raise _no_configuration(folder, config, error) from error
+    files = {str(split): sorted(map(Path, names)) for split, names in (builder.config.data_files or {}).items()}
+    for each in files.values():
+        _require_whole(each)
+    return files
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The files of what ``save_to_disk`` wrote."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [folder / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError("the folder cannot be read", found=str(error)) from error
+
+
+def _no_configuration(folder: Path, config: str | None, error: Exception) -> InputError:
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(str(folder))
+    except Exception:
+        return InputError("the folder cannot be read", found=first_line(root_cause(error)))
+    if config in names:
+        return InputError("the folder cannot be read", found=first_line(root_cause(error)))
+    return InputError(
+        "the data has several configurations" if config is None else "there is no such configuration",
+        expected=f"one of {', '.join(names)}",
+        found=config or "none asked for",
+        hint="name it with --data_config",
+    )
+
+
+def _require_whole(files: Sequence[Path]) -> None:
+    """Raise ``InputError`` where one of numbered files is missing: ``train-00001-of-00002`` without the first."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for path in files:
+        if shard := _SHARD.fullmatch(path.name):
+            numbers.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
+    for (name, count), there in numbers.items():
+        missing = sorted(set(range(count)) - there)
+        if missing:
+            raise InputError(
+                "a numbered file is missing", expected=f"{name}-00000 to {count - 1:05}", found=f"no {missing[0]:05}"
+            )
 
 
 def _joined(tables: list[tuple[Path, Any]]) -> Any:
@@ -107,7 +214,11 @@ def _sliced(table: Any, name: str, spec: str) -> Any:
     return table.select(rows)
 
 
-def _read_file(path: Path) -> Any:
+def read_file(path: Path, cache: str | None = None, bars: bool = False) -> Any:
+    """The rows of a file as a ``datasets.Dataset`` in memory, or in files of the folder ``cache``.
+
+    ``bars``: show those of ``datasets``. Raises ``InputError`` for what cannot be read, and where there are no rows.
+    """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing there"
         raise InputError("the data file cannot be read", where=str(path), expected="a file", found=found)
@@ -120,7 +231,7 @@ def _read_file(path: Path) -> Any:
             found=ending or "none",
         )
     _require_content(path, ending)
-    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending)
+    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending, cache, bars)
     if len(table) == 0:
         raise no_rows(path)
     return table
@@ -191,13 +302,13 @@ def _parsed(line: bytes) -> Any:
 def _read_arrow(path: Path) -> Any:
     import datasets
 
-    from ullage.datasets.arrow import read_arrow
+    from ullage.datasets.stored import read_arrow
 
     return datasets.Dataset(read_arrow(path))
 
 
-def _read_by_datasets(path: Path, ending: str) -> Any:
-    """The file as an in-memory ``datasets.Dataset``; its cache is a temporary folder."""
+def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) -> Any:
+    """The file as a ``datasets.Dataset``: in ``cache``, or in memory, whose cache is a temporary folder."""
     import datasets
 
     reader, options = {
@@ -211,12 +322,10 @@ def _read_by_datasets(path: Path, ending: str) -> Any:
     }[ending]
     if ending == ".json" and path.stat().st_size < _HEAD_BYTES and _parsed(path.read_bytes()) == []:
         raise no_rows(path)
-    bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below holds what it would log
     try:
-        with tempfile.TemporaryDirectory(prefix="ullage-") as cache:
-            table = reader(str(path), cache_dir=cache, keep_in_memory=True, **options)
+        with quiet(bars), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+            names = glob.escape(str(path.resolve()))
+            table = reader(names, cache_dir=cache or folder, keep_in_memory=cache is None, **options)
         if ending != ".txt":
             return table
         # Blank lines are no texts.
@@ -226,13 +335,26 @@ def _read_by_datasets(path: Path, ending: str) -> Any:
         if any(sign in str(cause) for sign in _NO_ROWS):
             raise no_rows(path) from error
         bad = _bad_line(path, ending) if ending not in (".parquet", ".json") else None
-        if bad is not None:
-            raise bad from error
-        raise _not_what_it_says(path, ending, f"{type(cause).__name__}: {cause}") from error
+        raise bad or _not_what_it_says(path, ending, f"{type(cause).__name__}: {cause}") from error
+
+
+@contextmanager
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Without the log of ``datasets`` and of the hub, which our errors hold, and without its bars unless ``bars``."""
+    import datasets
+    from huggingface_hub.utils import logging as of_hub
+
+    enabled = datasets.is_progress_bar_enabled()
+    before = [(each, each.get_verbosity()) for each in (datasets.logging, of_hub)]
+    (datasets.enable_progress_bars if bars else datasets.disable_progress_bars)()
+    for each, _ in before:
+        each.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
     finally:
-        datasets.logging.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()
+        for each, verbosity in before:
+            each.set_verbosity(verbosity)
+        (datasets.enable_progress_bars if enabled else datasets.disable_progress_bars)()
 
 
 def _bad_line(path: Path, ending: str) -> InputError | None:
@@ -249,3 +371,56 @@ def _bad_line(path: Path, ending: str) -> InputError | None:
                 found, hint = repr(text.strip()[:40]), "mend this line, or remove it"
                 return InputError("a line is no JSON object", where=where, found=found, hint=hint)
     return None
+
+
+def text_column(table: Any, column: str | None, where: str, option: str = "--text_column") -> str:
+    """The column of texts or of token ids: ``column``, else ``input_ids``, ``text``, or the only one of either kind.
+
+    Raises ``InputError`` that lists the columns; ``option`` is what it says to name one with.
+    """
+    names = list(table.column_names)
+    kinds = {name: kind_of(feature) for name, feature in table.features.items()}
+    if column is None:
+        usable = [name for name in names if kinds[name] in ("string", "ids")]
+        if kinds.get("input_ids") == "ids":  # what has been tokenized may have its texts and masks beside it
+            column = "input_ids"
+        else:
+            only = usable if len(usable) == 1 else [name for name in ("input_ids",) if name in names]
+            column = "text" if "text" in names else next(iter(only), None)
+        if column is None:
+            raise InputError(
+                "it is not clear which column holds the text",
+                where=where,
+                expected="a column 'text' or 'input_ids', or one column of strings only",
+                found=f"columns {', '.join(map(repr, names))}",
+                hint=f"name it with {option}",
+            )
+    elif column not in names:
+        raise InputError(
+            f"there is no column {column!r}",
+            where=where,
+            expected=f"one of {', '.join(map(repr, names))}",
+            found=repr(column),
+            hint=f"name one of them with {option}",
+        )
+    if kinds[column] not in ("string", "ids"):
+        raise InputError(
+            f"the column {column!r} holds no text",
+            where=where,
+            expected="strings, or lists of token ids",
+            found=kinds[column],
+        )
+    return column
+
+
+def kind_of(feature: Any) -> str:
+    """``string``, ``ids`` for lists of integers, or the feature as ``datasets`` writes it."""
+    dtype = getattr(feature, "dtype", None)
+    if dtype in ("string", "large_string"):
+        return "string"
+    inner = str(getattr(getattr(feature, "feature", None), "dtype", ""))
+    if inner.startswith(("int", "uint", "null")):  # lists that are all empty have values of no type
+        return "ids"
+    if type(feature).__name__ == "Json":  # what ``datasets`` makes of a column whose values do not agree
+        return "values of several kinds"
+    return str(dtype if dtype not in (None, "list", "dict") else feature)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ullage.datasets.tables import read_table
+from ullage.datasets.tables import kind_of, read_table, text_column
 from ullage.errors import InputError
 from ullage.extras import needed_by
 from ullage.layout import Layout
@@ -201,7 +201,7 @@ def load_text(path: str | Path | Sequence[str | Path], column: str | None = None
 
 def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
     """The texts, or token ids, of a table's column, as :func:`load_text` chooses and checks them."""
-    column = _choose_column(table, column, where)
+    column = text_column(table, column, where)
     samples: list[Any] = table[column][:]
     for i, sample in enumerate(samples):
         if sample is None or len(sample) == 0:
@@ -212,9 +212,9 @@ def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
                 found="nothing" if sample is None else "length 0",
                 hint="remove it from the file",
             )
-    if _kind(table.features[column]) != "ids" or column == "labels":
+    if kind_of(table.features[column]) != "ids" or column == "labels":
         return samples
-    if "labels" in table.column_names and _kind(table.features["labels"]) == "ids":
+    if "labels" in table.column_names and kind_of(table.features["labels"]) == "ids":
         return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, table["labels"][:], strict=True)]
     masks = [name for name in LOSS_MASKS if name in table.column_names]
     if masks:
@@ -226,54 +226,6 @@ def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
             hint="write the labels, or leave the mask out to train on every token",
         )
     return samples
-
-
-def _choose_column(table: Any, column: str | None, where: str) -> str:
-    names = list(table.column_names)
-    kinds = {name: _kind(feature) for name, feature in table.features.items()}
-    if column is None:
-        usable = [name for name in names if kinds[name] in ("string", "ids")]
-        if kinds.get("input_ids") == "ids":  # what has been tokenized may have its texts and masks beside it
-            column = "input_ids"
-        else:
-            column = "text" if "text" in names else usable[0] if len(usable) == 1 else None
-        if column is None:
-            raise InputError(
-                "it is not clear which column holds the text",
-                where=where,
-                expected="a column 'text' or 'input_ids', or one column of strings only",
-                found=f"columns {', '.join(map(repr, names))}",
-                hint="name it with --text_column",
-            )
-    elif column not in names:
-        raise InputError(
-            f"there is no column {column!r}",
-            where=where,
-            expected=f"one of {', '.join(map(repr, names))}",
-            found=repr(column),
-            hint="name one of them with --text_column",
-        )
-    if kinds[column] not in ("string", "ids"):
-        raise InputError(
-            f"the column {column!r} holds no text",
-            where=where,
-            expected="strings, or lists of token ids",
-            found=kinds[column],
-        )
-    return column
-
-
-def _kind(feature: Any) -> str:
-    """``string``, ``ids`` for lists of integers, or the feature as ``datasets`` writes it."""
-    dtype = getattr(feature, "dtype", None)
-    if dtype in ("string", "large_string"):
-        return "string"
-    inner = str(getattr(getattr(feature, "feature", None), "dtype", ""))
-    if inner.startswith(("int", "uint")):
-        return "ids"
-    if type(feature).__name__ == "Json":  # what ``datasets`` makes of a column whose values do not agree
-        return "values of several kinds"
-    return str(dtype if dtype not in (None, "list", "dict") else feature)
 
 
 def byte_tokenizer() -> Any:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from ullage.engines.lists import bins
 from ullage.engines.replacing import Replacements, replace
 from ullage.layout import Integers, as_lengths
+from ullage.planning.lists import bins
 
 
 class MultipackBatchSampler(BatchSampler):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ullage.engines.lists import bins, partitions
 from ullage.engines.replacing import Replacements, replace
 from ullage.engines.verl import get_seqlen_balanced_partitions as get_seqlen_balanced_partitions
+from ullage.planning.lists import bins, partitions
 
 MODULE = "openrlhf.utils.seqlen_balancing"
 

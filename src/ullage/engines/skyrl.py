@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 
-from ullage.engines.lists.packers import BinPacker, stand_for
+from ullage.engines.packers import BinPacker, stand_for
 from ullage.engines.replacing import Replacements, replace
 from ullage.errors import InputError
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ullage.engines.lists import bins
 from ullage.engines.replacing import Replacements, replace
 from ullage.errors import require_one_of
+from ullage.planning.lists import bins
 
 Packs = list[list[tuple[Any, int]]]
 

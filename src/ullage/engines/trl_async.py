@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ullage.engines.lists import partitions
 from ullage.engines.replacing import Replacements, replace
+from ullage.planning.lists import partitions
 
 MODULE = "trl.experimental.async_distillation.async_distillation_trainer"
 

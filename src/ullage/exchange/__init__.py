@@ -8,7 +8,7 @@ Each step stands alone: :func:`gather_lengths`, then ``ullage.plan`` (each rank 
 from ullage.exchange.iterator import PackedIterator
 from ullage.exchange.lengths import Lengths, gather_lengths
 from ullage.exchange.reroute import exchange, materialize
-from ullage.exchange.routing import Route, route
+from ullage.exchange.transfer import Route, route
 from ullage.exchange.sharding import Shard, shard, shard_index, unshard
 from ullage.exchange.sharing import share
 from ullage.exchange.slices import exchange_shards

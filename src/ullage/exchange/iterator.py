@@ -3,29 +3,181 @@
 The iterator checks at its construction that all ranks mean the same thing, makes gloo groups that nobody else uses, and
 lets one thread run the steps of this folder on host tensors. Only the caller's thread touches a device, and only the
 iterator's thread its groups: a collective issued from two threads on one group gives wrong sums without an error.
+
+One thread makes the next step while this one trains, in step with the threads of all other ranks. Every step that it
+makes is collective, so two ranks must never make different numbers of them: a thread runs at most ``ahead`` steps
+beyond those that were taken, and makes all of these even when it is being closed. Ranks that took the same number of
+steps have then made the same number, whatever their timing.
+
+Process groups of one iterator's own are lent to the next when it is done. A group must never be used by two threads,
+and to close one while a slower rank still reads from it loses that rank's data. So groups are not closed but kept: an
+iterator that ended well gives its groups back, and the next iterator over the same ranks gets them. Whether it does is
+decided together, so that all ranks use the same ones. At the end of the process they are dropped: a group that is kept
+here would outlive ``destroy_process_group``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ullage.errors import InputError, require_int, require_one_of
 from ullage.exchange.agreement import compare_ranks, describe, stream_of
-from ullage.exchange.background import Background
-from ullage.exchange.lease import lease
 from ullage.exchange.source import Reader
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
 from ullage.layout import ORDERS
 from ullage.planning import plan
-from ullage.ranks import Topology, tried
+from ullage.ranks import Axis, Topology, tried
+from ullage.ranks.ending import before_the_end, end_groups_at_exit
+from ullage.ranks.wire import gather_objects
+
+T = TypeVar("T")
+
+# Weak: an iterator that nobody holds must not be kept alive by the handler at the end of the process.
+_running: WeakSet[Background[Any]] = WeakSet()
+
+
+class Background(Generic[T]):
+    """Calls ``make`` in a thread, at most ``ahead`` results beyond those taken; ``None`` is the end.
+
+    What ``make`` raises is raised by :meth:`take` in its turn. Neither it nor ``None`` is followed by another call.
+    """
+
+    def __init__(self, make: Callable[[], T | None], ahead: int) -> None:
+        self._make, self._ahead = make, ahead
+        self._results: deque[tuple[T | None, BaseException | None]] = deque()
+        self._changed = threading.Condition()
+        self._made, self._allowed, self._closing = 0, ahead, False
+        self._thread = threading.Thread(target=self._run, name="ullage exchange", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def take(self) -> T | None:
+        """The next result; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results)
+            result, error = self._results[0]
+            # An error stays first in the queue too: every later call raises it again.
+            if error is not None:
+                raise error
+            if result is not None:  # the end stays where it is, for whoever asks again
+                self._results.popleft()
+                self._allowed += 1
+                self._changed.notify_all()
+            return result
+
+    @property
+    def runs(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until the thread has made what it may, drop that, and end it. ``timeout``: seconds to wait at most."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        self._results.clear()
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            with self._changed:
+                # Closing does not stop the thread early: it makes all it may, as the other ranks do, and ends then.
+                self._changed.wait_for(lambda: self._made < self._allowed or self._closing)
+                if self._made >= self._allowed:
+                    return
+            # Without the lock, so that a result can be taken while the next one is made.
+            result, error = None, None
+            try:
+                result = self._make()
+            except BaseException as caught:  # handed to the thread that takes, whatever it is
+                error = caught
+            last = error is not None or result is None
+            with self._changed:
+                self._made += 1
+                self._results.append((result, error))
+                self._changed.notify_all()
+
+
+@before_the_end
+def _close_all(until: float) -> bool:
+    """A thread that nobody closed may be in the middle of a step while the interpreter ends."""
+    for background in list(_running):
+        background.close(timeout=max(until - time.monotonic(), 0.0))
+    return not any(background.runs for background in list(_running))
+
+
+Key = tuple[tuple[tuple[int, ...], ...], timedelta | None]
+
+
+@dataclass
+class Lease:
+    """A topology whose groups nobody else uses until it is given back.
+
+    Attributes:
+        topology: with gloo groups of its own.
+        number: of the lease, the same on every rank; 0 for a single rank, which has no groups.
+        key: the ranks along each axis, and the timeout; groups are lent again for an equal one.
+        world: the default process group at that time; ``None`` for a single rank.
+    """
+
+    topology: Topology
+    number: int
+    key: Key
+    world: object
+
+    def give_back(self, clean: bool) -> None:
+        """Lend the groups to whoever comes next, unless a collective on them failed."""
+        if clean and self.number:
+            _idle.append(self)
+
+
+_idle: list[Lease] = []
+_last = 0
+
+
+def lease(topology: Topology, timeout: timedelta | None) -> Lease:
+    """Gloo groups over the ranks of ``topology``. Collective over the world where it has more than one rank."""
+    global _last
+    key = (tuple(tuple(axis.ranks) for axis in topology.axes), timeout)
+    if topology.world_size == 1:
+        return Lease(topology, 0, key, None)
+    end_groups_at_exit()
+    world = dist.group.WORLD
+    # Groups of a world that was destroyed and initialised again are dead, even for equal ranks.
+    _idle[:] = [held for held in _idle if held.world is world]
+    mine = next((held for held in _idle if held.key == key), None)
+    # Each rank offers the lease that it would reuse. It is reused only if all ranks offer the same one: some may
+    # still have it in use, or may have failed on it.
+    offers: list[tuple[int, int]] = gather_objects((0 if mine is None else mine.number, _last), Axis.world())
+    _last = max(last for _, last in offers)
+    if mine is not None and all(number == mine.number for number, _ in offers):
+        _idle.remove(mine)
+        return Lease(topology.with_groups({a.name: a.group for a in mine.topology.axes}), mine.number, key, world)
+    # One more than any rank has used, so that a number is never used for two sets of groups.
+    _last += 1
+    return Lease(topology.on_gloo(timeout), _last, key, world)
+
+
+@before_the_end
+def _drop_idle(until: float) -> bool:
+    _idle.clear()
+    return True
+
 
 #: What the iterator decides itself, or what would have to be another list for every step.
 _NOT_OPTIONS = ("lengths", "ranks", "capacity", "pad_to_multiple_of", "keep_together", "assignment", "context_parallel")

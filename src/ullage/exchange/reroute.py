@@ -35,8 +35,7 @@ from ullage.batch import RaggedBatch
 from ullage.columns import Columns
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
-from ullage.exchange.routing import route
-from ullage.exchange.transfer import Parcel, unpack, write
+from ullage.exchange.transfer import Parcel, route, unpack, write
 from ullage.layout import Int64, Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried

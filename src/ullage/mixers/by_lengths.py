@@ -1,26 +1,158 @@
-"""Any function of a packed row, run by lengths: its sequences in calls that they share, its results as one row again.
+"""A packed row by lengths: its sequences in calls that they share, and what the calls gave as one row again.
+
+Whoever calls a packed model gives one row [1, T, ...] and ``cu_seq_lens_q``. A part of the model that mixes tokens
+gets the sequences of the row instead: ``Groups`` puts sequences of one length, or of similar lengths where padding
+behind a sequence cannot change it, into calls [n, L, ...]. An encoder-decoder has two layouts in one row, sources and
+targets, told apart by name; a group then holds sequences that are alike in both.
 
 What a function is given and what it returns is told apart by shape. Beside one row [1, T, ...] with N > 1 sequences, a
 tensor with T entries along its second dim has one per token, one with N entries along its first dim has one per
-sequence. An encoder-decoder's targets have a row of their own, told by name.
+sequence.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ullage.errors import InputError
-from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, Calls, Groups, PackedRow
+from ullage.layout import Int64, Layout
+from ullage.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar
 from ullage.schema import is_target
 
+#: The keywords of the targets of an encoder-decoder.
+TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
+#: Cost of one more call, in tokens of padding: calls are merged where that is cheaper.
+_CALL = 48
 #: Fields of images, videos and audio.
 _OTHER_MEDIA = re.compile(r"pixel_|image_|images|video|input_features|audio_|input_values")
 #: Outputs that have one entry per sequence in every model.
 _PER_SEQUENCE = frozenset({"pooler_output", "pooled_output", "seq_relationship_logits", "sentence_embedding"})
+
+
+class PackedRow:
+    """The sequences of one packed row of a model's call, on the host.
+
+    Args:
+        sources: the row's own layout.
+        targets: that of an encoder-decoder's targets, if it has any.
+        device: of the row's tensors.
+    """
+
+    def __init__(self, sources: Layout, targets: Layout | None, device: torch.device) -> None:
+        self.sources, self.targets, self.device = sources, targets, device
+        #: Whether a part of the model has run by lengths.
+        self.is_served = False
+        #: Whether the caller gave positions that no model counts by itself.
+        self.has_own_positions = False
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], targets: Layout | None = None) -> PackedRow | None:
+        """From the keywords of a model's call; None for a call without ``cu_seq_lens_q``. Waits for the device.
+
+        Raises ``InputError`` for lengths that do not cover the row.
+        """
+        cu_seqlens = keywords.get("cu_seq_lens_q")
+        if cu_seqlens is None:
+            return None
+        row = next((keywords[name] for name in ("input_ids", "inputs_embeds") if keywords.get(name) is not None), None)
+        if not isinstance(row, Tensor) or row.ndim < 2 or row.shape[0] != 1:
+            raise InputError(
+                "a packed call takes one row of tokens beside cu_seq_lens_q",
+                expected="input_ids [1, T]",
+                found="none" if row is None else f"shape {list(row.shape)}",
+                hint="pass what RaggedBatch.to_flattened() gives",
+            )
+        sources = read_row(cu_seqlens, row.shape[1], keywords.get("position_ids"))
+        if targets is not None and len(targets.slots) != len(sources.slots):
+            raise InputError(
+                "a packed call needs one target for each source",
+                expected=f"{len(sources.slots)} targets",
+                found=len(targets.slots),
+            )
+        return cls(sources, targets, row.device)
+
+    def __len__(self) -> int:
+        return len(self.sources.slots)
+
+    @cached_property
+    def alike(self) -> Groups:
+        """Sequences of one length, in sources and targets, share a call: exact for every model whose rows are."""
+        keys = [self.sources.lengths] if self.targets is None else [self.sources.lengths, self.targets.lengths]
+        return Groups(self, alike(keys, self.sources.lengths > 0))
+
+    @cached_property
+    def alike_pairs(self) -> Groups:
+        """The same of an encoder-decoder's pairs that have tokens on both sides."""
+        assert self.targets is not None
+        keys = [self.sources.lengths, self.targets.lengths]
+        return Groups(self, alike(keys, np.minimum(*keys) > 0))
+
+    @cached_property
+    def alike_sources(self) -> Calls:
+        """Sources of one length share a call, whatever their targets."""
+        return Calls(self.sources, alike([self.sources.lengths], self.sources.lengths > 0), self.device)
+
+    @cached_property
+    def alike_targets(self) -> Calls:
+        """Targets of one length share a call, whatever their sources."""
+        assert self.targets is not None
+        return Calls(self.targets, alike([self.targets.lengths], self.targets.lengths > 0), self.device)
+
+    @cached_property
+    def in_one_call(self) -> Groups:
+        """All sequences in one call, padded behind the shorter ones: as many calls as on every other rank."""
+        there = np.flatnonzero(self.sources.lengths > 0)
+        return Groups(self, [there[np.argsort(self.sources.lengths[there], kind="stable")]])
+
+    @cached_property
+    def one_by_one(self) -> Groups:
+        """Each sequence in a call of its own."""
+        return Groups(self, [np.array([each]) for each in np.flatnonzero(self.sources.lengths > 0)])
+
+    @cached_property
+    def padded_behind(self) -> Groups:
+        """Sequences of similar lengths share a call: exact where no token sees a later one."""
+        return Groups(self, similar(self.sources.lengths, _CALL))
+
+
+class Groups:
+    """Sequences of a row in the calls that they share.
+
+    Attributes:
+        members: the sequences of each call.
+        sources, targets: where their tokens go.
+    """
+
+    def __init__(self, row: PackedRow, members: list[Int64]) -> None:
+        self.members, self.num_sequences = members, len(row)
+        self.sources = Calls(row.sources, members, row.device)
+        self.targets = None if row.targets is None else Calls(row.targets, members, row.device)
+        # Place of each sequence among those of all calls.
+        self._order = end_to_end(members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def select(self, values: Tensor) -> list[Tensor]:
+        """Values [N, ...] by sequence, as one tensor [n, ...] per call."""
+        return [values.index_select(0, torch.from_numpy(part).to(values.device)) for part in self.members]
+
+    def ordered(self, parts: Sequence[Tensor]) -> Tensor:
+        """Values [n, ...] of the sequences of each call, as [N, ...] in the row's order; zeros for an empty one."""
+        values = torch.cat(list(parts))
+        place_of = torch.from_numpy(np.argsort(self._order)).to(values.device)
+        found = values.index_select(0, place_of)
+        if len(self._order) == self.num_sequences:
+            return found
+        there = torch.from_numpy(np.sort(self._order)).to(values.device)
+        return found.new_zeros((self.num_sequences, *found.shape[1:])).index_copy(0, there, found)
 
 
 def call_by_lengths(
@@ -51,14 +183,14 @@ def call_by_lengths(
 
 def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
     """Raise ``InputError`` for images and audio, and for a tensor that is neither by token nor by sequence."""
-    sizes = {row.sources.num_slots, row.sources.num_slots if row.targets is None else row.targets.num_slots}
+    sizes = {row.sources.size, row.sources.size if row.targets is None else row.targets.size}
     for name, value in keywords.items():
         if not isinstance(value, Tensor) or name in (*LENGTH_NAMES, *TARGET_LENGTH_NAMES) or value.numel() == 1:
             continue
         shape = tuple(value.shape)
         is_by_token = any(shape[:2] == (1, size) or shape[1:] == (1, size) or shape == (size,) for size in sizes)
         if _OTHER_MEDIA.match(name) or not (is_by_token or shape[0] == len(row)):
-            raise _not_cuttable(name, value, row.sources.num_slots, len(row))
+            raise _not_cuttable(name, value, row.sources.size, len(row))
 
 
 def _not_cuttable(name: str, value: Tensor, num_slots: int, num_sequences: int) -> InputError:

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.layout import counting, starts_of
-from ullage.mixers.by_lengths import call_by_lengths, join_outputs, require_cuttable
-from ullage.mixers.choices import CU_CHOICES, call_choices
-from ullage.mixers.rows import LENGTH_NAMES, TARGET_LENGTH_NAMES, PackedRow, Segments
+from ullage.layout import Layout
+from ullage.mixers.by_lengths import TARGET_LENGTH_NAMES, PackedRow, call_by_lengths, join_outputs, require_cuttable
 from ullage.mixers.ways import Way
-from ullage.mixers.whole import call_whole
+from ullage.mixers.whole import CU_CHOICES, call_choices, call_whole
+from ullage.rows import LENGTH_NAMES, Calls, read_row, usual_positions
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -252,7 +252,7 @@ class ModelForward(Forward):
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         hands_lengths_on = self.way.kind in ("native", "mixers") and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
-        is_usual = positions is None or row.sources.counts_as_usual(positions)
+        is_usual = positions is None or _are_usual(positions, row.sources)
         if not is_usual and "position_ids" not in taken:
             raise InputError(
                 "this model counts positions by itself, from 0 in each sequence",
@@ -275,9 +275,10 @@ class ModelForward(Forward):
         elif self.runs_whole or self._has_pairs:
             return call_whole(self.module, self.own, row, keywords)
         row.is_served = row.is_served or self.way.kind == "native"
-        if self.way.both_ways and np.any(row.sources.lengths < row.sources.slots):
+        if self.way.both_ways and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
-            bounds = torch.from_numpy(row.sources.with_padding_apart()).to(row.device)
+            sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
+            bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if self.way.kind == "mixers":
             self._remember_row_in_checkpoints()
@@ -306,24 +307,24 @@ class ModelForward(Forward):
     def _has_pairs(self) -> bool:
         return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
 
-    def _shift_targets(self, targets: Segments, keywords: dict[str, Any]) -> None:
+    def _shift_targets(self, targets: Layout, keywords: dict[str, Any]) -> None:
         """Make an encoder-decoder's inputs of its labels, as it does, with a start token in front of each target."""
         if keywords.get("labels") is None or keywords.get("decoder_input_ids") is not None:
             return
         module: Any = self.module
         shifted = module._shift_right(keywords["labels"])
-        starts = starts_of(targets.slots)[targets.slots > 0]
+        starts = targets.starts[targets.slots > 0]
         shifted[:, torch.from_numpy(starts).to(shifted.device)] = shifted[:, :1].clone()
         keywords["decoder_input_ids"] = shifted
 
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
-        positions, first = row.sources.positions(row.device), self.way.first_position
+        layout, first = row.sources, self.way.first_position
+        positions = torch.from_numpy(usual_positions(layout))[None].to(row.device)
         if not first and not self.way.both_ways:
             return positions
-        segments, ids = row.sources, keywords.get("input_ids")
-        offset = counting(segments.slots)
-        length, start = (np.repeat(each, segments.slots) for each in (segments.lengths, starts_of(segments.slots)))
+        ids, offset = keywords.get("input_ids"), layout.positions()
+        length, start = (np.repeat(each, layout.slots) for each in (layout.lengths, layout.starts))
         is_padding = torch.from_numpy(offset >= length).to(row.device)
         if first and ids is not None:
             # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them.
@@ -345,16 +346,22 @@ class ModelForward(Forward):
                 vars(module)["_gradient_checkpointing_func"] = CheckpointedRow(function, self.current)
 
 
-def _targets_as_rows(keywords: dict[str, Any]) -> Segments | None:
+def _are_usual(position_ids: Tensor, layout: Layout) -> bool:
+    """Whether positions are those that every model counts by itself. Waits for the device."""
+    is_row = tuple(position_ids.shape) == (1, layout.size)
+    return is_row and np.array_equal(position_ids[0].cpu().numpy(), usual_positions(layout))
+
+
+def _targets_as_rows(keywords: dict[str, Any]) -> Layout | None:
     """The layout of an encoder-decoder's targets; nested ones become a row [1, T] among the keywords."""
     lengths = keywords.get("decoder_cu_seq_lens_q")
-    targets = None if lengths is None else Segments.of(lengths, None, "decoder_cu_seq_lens_q")
+    targets = None if lengths is None else read_row(lengths, None, name="decoder_cu_seq_lens_q")
     for name, value in list(keywords.items()):
         if isinstance(value, Tensor) and value.is_nested:
             rows = value.unbind()
             keywords[name] = torch.cat(rows)[None]
             if targets is None:
-                targets = Segments.of_lengths([len(row) for row in rows])
+                targets = Layout([len(row) for row in rows])
     return targets
 
 
@@ -376,3 +383,76 @@ def _refuse_masks_and_caches(keywords: dict[str, Any], where: str) -> None:
         raise InputError(
             "a packed row gives no attention weights", where=where, hint="call the model on padded rows for them"
         )
+
+
+# T5's attention on packed rows: by the lengths, with its bias computed once for the longest sequence.
+#
+# Scores get a bias that depends on the distance of two tokens alone, so the bias of a short sequence is a corner of
+# that of the longest. Queries, keys and values of all sequences come from one product over the row; sequences of one
+# length share a call of scaled dot product attention, in the cross attention pairs that are alike in source and target.
+# A bias over the row itself would have T² entries per head. Source: ``transformers.models.t5.modeling_t5.T5Attention``.
+
+
+class BiasedForward(Forward):
+    """The forward of a T5 attention: by lengths within a packed call, its own in any other.
+
+    It takes and returns the bias [1, heads, L, L] of the longest sequence; the cross attention has none.
+    """
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        row = self.current.get()
+        if row is None:
+            return self.own(*arguments, **keywords)
+        return self._packed(row, *arguments, **keywords)
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _packed(
+        self,
+        row: PackedRow,
+        hidden_states: Tensor,
+        mask: Any = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        module: Any = self.module
+        is_cross = key_value_states is not None
+        states = hidden_states if key_value_states is None else key_value_states
+        query, key, value = (
+            product(tokens)[0].unflatten(-1, (module.n_heads, module.key_value_proj_dim))
+            for product, tokens in ((module.q, hidden_states), (module.k, states), (module.v, states))
+        )
+        queries, keys = self._calls(row, is_cross)
+        if not is_cross and position_bias is None:
+            longest = max(queries.widths, default=0)
+            position_bias = module.compute_bias(longest, longest, device=hidden_states.device)
+        dropout = module.dropout if module.training else 0.0
+        row.is_served = True
+        mixed = []
+        for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
+            parts = [part.transpose(1, 2) for part in places]
+            bias = None if position_bias is None else self._masked(position_bias, parts[0].shape[2])
+            found = F.scaled_dot_product_attention(
+                *parts, attn_mask=bias, dropout_p=dropout, scale=getattr(module, "scaling", 1.0)
+            )
+            mixed.append(found.transpose(1, 2).flatten(2))
+        joined = queries.join(mixed) if mixed else query.flatten(1)
+        return module.o(joined[None]), position_bias, None
+
+    def _calls(self, row: PackedRow, is_cross: bool) -> tuple[Calls, Calls]:
+        """The calls of queries and of keys."""
+        if is_cross:
+            groups = row.alike_pairs
+            assert groups.targets is not None
+            return groups.targets, groups.sources
+        calls = row.alike_targets if self.module.is_decoder else row.alike_sources
+        return calls, calls
+
+    def _masked(self, bias: Tensor, length: int) -> Tensor:
+        """The bias of a sequence, minus infinity where a decoder must not look."""
+        part = bias[:, :, :length, :length]
+        if not self.module.is_decoder:
+            return part
+        later = torch.ones(length, length, dtype=torch.bool, device=bias.device).triu(1)
+        return part.masked_fill(later, float("-inf"))

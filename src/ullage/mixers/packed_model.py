@@ -8,17 +8,23 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ullage.mixers.forwards import PartForward
-from ullage.mixers.placing import forward_of, is_put_in, put_in, take_out, way_of
+from ullage.attention.support import (
+    is_attention_put_in,
+    mixing_problem,
+    put_in_attention,
+    remember_packable,
+    take_out_attention,
+)
+from ullage.errors import InputError
+from ullage.mixers.forwards import BiasedForward, CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.proof import Proof, prove, trial_of
-from ullage.mixers.trying import first_accepted
-from ullage.mixers.ways import Way, ways_of
+from ullage.mixers.ways import Way, is_biased_attention, ways_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
 _logger = logging.getLogger(__name__)
@@ -151,3 +157,147 @@ def call_equally_often(model: nn.Module) -> bool:
         if isinstance(part, PartForward):
             part.in_one_call = True
     return forward.way.kind in ("native", "mixers")
+
+
+# Ways tried on the model itself, from the finest on: the first that the proof accepts is taken.
+
+
+_logger = logging.getLogger(__name__)
+
+
+class SequencesMeet(InputError):
+    """In every way in which a model could be packed, its sequences do not get what they get alone."""
+
+
+def first_accepted(
+    model: nn.Module, ways: Sequence[Way], problem_of: Callable[[], str | None], *, current: Way | None = None
+) -> Way:
+    """Pack a model in the first of some ways that has no problem, and return that way.
+
+    Args:
+        model: bare; packed in one of the ways or not at all.
+        ways: finest first.
+        problem_of: proves the model as it is then packed: why it does not pack in this way, in one clause; None if it
+            does. The same on every rank, which then try the same ways.
+        current: the way in which it is packed, if it is.
+
+    Logs what was tried. Raises ``SequencesMeet``, with the model unpacked, if no way is accepted.
+    """
+    refused: list[tuple[Way, str]] = []
+    for way in ways:
+        if way != current:
+            take_out(model)
+            put_in(model, way, is_proved=True)
+        current = way
+        problem = problem_of()
+        if problem is None:
+            for each, reason in refused:
+                _logger.info("%s is not packed %s: %s", type(model).__name__, _adverb(each), reason)
+            if refused:
+                _logger.warning("%s is packed %s: finer ways do not pass", type(model).__name__, _adverb(way))
+            return way
+        refused.append((way, problem))
+    take_out(model)
+    raise SequencesMeet(
+        "packed, the sequences of this model do not get what they get alone",
+        where=type(model).__name__,
+        expected="outputs, loss and gradients of each sequence alone",
+        found=_told(refused),
+        hint="train it on padded batches (leave packing out), or take from that module what looks at other tokens of "
+        "the row; packing_verify=False packs it all the same",
+    )
+
+
+def _told(refused: Sequence[tuple[Way, str]]) -> str:
+    """The finest way with its reason, and the others with theirs where that is another."""
+    told, place = [f"{refused[0][0]}: {refused[0][1]}"], _place(refused[0][1])
+    for way, reason in refused[1:]:
+        same = place is not None and _place(reason) == place
+        told.append(f"{way}: in the same module" if same else f"{way}: {reason}")
+    return "; ".join(told)
+
+
+def _place(reason: str) -> str | None:
+    _, found, place = reason.partition(", first in ")
+    return place if found else None
+
+
+def _adverb(way: Way) -> str:
+    return (
+        "natively"
+        if way.kind == "native"
+        else f"with its {way.kind} by lengths"
+        if way.kind != "whole"
+        else "as a whole"
+    )
+
+
+# What a way puts into a model, and how it is taken out again.
+
+
+def put_in(model: nn.Module, way: Way, *, is_proved: bool = False) -> None:
+    """Make a bare model that is not packed keep sequences apart in a way.
+
+    ``is_proved``: whether the model has shown, or is about to show, that it does so: what cannot be told by looking at
+    it is then not asked.
+    """
+    if way.kind == "native":
+        if mixing_problem(model) is not None:
+            put_in_attention(model)
+        if is_proved:
+            remember_packable(model)
+    if not way.needs_forward:
+        return
+    current = CurrentRow()
+    for path in way.paths:
+        part = model.get_submodule(path)
+        if is_biased_attention(part):
+            BiasedForward(part, current).put_in()
+        elif path:
+            PartForward(part, current, is_causal=way.kind == "mixers").put_in()
+    ModelForward(model, current, way=way).put_in()
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if way.kind in ("native", "mixers") and not is_encoder_decoder:
+        # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.
+        put_in_attention(model)
+        remember_packable(model)
+
+
+def way_of(model: nn.Module) -> Way:
+    """The way of a bare model that is packed; native where nothing took its forward's place."""
+    forward = forward_of(model)
+    return Way("native") if forward is None else forward.way
+
+
+def take_out(model: nn.Module) -> None:
+    """Make a bare model what it was before :func:`put_in`. More than once does nothing more."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Forward):
+            forward.take_out()
+        function = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(function, CheckpointedRow):
+            vars(module)["_gradient_checkpointing_func"] = function.function
+    for hidden in _hidden_forwards(model):
+        hidden.is_off = True
+    take_out_attention(model)
+
+
+def forward_of(model: nn.Module) -> ModelForward | None:
+    """The forward that :func:`put_in` has given a bare model, also where autocast was put around it since."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, ModelForward):
+        return forward
+    return next((each for each in _hidden_forwards(model) if not each.is_off), None)
+
+
+def is_put_in(model: nn.Module) -> bool:
+    """Whether :func:`put_in` has given a bare model another forward or attention."""
+    return forward_of(model) is not None or is_attention_put_in(model)
+
+
+def _hidden_forwards(model: nn.Module) -> Iterator[ModelForward]:
+    """Forwards of ours that accelerate has wrapped in autocast: it keeps what it found as an attribute."""
+    hidden: Any = vars(model).get("_original_forward")
+    if isinstance(hidden, ModelForward):
+        yield hidden

@@ -28,19 +28,19 @@ model differs from itself by more than that (random routing), eight times this d
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ullage.mixers.at_rest import at_rest, own_attention
-from ullage.mixers.first_module import first_module
-from ullage.mixers.outcome import CallOutcome, TrialRun
-from ullage.mixers.trial import Trial, trial_of
+from ullage.mixers.trial import CallOutcome, Trial, TrialRun, trial_of
 
 __all__ = ["Limits", "Proof", "Trial", "TrialDifference", "largest", "limits_of", "prove", "trial_of"]
 
@@ -147,6 +147,7 @@ def prove(
     call: nn.Module | None = None,
     training: bool = True,
     backward: bool = True,
+    parameters: bool = False,
     dtype: torch.dtype | None = None,
     agree: Callable[[bool], bool] = bool,
     in_step: bool = False,
@@ -159,6 +160,7 @@ def prove(
         call: what is called, where that is not the model itself: what wraps it.
         training: whether in training mode.
         backward: whether gradients are compared too.
+        parameters: whether those of all parameters are, beside those of what is embedded.
         dtype: the precision of the model's products; found out if None.
         agree: whether something holds on any rank, asked on all of them, where they make their calls together.
         in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
@@ -175,6 +177,8 @@ def prove(
     with at_rest(call, training=training) as precision:
         run = TrialRun(model, trial, call=call, backward=backward)
         run.with_loss = not in_step
+        if parameters:
+            run.parameters = [each for each in model.parameters() if each.requires_grad]
         shortest = sizes.index(min(sizes))
         again, alone, packed = _run_all(run, shortest)
         if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
@@ -208,8 +212,20 @@ def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcom
     """The shortest sequence, every sequence alone, and the row."""
     with own_attention(run.model):
         again = run.alone(shortest)
-        alone = [run.alone(place) for place in range(len(run.trial.alone))]
+        again.of_parameters = []
+        alone: list[CallOutcome] = []
+        for place in range(len(run.trial.alone)):
+            alone.append(run.alone(place))
+            if place:  # one gradient of the weights is held, not one per sequence
+                _add_up(alone[0], alone[place])
     return again, alone, run.packed(alone)
+
+
+def _add_up(total: CallOutcome, other: CallOutcome) -> None:
+    """Move the gradients by parameter of another call to those of the first."""
+    pairs = zip(total.of_parameters, other.of_parameters, strict=True)
+    total.of_parameters = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+    other.of_parameters = []
 
 
 def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -341,10 +357,19 @@ def _losses_compared(
 
 
 def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutcome]) -> Iterator[tuple[str, float]]:
-    """By embedding, the largest difference of the gradients of its ids, relative to the largest of them."""
+    """The largest difference of gradients: by embedding, those of its ids, and by parameter."""
     ours, theirs = _by_embedding(found), _by_embedding(expected)
     names = [name for name in theirs if name in ours]
-    sums = {name: _added_up(ours[name], theirs[name]) for name in names}
+    yield from _relative({name: _added_up(ours[name], theirs[name]) for name in names})
+    # Those by parameter were added up on the way: the first of several calls has the sum.
+    pairs = list(zip(found[0].of_parameters, expected[0].of_parameters))
+    zeros = [next((torch.zeros_like(each) for each in pair if each is not None), None) for pair in pairs]
+    filled = [tuple(zero if each is None else each for each in pair) for pair, zero in zip(pairs, zeros)]
+    yield from _relative({f"parameter {i}": (a, b) for i, (a, b) in enumerate(filled) if a is not None is not b})
+
+
+def _relative(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, float]]:
+    """By name, the largest difference of what was found and what was expected, relative to the largest expected."""
     most = max((_most([wanted]) for _, wanted in sums.values()), default=0.0)
     for name, (given, wanted) in sums.items():
         if not isfinite(_most([wanted])):
@@ -379,3 +404,166 @@ def _added_up(
         rows = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for _, gradient in side]).double()
         sums.append(rows.new_zeros(len(known), rows.shape[1]).index_add(0, places, rows))
     return sums[0], sums[1]
+
+
+# The first module of a model in which a packed row differs from its sequences alone.
+#
+# All modules are watched while the sequences run once more, alone and as a row. Of what goes in and comes out only one
+# number per token is kept, weighed by numbers that are always the same, so the memory is small. A module whose input is
+# what it should be, and whose output is not, holds the cause; modules end from the inside out, so the innermost is
+# found.
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module: numbers [n, L] per token of its input and of its output; None where there is no token.
+
+    Where gradients are watched, they are those that come out of its input, and those that reach its output.
+    """
+
+    path: str
+    given: Tensor | None = None
+    made: Tensor | None = None
+
+
+def first_module(run: TrialRun, limit: float, *, backward: bool = False) -> str | None:
+    """The path and class of the first module whose output differs and whose input does not; None if none does.
+
+    Args:
+        run: the calls, of a model at rest.
+        limit: of the relative difference.
+        backward: whether only gradients differ; then going backward, from outputs to inputs.
+    """
+    model, trial = run.model, run.trial
+    outcomes: list[CallOutcome] = []
+    alone: list[dict[str, list[_Call]]] = []
+    with own_attention(model):
+        for place in range(len(trial.alone)):
+            with _watched(model, backward) as calls:
+                outcomes.append(run.alone(place))
+            by_path: dict[str, list[_Call]] = {}
+            for call in calls:
+                by_path.setdefault(call.path, []).append(call)
+            alone.append(by_path)
+    with _watched(model, backward) as calls:
+        run.packed(outcomes)
+    counted: dict[tuple[str, Any], int] = {}
+    # Calls are in the order in which they began. Going forward the innermost ends first.
+    first, second = ("made", "given") if backward else ("given", "made")
+    for call in reversed(calls) if backward else calls.ended:
+        shape = None if call.made is None else call.made.shape
+        number = counted[call.path, shape] = counted.get((call.path, shape), -1) + 1
+        compared = _Compared(trial, alone, call, -1 - number if backward else number, limit)
+        if compared.differs(second) and not compared.differs(first):
+            kind = type(model.get_submodule(call.path)).__name__
+            return f"{call.path or 'the forward of the model itself'} ({kind})"
+    return None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One call of a row beside the calls of each sequence alone.
+
+    Attributes:
+        trial: the sizes of the sequences.
+        alone: for each sequence, the calls of each module by path.
+        call: of the row.
+        number: which call of this module, of its shape; negative from the last on.
+        limit: of the relative difference.
+    """
+
+    trial: Trial
+    alone: Sequence[Mapping[str, list[_Call]]]
+    call: _Call
+    number: int
+    limit: float
+
+    def differs(self, name: str) -> bool:
+        """Whether what the call took or gave is not that of each sequence alone; False where that is not known."""
+        value = getattr(self.call, name)
+        for sizes in (self.trial.sizes, self.trial.target_sizes):
+            members = None if sizes is None or value is None else _members(value, sizes)
+            if members is None or sizes is None:
+                continue
+            known = [self._of_call(place, name, sizes[place]) for place in members]
+            expected = [each.flatten() for each in known if each is not None]
+            if isinstance(value, Tensor) and len(expected) == len(known):
+                wanted = torch.cat(expected)
+                difference, scale = float((value.flatten() - wanted).abs().max()), float(wanted.abs().max())
+                return isfinite(scale) and not (isfinite(difference) and difference <= self.limit * max(scale, 1e-30))
+        return False
+
+    def _of_call(self, place: int, name: str, size: int) -> Tensor | None:
+        values = [getattr(each, name) for each in self.alone[place].get(self.call.path, ())]
+        found = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
+        return found[self.number] if -len(found) <= self.number < len(found) else None
+
+
+def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
+    """The sequences that numbers [n, L] belong to, in order: all, in a row, or those of one length; None if unknown."""
+    if tuple(value.shape) == (1, sum(sizes)):
+        return list(range(len(sizes)))
+    alike = [place for place, size in enumerate(sizes) if size == value.shape[1]]
+    return alike if len(alike) == value.shape[0] else None
+
+
+class _WatchedCalls(list[_Call]):
+    """Calls in the order in which they began; ``ended`` in that in which they ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[_Call] = []
+
+
+@contextmanager
+def _watched(model: nn.Module, backward: bool) -> Iterator[_WatchedCalls]:
+    """Watch all modules, or the gradients of what goes through them."""
+    calls, open_calls = _WatchedCalls(), []
+
+    def began(path: str, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+        call = _Call(path)
+        calls.append(call)
+        open_calls.append(call)
+        _mark((*given, *named.values()), functools.partial(setattr, call, "given"), backward)
+
+    def ended(path: str, module: nn.Module, given: Any, output: Any) -> None:
+        call = open_calls.pop()
+        calls.ended.append(call)
+        _mark(output, functools.partial(setattr, call, "made"), backward)
+
+    handles = []
+    for path, each in model.named_modules():
+        handles.append(each.register_forward_pre_hook(functools.partial(began, path), with_kwargs=True))
+        handles.append(each.register_forward_hook(functools.partial(ended, path)))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(values: Any, keep: Callable[[Tensor], None], backward: bool) -> None:
+    value = _first_tensor(values)
+    if value is None:
+        return
+    if not backward:
+        keep(_by_token(value))
+    elif value.requires_grad:
+        value.register_hook(lambda gradient: keep(_by_token(gradient)))
+
+
+def _by_token(value: Tensor) -> Tensor:
+    """One number for each token of a value [n, L, ...], or of one [T, d] as of a row."""
+    value = value.detach()
+    flat = (value if value.ndim > 2 else value[None]).flatten(2).double()
+    place = torch.arange(1, flat.shape[2] + 1, device=flat.device, dtype=flat.dtype)
+    return flat @ torch.cos(place * place)
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    parts = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+    )
+    return next(
+        (each for each in parts if isinstance(each, Tensor) and each.ndim > 1 and each.is_floating_point()), None
+    )

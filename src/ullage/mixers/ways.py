@@ -55,13 +55,10 @@ _MIXERS = (
 )
 #: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
 #: by the audit. Any other type with such mixers runs by lengths as a whole.
-HYBRIDS = frozenset(
-    (
-        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2"),
-        *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm"),
-        "zamba2",
-    )
-)
+HYBRIDS = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2",
+    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba2",
+}  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
 #: Encoder-decoders whose attention alone lets tokens meet, with a bias by distance, and the class names of it.

@@ -6,18 +6,24 @@ of the packed row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from ullage.attention.heads import is_multiple_choice, loss_divides_by_count, works_by_sequence
-from ullage.mixers.answers import loss_of_answers
-from ullage.mixers.by_lengths import call_by_lengths, join_outputs
-from ullage.mixers.choices import of_one_choice
-from ullage.mixers.rows import Groups, PackedRow
-from ullage.mixers.two_losses import call_with_two_losses, has_two_losses, labels_by_sequence, require_one_loss
+from ullage.attention.heads import (
+    is_multiple_choice,
+    loss_author,
+    loss_divides_by_count,
+    package_of,
+    second_label,
+    works_by_sequence,
+)
+from ullage.errors import InputError
+from ullage.mixers.by_lengths import Groups, PackedRow, call_by_lengths, join_outputs
 from ullage.schema import IGNORED_LABEL
 
 #: Fields that hold one entry per sequence, whatever their shape.
@@ -88,3 +94,176 @@ def _weighted(losses: Sequence[Any], weights: Sequence[int]) -> Tensor:
     """The mean of losses by weight. A loss of weight 0 does not count, not even as nan."""
     counted = [loss * (weight / sum(weights)) for loss, weight in zip(losses, weights) if weight]
     return torch.stack(counted).sum() if counted else losses[0]
+
+
+# Heads of question answering on a packed row whose answers lie behind their sequences, in part.
+#
+# Such a head ignores a place behind the row, and its mean over none is nan. Sequences that share no call would then
+# count for nothing together, so the loss is computed here from the scores of all calls.
+
+
+#: The places of an answer, and the scores that they are compared with.
+_PLACES = {"start_positions": "start_logits", "end_positions": "end_logits"}
+
+
+def loss_of_answers(model: nn.Module, outputs: Sequence[Any], groups: Groups, keywords: Mapping[str, Any]) -> Any:
+    """The loss of a row in which answers lie behind their sequences; None where none does, and for another head.
+
+    The mean of two means: over the places of starts that lie in their sequences, and over those of ends. Waits for the
+    device. Source: ``transformers.loss.loss_utils.ForQuestionAnsweringLoss``.
+    """
+    found = [keywords.get(name) for name in _PLACES]
+    is_known = isinstance(outputs[0], Mapping) and all(name in outputs[0] for name in _PLACES.values())
+    if not is_known or any(each is None for each in found) or package_of(loss_author(model)[0]) != "transformers":
+        return None
+    parts: list[Tensor] = []
+    is_behind = False
+    for places, scores in zip(found, _PLACES.values()):
+        assert isinstance(places, Tensor)
+        total: Any = 0
+        number: Any = 0
+        for output, part in zip(outputs, groups.select(places.reshape(-1))):
+            width = output[scores].shape[1]
+            wanted = part.clamp(0, width)
+            total = total + cross_entropy(output[scores], wanted, ignore_index=width, reduction="sum")
+            number = number + (wanted < width).sum()
+        is_behind = is_behind or int(number) < sum(len(part) for part in groups.members)
+        parts.append(total / torch.as_tensor(number).clamp(min=1))
+    return torch.stack(parts).mean() if is_behind else None
+
+
+# Heads that add a loss per sequence to one per token, as BERT's for pretraining: each part divided by its own number.
+#
+# Each part is a mean, over labels or over sequences. The sum of the two does not tell them apart, so neither calls nor
+# microbatches can be weighed by one number: the loss is computed here, from the outputs.
+
+
+#: The keyword of a call with the number of sequences by which the loss per sequence is divided.
+NUM_SEQUENCES = "num_sequences_in_batch"
+
+
+def has_two_losses(model: nn.Module, fields: Any) -> bool:
+    """Whether a head of transformers finds both kinds of its labels among the fields of a batch, or the keywords."""
+    found = second_label(model)
+    return found is not None and all(fields.get(name) is not None for name in ("labels", found[0]))
+
+
+def call_with_two_losses(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywords: Mapping[str, Any]) -> Any:
+    """Outputs of a packed call of a model that :func:`has_two_losses`.
+
+    Each loss is divided by its number of the step, ``num_items_in_batch`` and ``num_sequences_in_batch``, where the
+    keywords have it, else by that of the row. The other parameters are those of ``call_whole``.
+    """
+    found = second_label(model)
+    assert found is not None
+    (name, output), kept = found, dict(keywords)
+    labels = {"prediction_logits": kept.pop("labels"), output: kept.pop(name)}
+    divisors = [kept.pop("num_items_in_batch", None), kept.pop(NUM_SEQUENCES, None)]
+    joined = join_outputs(call_by_lengths(own, row.alike, (), kept), row.alike)
+    is_tuple = isinstance(joined, tuple)
+    loss: Any = 0
+    for place, (logits, divisor) in enumerate(zip(labels, divisors)):
+        scores, wanted = joined[place if is_tuple else logits], labels[logits].flatten()
+        total = cross_entropy(scores.flatten(0, -2), wanted, reduction="sum", ignore_index=IGNORED_LABEL)
+        loss = loss + total / ((wanted != IGNORED_LABEL).sum().clamp(min=1) if divisor is None else divisor)
+    return (loss, *joined) if is_tuple else type(joined)(loss=loss, **joined)
+
+
+def require_one_loss(model: nn.Module, by_sequence: Iterable[str]) -> None:
+    """Raise ``InputError`` for labels by sequence beside ``labels`` by token, where the sum of their losses is unknown.
+
+    ``by_sequence``: the fields of the batch with one entry per sequence; those that ``forward`` names are looked at.
+    """
+    taken = inspect.signature(model.forward).parameters
+    name = next((name for name in by_sequence if "label" in name and name in taken), None)
+    if name is not None and (second_label(model) or (None,))[0] != name:
+        raise InputError(
+            "a loss per sequence beside one per token cannot be packed: each is a mean over another number, and their "
+            "sum does not tell them apart",
+            where=type(model).__name__,
+            expected="labels of one kind, or a head of transformers for pretraining such as BertForPreTraining",
+            found=f"labels by token, and {name} by sequence",
+            hint=f"leave {name} or packing out",
+        )
+
+
+def labels_by_sequence(keywords: Mapping[str, Any], row: PackedRow) -> list[str]:
+    """The keywords of a packed call with one entry per sequence, beside ``labels`` by token; none without those."""
+    labels = keywords.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.shape[0] != 1 or labels.shape[1] == len(row):
+        return []
+    tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor) and value.ndim}
+    return [name for name, value in tensors.items() if value.shape[0] == len(row) and value.ndim == 1]
+
+
+# Heads of multiple choice on a packed row, in which each choice is a sequence, and those of one question are in order.
+#
+# Such a head gives every choice a score by itself, and compares the scores of one question. So the choices run by
+# lengths, as questions of one choice, and the scores are compared here.
+
+
+#: The keyword of a packed call with the cumulated numbers of choices of its questions, int32 [questions + 1].
+CU_CHOICES = "cu_choices"
+
+
+def call_choices(model: nn.Module, call: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Outputs of a packed call on questions: ``logits`` [questions, choices], and their loss where there are labels.
+
+    Where questions have unequal numbers of choices, the logits of those that are not there are ``-inf``.
+
+    Args:
+        model: whose class names the head.
+        call: the packed call of the choices alone, which gives each a score.
+        keywords: of the call, with the bounds of the questions, and ``labels`` [questions] if there are any.
+
+    Waits for the device. Raises ``InputError`` for another head, and for bounds that are not those of the row.
+    """
+    kept = dict(keywords)
+    bounds, labels = kept.pop(CU_CHOICES), kept.pop("labels", None)
+    kept.pop("num_items_in_batch", None)  # the loss is a mean, whoever asked weighs it
+    require_multiple_choice(model)
+    outputs = call(kept)
+    is_tuple = isinstance(outputs, tuple)
+    logits = by_question(outputs[0] if is_tuple else outputs["logits"], bounds)
+    # As in a head of transformers; a mean over no labels is left to whoever weighs it.
+    loss = None if labels is None else cross_entropy(logits, labels, ignore_index=IGNORED_LABEL)
+    if is_tuple:
+        return (logits, *outputs[1:]) if loss is None else (loss, logits, *outputs[1:])
+    return type(outputs)(**{**outputs, "loss": loss, "logits": logits})
+
+
+def by_question(scores: Tensor, bounds: Tensor) -> Tensor:
+    """Scores [choices, 1] as [questions, most choices], ``-inf`` where a question has fewer."""
+    numbers = bounds.diff().to(scores.device)
+    if scores.shape != (int(bounds[-1]), 1) or bool((numbers < 1).any()):
+        raise InputError(
+            f"{CU_CHOICES} does not bound the choices of a packed row",
+            expected=f"integers that rise from 0 to {len(scores)}, the number of its sequences",
+            found=bounds.tolist()[:8],
+        )
+    is_there = torch.arange(int(numbers.max()), device=scores.device) < numbers[:, None]
+    return scores.new_full(is_there.shape, -torch.inf).masked_scatter(is_there, scores[:, 0])
+
+
+def of_one_choice(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a head of multiple choice for rows [n, L], each a question with one choice."""
+
+    def forward(**keywords: Any) -> Any:
+        return own(**{
+            name: value.unsqueeze(1) if isinstance(value, Tensor) and value.ndim > 1 else value
+            for name, value in keywords.items()
+        })  # fmt: skip
+
+    return forward
+
+
+def require_multiple_choice(model: nn.Module) -> None:
+    """Raise ``InputError`` for a model whose head does not score choices as those of transformers do."""
+    if not is_multiple_choice(model) or package_of(loss_author(model)[0]) != "transformers":
+        raise InputError(
+            "questions with several choices are packed for the heads of multiple choice of transformers only",
+            where=type(model).__name__,
+            expected="a model such as BertForMultipleChoice",
+            found="samples of several sequences each",
+            hint="leave packing out, or give each sequence as a sample of its own",
+        )

@@ -24,8 +24,8 @@ from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
 from ullage.models.classification import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.encoder_decoder import RecurrentEncoderDecoder
-from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
-from ullage.models.inputs import RaggedInputs
+from ullage.models.encoder_decoder import RecurrentEncoderDecoderConfig
+from ullage.models.sequences import RaggedInputs
 from ullage.models.minimal import MinGRUCell, MinLSTMCell
 from ullage.models.modeling import RecurrentModel
 from ullage.models.scan import linear_scan

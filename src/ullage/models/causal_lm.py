@@ -18,9 +18,8 @@ from transformers.utils.generic import can_return_tuple
 from ullage.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
-from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
-from ullage.models.sequences import Rows, Sequences
+from ullage.models.sequences import RaggedInputs, Rows, Sequences, takes_ragged_inputs
 from ullage.models.state import RecurrentState
 from ullage.schema import IGNORED_LABEL
 

@@ -2,7 +2,7 @@
 
 Targets and sources of a batch have unequal lengths, so the pairs of a decoder step and a source token are rectangles
 of unequal sizes. Rectangles of about one size are run as one block, padded to the largest in it. Tokens are gathered
-into their places in the blocks and back (:mod:`ullage.places`); the padding of a block is masked, so it never matters.
+into their places in the blocks and back (:mod:`ullage.rows`); the padding of a block is masked, so it never matters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ullage.errors import InputError
-from ullage.layout import Int64, Layout, starts_of
-from ullage.places import Places
+from ullage.layout import Int64, Layout
+from ullage.rows import Calls
 
 #: Padded pairs that a block may have, as a share of its real pairs (a pair is a decoder step and a source token),
 WASTE = 0.25
@@ -34,16 +34,13 @@ class Blocks:
     Attributes:
         lengths: int64 [n], the length of each target in tokens
         members: the sequences of each block
-        shapes: (sequences, target places, source places) of each block
-        targets, sources: the place of each flat token in all blocks end to end; ``None`` where the tokens are one full
-            block already
+        targets, sources: the calls of either side, one per block
     """
 
     lengths: Int64
     members: tuple[Int64, ...]
-    shapes: tuple[tuple[int, int, int], ...]
-    targets: Places | None
-    sources: Places | None
+    targets: Calls
+    sources: Calls
 
     @classmethod
     def of(cls, targets: Int64, sources: Int64, device: torch.device) -> Blocks:
@@ -54,43 +51,19 @@ class Blocks:
         empty = np.flatnonzero(sources < 1)
         if len(empty):
             raise InputError("a source is empty", where=f"sequence {int(empty[0])}", expected="at least one token")
-        # Equal lengths on both sides are one full block, and the flat order is its order already.
-        if (targets == targets[0]).all() and (sources == sources[0]).all():
-            shape = (len(targets), int(targets[0]), int(sources[0]))
-            return cls(targets, (np.arange(len(targets)),), (shape,), None, None)
-        members = _grouped(targets, sources)
-        shapes = tuple((len(ids), int(targets[ids].max()), int(sources[ids].max())) for ids in members)
-        order = np.concatenate(members)
-        # A sequence's slot is as wide as the widest of its block, and slots lie in the order of the blocks.
-        places = []
-        for lengths, widths in ((targets, [s[1] for s in shapes]), (sources, [s[2] for s in shapes])):
-            slots = np.empty_like(lengths)
-            slots[order] = np.repeat(widths, [len(ids) for ids in members])
-            starts = np.empty_like(lengths)
-            starts[order] = starts_of(slots[order])
-            layout = Layout(lengths)
-            place_of = starts[layout.item_ids()] + layout.positions()
-            places.append(Places.of(place_of, int(slots.sum()), device))
-        return cls(targets, members, shapes, *places)
+        # Equal lengths on both sides are one full block.
+        is_equal = (targets == targets[0]).all() and (sources == sources[0]).all()
+        members = (np.arange(len(targets)),) if is_equal else _grouped(targets, sources)
+        return cls(targets, members, *(Calls(Layout(side), members, device) for side in (targets, sources)))
 
-    def place(self, flat: Tensor, *, source: bool) -> list[Tensor]:
-        """Flat values [tokens, ...] of targets or sources as blocks [sequences, longest, ...], zeros in the padding."""
-        # ``shape`` is (target places, source places), of which the bool picks one.
-        sides = [(rows, shape[source]) for rows, *shape in self.shapes]
-        places = self.sources if source else self.targets
-        if places is not None:
-            flat = places.place(flat)
-        parts = flat.split([rows * width for rows, width in sides])
-        return [part.unflatten(0, side) for part, side in zip(parts, sides, strict=True)]
-
-    def take(self, blocks: list[Tensor]) -> Tensor:
-        """Blocks of targets as flat values [target tokens, ...]; undoes :meth:`place`."""
-        flat = torch.cat([block.flatten(0, 1) for block in blocks])
-        return flat if self.targets is None else self.targets.take(flat)
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(sequences, target places, source places) of each block."""
+        return [(len(ids), *widths) for ids, *widths in zip(self.members, self.targets.widths, self.sources.widths)]
 
     def rows(self, blocks: list[Tensor]) -> Tensor:
         """Weights of the blocks as rows [n, longest target, longest source], zeros in the padding."""
-        longest = [max(shape[side] for shape in self.shapes) for side in (1, 2)]
+        longest = (max(self.targets.widths), max(self.sources.widths))
         rows = blocks[0].new_zeros(len(self.lengths), *longest)
         for ids, block in zip(self.members, blocks, strict=True):
             # A padded decoder step has weights too, a softmax over the real sources: they are blanked.
@@ -101,10 +74,10 @@ class Blocks:
 
     def masks(self) -> list[Tensor | None]:
         """For each block, True on source tokens, [sequences, source places]; ``None`` where all places hold one."""
-        if self.sources is None:
-            return [None]
-        place_of = self.sources.place_of
-        return list(self.place(torch.ones_like(place_of, dtype=torch.bool), source=True))
+        places = self.sources.places
+        if places is None or places.padding is None:
+            return [None] * len(self.members)
+        return list(self.sources.cut(torch.ones_like(places.place_of, dtype=torch.bool)))
 
 
 class DecoderAttention(nn.Module):
@@ -130,9 +103,9 @@ class DecoderAttention(nn.Module):
         """
         contexts, weights = [], []
         rectangles = zip(
-            blocks.place(queries, source=False),
-            blocks.place(self.key(memory), source=True),
-            blocks.place(memory, source=True),
+            blocks.targets.cut(queries),
+            blocks.sources.cut(self.key(memory)),
+            blocks.sources.cut(memory),
             blocks.masks(),
             strict=True,
         )
@@ -140,7 +113,7 @@ class DecoderAttention(nn.Module):
             context, weight = self.attend(query, key, value, mask)
             contexts.append(context)
             weights.append(weight)
-        return blocks.take(contexts), weights
+        return blocks.targets.join(contexts), weights
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Contexts [n, targets, memory] and weights [n, targets, sources] of one block.

@@ -9,27 +9,217 @@ tokens alone, end to end, from the embeddings to the loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
 from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.errors import InputError, require_one_of
 from ullage.layout import Int64
 from ullage.models.causal_lm import next_token_loss
 from ullage.models.cells import Cell
+from ullage.models.configuration import RecurrentConfig
 from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
-from ullage.models.encoder_decoder_configuration import RecurrentEncoderDecoderConfig
 from ullage.models.generation import RecurrentGenerationMixin, begins_with
-from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, require_tokens
-from ullage.models.sequences import Lengths, Rows, Sequences
+from ullage.models.sequences import Lengths, RaggedInputs, Rows, Sequences, takes_ragged_inputs
 from ullage.models.state import LayerState, RecurrentState
-from ullage.models.targets import Targets, shift_right
 from ullage.schema import IGNORED_LABEL
+
+# Targets of an encoder-decoder: the ids that the decoder reads and the labels that it predicts, as flat tokens.
+#
+# Targets are given as ``labels`` alone, which are shifted right here, or as ``decoder_input_ids`` with or without
+# labels under them. Their form is padded rows (labels with -100, or a ``decoder_attention_mask``), one row bounded by
+# ``decoder_cu_seq_lens_q``, a jagged nested tensor, or a ``PackedSequence``.
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Target tokens end to end.
+
+    Attributes:
+        ids: [T], the token that the decoder reads at each step
+        labels: [T], the token that it predicts there; ``None`` where none were given
+        sequences: which tokens belong to which target, and the rows they came in
+    """
+
+    ids: Tensor
+    labels: Tensor | None
+    sequences: Sequences
+
+    @classmethod
+    def read(
+        cls,
+        labels: Rows | None,
+        decoder_input_ids: Rows | None,
+        *,
+        start: int,
+        filler: int,
+        attention_mask: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens: Tensor | None = None,
+    ) -> Targets:
+        """Targets in any of the forms of this module.
+
+        Args:
+            labels: [n, L], not shifted, or one of the other forms
+            decoder_input_ids: the same form; by default the labels, shifted right
+            start: the token in front of shifted labels
+            filler: the token read in the place of a label -100 between others
+            attention_mask: [n, L], not zero on tokens
+            input_lengths: n lengths in tokens
+            cu_seq_lens: [n + 1], where targets begin in one row [1, T]
+
+        On CUDA waits once for the lengths. Raises ``InputError`` for rows that disagree.
+        """
+        if isinstance(labels, PackedSequence) or (labels is not None and labels.is_nested):
+            labels, cu_seq_lens = _end_to_end(labels)
+        if isinstance(decoder_input_ids, PackedSequence) or (
+            decoder_input_ids is not None and decoder_input_ids.is_nested
+        ):
+            decoder_input_ids, cu_seq_lens = _end_to_end(decoder_input_ids)
+        rows = labels if decoder_input_ids is None else decoder_input_ids
+        if rows is None:
+            raise InputError("a decoder needs labels or decoder_input_ids", found="neither")
+        if labels is not None and labels.shape != rows.shape:
+            raise InputError(
+                "labels and decoder_input_ids disagree", expected=list(rows.shape), found=f"shape {list(labels.shape)}"
+            )
+        # Without a description, labels themselves show the padding; but data must not steer a compiled graph.
+        described = attention_mask is not None or input_lengths is not None or cu_seq_lens is not None
+        as_they_stand = decoder_input_ids is not None and torch.compiler.is_compiling()
+        if labels is not None and not described and not as_they_stand:
+            attention_mask = _labelled(labels, from_the_start=decoder_input_ids is not None)
+        sequences = Sequences.read(
+            rows, attention_mask=attention_mask, input_lengths=input_lengths, cu_seq_lens=cu_seq_lens
+        )
+        flat_labels = None if labels is None else sequences.flatten(labels).long()
+        if decoder_input_ids is not None:
+            return cls(sequences.flatten(decoder_input_ids), flat_labels, sequences)
+        assert flat_labels is not None
+        return cls(_shifted(flat_labels, sequences, start, filler), flat_labels, sequences)
+
+
+def shift_right(labels: Tensor, start: int, filler: int) -> Tensor:
+    """``labels`` [N, L] shifted right behind ``start``, with ``filler`` in the place of -100: a decoder's input."""
+    ids = labels.roll(1, -1)
+    ids[..., 0] = start
+    return ids.masked_fill(ids == IGNORED_LABEL, filler)
+
+
+def _shifted(labels: Tensor, sequences: Sequences, start: int, filler: int) -> Tensor:
+    # Rolled over the whole flat row: a sequence's first id is that of the one before until the start token replaces
+    # it.
+    ids = labels.roll(1).index_fill(0, sequences.starts(labels.device), start)
+    return ids.masked_fill(ids == IGNORED_LABEL, filler)
+
+
+def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
+    """True from a row's first label that counts, or from its start, to its last one; on one token if none counts."""
+    real = labels != IGNORED_LABEL
+    # A cumulated sum from the right is positive up to the last label that counts. The first column is always set, so
+    # that a target without any such label still has one token.
+    before_the_end = real.flip(1).cumsum(1).flip(1) > 0
+    before_the_end[:, 0] |= ~before_the_end[:, 0]
+    if from_the_start:
+        return before_the_end
+    return before_the_end & ((real.cumsum(1) > 0) | ~real.any(1, keepdim=True))
+
+
+def _end_to_end(nested: Rows) -> tuple[Tensor, Tensor]:
+    """A nested tensor [n, j] or a ``PackedSequence`` as one row [1, T] and its bounds [n + 1]."""
+    if isinstance(nested, PackedSequence):
+        batch = RaggedBatch.from_packed_sequence(nested, "ids")
+        return batch["ids"][None], batch.cu_seqlens
+    if nested.layout == torch.jagged and nested.lengths() is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return nested.values()[None], nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+    rows = nested.unbind()
+    lengths = torch.tensor([0, *(len(row) for row in rows)])
+    return torch.cat(rows)[None], lengths.cumsum(0)
+
+
+# Configuration of the recurrent encoder-decoder.
+
+
+_SHARED = ("cell", "vocab_size", "hidden_size", "dropout", "residual", "layer_norm", "initializer_range", "use_cache")
+
+
+class RecurrentEncoderDecoderConfig(PretrainedConfig):
+    """Configuration of :class:`RecurrentEncoderDecoder`; what is not listed is as in :class:`RecurrentConfig`.
+
+    Attributes:
+        attention: of the decoder over the source, ``additive`` (Bahdanau) or ``dot`` (Luong)
+        num_hidden_layers: layers of the encoder
+        num_decoder_layers: layers of the decoder; by default as many as the encoder has
+        bidirectional: run the encoder in both directions
+        tie_word_embeddings: use one matrix to embed source and target and as the head
+        decoder_start_token_id: the token that a decoder starts from; by default ``bos_token_id``
+
+    Raises ``InputError`` for an unknown attention or cell, and for sizes of no possible model.
+    """
+
+    model_type = "ullage_recurrent_encoder_decoder"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "encoder_last_hidden_state",
+        "cross_attentions",
+    ]
+
+    cell: str = "lstm"
+    attention: str = "additive"
+    vocab_size: int = 384
+    hidden_size: int = 256
+    num_hidden_layers: int = 1
+    num_decoder_layers: int | None = None
+    bidirectional: bool = True
+    dropout: float = 0.0
+    residual: bool = False
+    layer_norm: bool = False
+    initializer_range: float = 0.1
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder_start_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        require_one_of(self.attention, ATTENTIONS, "attention")
+        if self.num_decoder_layers is None:
+            self.num_decoder_layers = self.num_hidden_layers
+        self.encoder_config()
+        self.decoder_config()
+
+    def encoder_config(self) -> RecurrentConfig:
+        """The configuration of the encoder alone."""
+        return self._part(num_hidden_layers=self.num_hidden_layers, bidirectional=self.bidirectional)
+
+    def decoder_config(self) -> RecurrentConfig:
+        """The configuration of the decoder's recurrent layers alone."""
+        return self._part(num_hidden_layers=self.num_decoder_layers)
+
+    def start_token_id(self) -> int:
+        """The token that a decoder starts from. Raises ``InputError`` where the configuration names none."""
+        start = self.bos_token_id if self.decoder_start_token_id is None else self.decoder_start_token_id
+        if start is None:
+            raise InputError(
+                "a decoder needs a token to start from",
+                where=type(self).__name__,
+                expected="decoder_start_token_id or bos_token_id",
+                found="neither",
+            )
+        return start
+
+    def _part(self, **sizes: Any) -> RecurrentConfig:
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return RecurrentConfig(**shared, **sizes, pad_token_id=self.pad_token_id)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from ullage.layout import Layout
 from ullage.models.cells import cell_class
 from ullage.models.sequences import Sequences
 from ullage.models.state import RecurrentState
+from ullage.rows import LENGTH_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ else:
     _Base = GenerationMixin
 
 #: Keywords that describe where prompts lie; padded rows and their mask take their place.
-_LAYOUT_NAMES = ("input_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+_LAYOUT_NAMES = ("input_lengths", *LENGTH_NAMES, "position_ids")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 

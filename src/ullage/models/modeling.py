@@ -19,9 +19,8 @@ from transformers.utils.generic import can_return_tuple
 from ullage.errors import InputError
 from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
-from ullage.models.inputs import RaggedInputs, takes_ragged_inputs
 from ullage.models.schedule import Schedule
-from ullage.models.sequences import Sequences
+from ullage.models.sequences import RaggedInputs, Sequences, takes_ragged_inputs
 from ullage.models.state import LayerState, RecurrentState
 
 

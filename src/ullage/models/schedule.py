@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ullage.layout import Int64, Layout, starts_of
-from ullage.places import Places, permute
+from ullage.rows import Places, cheapest_cuts, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
 
@@ -248,21 +248,11 @@ def _cheapest_cuts(points: Int64, batch_sizes: Int64) -> Int64:
     """The cuts, first and last point among them, for which area and calls together cost least.
 
     ``points``: 0 and the distinct lengths, rising; ``batch_sizes[t]``: sequences that run at step *t*. A rectangle from
-    cut *a* to cut *b* is ``batch_sizes[a]`` wide. A shortest path by dynamic programming.
+    cut *a* to cut *b* is ``batch_sizes[a]`` wide.
     """
     if len(points) > MAX_POINTS:
         points = points[np.linspace(0, len(points) - 1, MAX_POINTS).astype(np.int64)]
-    # Forwards: the least cost of all rectangles up to each point, over every start of the last one.
     rows = batch_sizes[points[:-1]]
     # In steps of one row, the unit of CALL_COST.
-    cost = np.zeros(len(points), np.int64)
-    came_from = np.zeros(len(points), np.int64)
-    for end in range(1, len(points)):
-        costs = cost[:end] + (points[end] - points[:end]) * rows[:end] + CALL_COST
-        came_from[end] = np.argmin(costs)
-        cost[end] = costs[came_from[end]]
-    # Backwards: the cuts by which the last point was reached at that cost.
-    cuts = [len(points) - 1]
-    while cuts[-1]:
-        cuts.append(int(came_from[cuts[-1]]))
-    return points[cuts[::-1]]
+    cuts = cheapest_cuts(lambda end: (points[end] - points[:end]) * rows[:end], len(points) - 1, CALL_COST)
+    return points[cuts]

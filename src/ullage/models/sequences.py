@@ -2,15 +2,17 @@
 
 A model runs on tokens only, laid end to end. It is given rows [N, L]: padded ones with an ``attention_mask`` or with
 ``input_lengths``, or a single row in which sequences lie end to end, bounded by ``cu_seq_lens_q`` or by
-``position_ids`` that begin again at 0. Or it is given a ``PackedSequence``, and its output is one too. All of these
+``position_ids`` that begin anew. Or it is given a ``PackedSequence``, and its output is one too. All of these
 forms are read into the same :class:`Sequences`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout
 from ullage.models.schedule import RunOrder, Schedule
+from ullage.rows import beginnings, host_integers, read_row
 
 Lengths = Tensor | Sequence[int]
 #: Rows [N, L, ...], or the sequences of a ``PackedSequence``.
@@ -66,8 +69,8 @@ class Sequences:
             attention_mask: [N, L], not zero on tokens; padding on either side
             input_lengths: N lengths in tokens, padding on the right; beside ``cu_seq_lens`` the tokens in each slot
             cu_seq_lens: [n + 1], the slots of one row (N = 1), cumulated
-            position_ids: [N, L], 0 at the start of each sequence; beside ``cu_seq_lens``, zeros at the end of a slot
-                are padding
+            position_ids: [N, L], which run on within each sequence; beside ``cu_seq_lens``, zeros at the end
+                of a slot are padding
 
         Waits for the device at most once (twice where only positions show the padding), and not at all for rows alone,
         for ``input_lengths`` that are a list, and on the CPU. Raises ``InputError`` for lengths that do not fit the
@@ -89,13 +92,13 @@ class Sequences:
         if cu_seq_lens is not None:
             return cls._read_flat(shape, torch.as_tensor(cu_seq_lens), attention_mask, input_lengths, position_ids)
         if input_lengths is not None and attention_mask is None:
-            return cls._read_lengths(shape, _host(input_lengths, "input_lengths"), rows.device)
+            return cls._read_lengths(shape, host_integers(input_lengths, "input_lengths"), rows.device)
         if attention_mask is not None:
             # Places are sent through the same move as the values of padded rows, and what comes out is the index.
             place = torch.arange(shape[0] * shape[1], device=attention_mask.device).view(shape)
             batch = RaggedBatch.from_padded({"place": place}, attention_mask)
             if input_lengths is not None:
-                _require_agree(batch.layout.lengths, _host(input_lengths, "input_lengths"))
+                _require_agree(batch.layout.lengths, host_integers(input_lengths, "input_lengths"))
             return cls._of(shape, batch.layout.lengths, batch["place"].to(rows.device))
         if position_ids is not None and position_ids.shape == shape and shape[1] > 1:
             return cls._read_positions(shape, position_ids)
@@ -134,32 +137,22 @@ class Sequences:
         if shape[0] != 1:
             raise InputError("sequences that lie end to end come in one row", expected="[1, T]", found=list(shape))
         # Lengths that fill the row need no second look: slots and lengths are the same.
-        real = None if lengths is None else _host(lengths, "input_lengths")
+        real = None if lengths is None else host_integers(lengths, "input_lengths")
         if real is not None and int(real.sum()) == shape[1] and len(real) == len(cu_seq_lens) - 1 and real.min() >= 0:
             return cls._of(shape, real)
-        # The slots, and in the same copy from the device the last position of each, which shows whether it is padded.
-        usable = position_ids is not None and position_ids.shape == shape and real is None
-        positions = position_ids if usable else None
-        slots, last_positions = _slots(cu_seq_lens, positions)
-        if len(slots) == 0 or (slots < 0).any() or int(slots.sum()) != shape[1]:
-            raise InputError(
-                "cu_seq_lens_q does not cover the row",
-                expected=f"rising from 0 to {shape[1]}",
-                found=f"{len(slots)} sequences, {int(slots.sum())} tokens",
-            )
-        # A slot of several tokens whose last position is 0 ends with padding; only then all positions are looked at.
-        if positions is not None and ((slots > 1) & (last_positions == 0)).any():
-            real = _lengths_by_positions(positions[0].cpu().numpy(), slots)
-        if real is None:
-            return cls._of(shape, slots)
-        if len(real) != len(slots) or (real < 0).any() or (real > slots).any() or not real.any():
-            raise InputError(
-                "input_lengths and cu_seq_lens_q disagree",
-                expected=f"{len(slots)} lengths, each at most its slot",
-                found=f"{len(real)} lengths, {int(real.sum())} tokens",
-            )
-        index = torch.from_numpy(Layout.from_slots(real, slots).token_index())
-        return cls._of(shape, real, index.to(cu_seq_lens.device, non_blocking=True))
+        layout = read_row(cu_seq_lens, shape[1], position_ids if real is None else None, are_counts=False)
+        if real is not None:
+            if len(real) != layout.num_items or (real < 0).any() or (real > layout.slots).any() or not real.any():
+                raise InputError(
+                    "input_lengths and cu_seq_lens_q disagree",
+                    expected=f"{layout.num_items} lengths, each at most its slot",
+                    found=f"{len(real)} lengths, {int(real.sum())} tokens",
+                )
+            layout = Layout.from_slots(real, layout.slots)
+        if layout.num_tokens == layout.size:
+            return cls._of(shape, layout.lengths)
+        index = torch.from_numpy(layout.token_index())
+        return cls._of(shape, layout.lengths, index.to(cu_seq_lens.device, non_blocking=True))
 
     @classmethod
     def _read_lengths(cls, shape: tuple[int, int], lengths: Int64, device: torch.device) -> Sequences:
@@ -177,12 +170,9 @@ class Sequences:
 
     @classmethod
     def _read_positions(cls, shape: tuple[int, int], position_ids: Tensor) -> Sequences:
-        host = position_ids.cpu().numpy()
-        starts = host == 0
         # A row begins a sequence, even if its positions continue those that a cached state has seen.
-        starts[:, 0] = True
-        bounds = np.append(np.flatnonzero(starts), host.size)
-        return cls._of(shape, np.diff(bounds).astype(np.int64))
+        begins = beginnings(position_ids.cpu().numpy())
+        return cls._of(shape, np.diff(np.append(begins, shape[0] * shape[1])))
 
     @property
     def num_tokens(self) -> int:
@@ -285,34 +275,93 @@ def _require_agree(masked: Int64, given: Int64) -> None:
         )
 
 
-def _host(values: Lengths, name: str) -> Int64:
-    array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name} must be a flat list of integers", found=f"shape {list(array.shape)} {array.dtype}")
-    return array.astype(np.int64)
-
-
-def _slots(cu_seq_lens: Tensor, position_ids: Tensor | None) -> tuple[Int64, Int64]:
-    """The slots that ``cu_seq_lens`` cumulates, and the last of the ``position_ids`` [1, T] in each, if given."""
-    if position_ids is not None:
-        bounds = cu_seq_lens.to(position_ids.device)
-        if bounds.ndim == 1 and len(bounds) > 1 and bounds.dtype in (torch.int32, torch.int64):
-            last = position_ids[0].index_select(0, (bounds[1:] - 1).clamp(0, position_ids.shape[1] - 1))
-            both = _host(torch.cat([bounds, last]), "cu_seq_lens_q")
-            return np.diff(both[: len(bounds)]), both[len(bounds) :]
-    return np.diff(_host(cu_seq_lens, "cu_seq_lens_q")), np.empty(0, np.int64)
-
-
-def _lengths_by_positions(positions: Int64, slots: Int64) -> Int64:
-    """The tokens in each slot: all before the zeros at its end, or one, since the first position is 0 too."""
-    ends = np.cumsum(slots)
-    # At each place: one more than the last place so far whose position is not 0. Read at a slot's end, it is the end
-    # of the slot's tokens, or lies before the slot if all positions in it are 0.
-    counted = np.maximum.accumulate(np.where(positions != 0, np.arange(1, len(positions) + 1), 0))
-    # A slot of no elements at the very front has no end to read.
-    last = np.where(slots > 0, counted[np.maximum(ends, 1) - 1], 0)
-    return np.clip(last - (ends - slots), np.minimum(slots, 1), slots)
-
-
 def _shape(tensor: Tensor) -> str:
     return f"shape {list(tensor.shape)}"
+
+
+# The keywords in which a batch reaches a recurrent model, named once for all of them.
+
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedInputs:
+    """Token ids or embeddings in rows, and at most one description of the sequences in them.
+
+    Attributes:
+        input_ids: token ids [N, L], or a ``PackedSequence`` of them
+        inputs_embeds: embeddings [N, L, D] in the place of ``input_ids``
+        attention_mask: [N, L], not zero on tokens; padding on either side
+        input_lengths: N lengths in tokens, a list or a tensor; padding on the right
+        cu_seq_lens_q: [n + 1], where sequences begin that lie end to end in one row (N = 1); with ``input_lengths``,
+            which part of each slot is tokens
+        position_ids: [N, L], from 0 at the start of each sequence in a row
+
+    Without a description each row is one sequence. Lengths that lie on the host cost no wait for the device.
+    """
+
+    input_ids: Rows | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    input_lengths: Lengths | None = None
+    cu_seq_lens_q: Tensor | None = None
+    inputs_embeds: Rows | None = None
+
+    def rows(self) -> Rows:
+        """The ids or the embeddings. Raises ``InputError`` if neither is given, or both."""
+        if self.input_ids is not None and self.inputs_embeds is not None:
+            raise InputError("a model takes input_ids or inputs_embeds", found="both")
+        rows = self.input_ids if self.inputs_embeds is None else self.inputs_embeds
+        if rows is None:
+            raise InputError("a model needs input_ids or inputs_embeds", found="neither")
+        return rows
+
+    def read(self) -> tuple[Sequences, Tensor]:
+        """The sequences, and the values [T, ...] of their tokens alone. Waits and raises as :meth:`Sequences.read`."""
+        rows = self.rows()
+        sequences = Sequences.read(
+            rows,
+            attention_mask=self.attention_mask,
+            input_lengths=self.input_lengths,
+            cu_seq_lens=self.cu_seq_lens_q,
+            position_ids=self.position_ids,
+        )
+        return sequences, sequences.flatten(rows)
+
+    def read_for_backbone(self) -> dict[str, Any]:
+        """The tokens alone, end to end in one row [1, T, ...], and their sequences, as keywords of the backbone."""
+        sequences, flat = self.read()
+        return {"input_ids" if self.inputs_embeds is None else "inputs_embeds": flat[None], "sequences": sequences}
+
+
+def takes_ragged_inputs(forward: Callable[Concatenate[Any, RaggedInputs, ...], Output]) -> Callable[..., Output]:
+    """Decorate a ``forward(self, inputs, *, ...)`` so that callers give the fields of ``inputs`` as keywords.
+
+    The keywords stand in the signature beside those of ``forward``: by it transformers' Trainer and ``generate()``,
+    PEFT and :mod:`ullage.attention` find out what a model takes. The other keywords of ``batch.to_flattened()`` are
+    taken too, and nothing is made of them: a recurrent model needs no ``cu_seq_lens_k`` and no ``max_length``.
+    """
+
+    @functools.wraps(forward, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    def with_keywords(
+        self: Any,
+        input_ids: Rows | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        input_lengths: Lengths | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        inputs_embeds: Rows | None = None,
+        **others: Any,
+    ) -> Output:
+        inputs = RaggedInputs(input_ids, attention_mask, position_ids, input_lengths, cu_seq_lens_q, inputs_embeds)
+        return forward(self, inputs, **others)
+
+    # The named keywords above without ``**others``, then those of ``forward`` without ``self`` and ``inputs``.
+    *keywords, _ = inspect.signature(with_keywords, follow_wrapped=False).parameters.values()
+    own = list(inspect.signature(forward).parameters.values())[2:]
+    with_keywords.__signature__ = inspect.Signature([*keywords, *own])  # pyright: ignore[reportAttributeAccessIssue]
+    return with_keywords

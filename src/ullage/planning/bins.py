@@ -12,8 +12,7 @@ from ullage.planning.bounds import bin_bound
 from ullage.planning.placement import NO_LIMIT
 from ullage.planning.request import refuse_oversize
 from ullage.planning.solver.compiled import run
-from ullage.planning.solver.items import Room
-from ullage.planning.solver.ordering import falling_order, rows
+from ullage.planning.solver.items import Room, falling_order, rows
 from ullage.planning.solver.packing import pack_items
 
 

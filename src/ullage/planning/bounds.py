@@ -4,6 +4,10 @@ Bins: Martello and Toth's L2 ("Lower bounds and reduction procedures for the bin
 Mathematics 28, 1990). For each threshold ``a`` up to half the capacity, items above ``capacity − a`` need a bin each,
 items above half the capacity need a bin each too, and what the latter leave free is all that items of size ``a`` and
 more can share. The plain ``ceil(Σ/capacity)`` is the case without big items and misleads where there are many.
+
+An engine that can change its process group from sequence to sequence could run a schedule in which every sequence has a
+degree of its own inside a microbatch; list scheduling tells its critical path. The plan gives one degree to a block of
+ranks for a whole microbatch; the difference is what it gives up.
 """
 
 from __future__ import annotations
@@ -14,11 +18,52 @@ import numpy as np
 
 from ullage.layout import Int64
 from ullage.planning.placement import Placement, free_degrees, slots_of
-from ullage.planning.solver.compiled import run
+from ullage.planning.solver.compiled import kernel, run
+from ullage.planning.solver.context import TOLERANCES, allowed_share, longest_path, needed_levels
 from ullage.planning.solver.critical import least_path
-from ullage.planning.solver.items import SharedItems
-from ullage.planning.solver.mixing import list_schedule
-from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.items import SharedItems, falling_order
+
+
+@kernel
+def list_schedule(items: SharedItems, capacity: int, ranks: int, microbatches: int) -> int:
+    """The critical path, in cost, if each item has its own degree: the most expensive first, each on the block of
+    ranks, over all microbatches, that becomes least loaded. The best of the tolerances; −1 if none fits."""
+    slots, costs, degrees = items.slots, items.costs, items.degrees
+    n = slots.shape[1]
+    order = falling_order(costs[0])
+    mean = costs[0].sum() // (microbatches * ranks) + 1
+    best = np.int64(-1)
+    for tolerance in TOLERANCES:
+        needed = needed_levels(items, capacity, allowed_share(mean, tolerance))
+        if n and needed.min() < 0:
+            return -1
+        # Per rank of each microbatch. Widest items first, each on the aligned block that is free soonest and has the
+        # memory.
+        load, held = np.zeros(microbatches * ranks, np.int64), np.zeros(microbatches * ranks, np.int64)
+        fits = True
+        for e in range(slots.shape[0] - 1, -1, -1):
+            width = degrees[e]
+            for i in order:
+                if needed[i] != e or not fits:
+                    continue
+                at, least = -1, 0
+                each = -(-slots[e, i] // width)
+                for microbatch in range(microbatches):
+                    for begin in range(microbatch * ranks, (microbatch + 1) * ranks - width + 1, width):
+                        # A shared item begins when the last rank of its block is ready.
+                        high = load[begin : begin + width].max()
+                        if (at < 0 or high < least) and held[begin : begin + width].max() + each <= capacity:
+                            at, least = begin, high
+                fits = at >= 0
+                if fits:
+                    for k in range(at, at + width):
+                        # All ranks of the block wait for the slowest, so all end at the same height.
+                        load[k] = least + costs[e, i] // width
+                        held[k] += each
+        if fits and (best < 0 or longest_path(load, ranks) < best):
+            best = longest_path(load, ranks)
+    return best
+
 
 #: Sequences times bins above which the mixed path is not computed: it would take seconds.
 _PATIENCE = 200_000_000

@@ -16,12 +16,11 @@ import numpy as np
 
 from ullage.errors import InputError, require_one_of
 from ullage.planning.bounds import microbatches_for
-from ullage.planning.solver.balancing import balance
+from ullage.planning.solver.balancing import balance, balance_totals
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.context import share_out
 from ullage.planning.solver.items import Items, Room, SharedItems
 from ullage.planning.solver.packing import fill_in_order
-from ullage.planning.solver.totals import balance_totals
 from ullage.planning.task import Assignment, Strategy, Task
 
 ENTRY_POINTS = "ullage.strategies"

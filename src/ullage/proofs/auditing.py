@@ -9,22 +9,24 @@ before its first step (:mod:`ullage.mixers.proof`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
-from ullage.mixers.at_rest import at_rest
-from ullage.mixers.placing import way_of
+from ullage.mixers.at_rest import at_rest, embedded_inputs
+from ullage.mixers.packed_model import way_of
+from ullage.mixers.proof import largest, limits_of, prove
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
-from ullage.proofs.comparing import Check as Check
-from ullage.proofs.comparing import compare
-from ullage.proofs.samples import Samples
+from ullage.proofs.samples import RowOutputs, Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -164,3 +166,206 @@ def _model_of(given: Any) -> nn.Module:
         expected="a model, a config or a model type of the installed transformers",
         found=repr(given)[:80],
     )
+
+
+# The comparisons of an audit: a packed row with its sequences alone, and with itself after a neighbour has changed.
+#
+# In evaluation mode that is a short row, with one-token and empty neighbours, and a long one, for what begins only at a
+# later token; in training mode, without dropout, the long one. Whether sequences see each other is told by changing the
+# tokens of one: neither the outputs of the others may change, nor the gradients that come from them, and none may reach
+# the one that was changed.
+
+
+#: Lengths of the row that is compared; of those with one-token and empty neighbours; of the long one, where no sequence
+#: has one token: statistics over it, which training mode may ask for, would be those of a constant.
+LENGTHS = (7, 3, 12, 1, 9, 3)
+NEIGHBOURS = (1, 16, 1, 5, 0, 1)
+LONG = (41, 5, 72)
+#: Names of the checks of the first row, by what is compared.
+_NAMES = {"outputs": "logits", "loss": "loss", "gradients": "gradients"}
+#: Largest differences of experts in float64, whose products change shape with the tokens of the others: of outputs and
+#: of gradients.
+_ROUTED_LIMITS = (1e-12, 1e-9)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        value: largest difference found, relative to the largest number compared.
+        limit: above which the check has failed; 0 asks for equal bits.
+        leaks: whether a failure means that sequences see each other, and not only that numbers differ.
+    """
+
+    name: str
+    value: float
+    limit: float
+    leaks: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within its limit. nan is not."""
+        return self.value <= self.limit
+
+
+def compare(samples: Samples) -> Iterator[Check]:
+    """All checks of a model, in evaluation mode and in training mode. Raises what the model raises."""
+    with at_rest(samples.model, training=False):
+        samples.settle()
+    short, neighbours, long = (samples.draw(_fitting(samples, each)) for each in (LENGTHS, NEIGHBOURS, LONG))
+    yield from _proved(samples, short, _NAMES, parameters=True)
+    # The same sequences in another order; one-token and empty neighbours; what begins only at a later token.
+    yield from _proved(samples, short[::-1], {"outputs": "order"}, backward=False)
+    yield from _proved(samples, neighbours, {"outputs": "neighbours"}, backward=False)
+    yield from _proved(samples, long, {"outputs": "long", "loss": "long: loss"}, backward=False)
+    with at_rest(samples.model, training=False):
+        yield from _others(samples, long, "", backward=False)
+        # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
+        if not samples.is_routed:
+            yield Check("poison", _poison(samples, long), 0.0, leaks=True)
+    for difference in prove(bare(samples.model), samples.trial(long), training=True).differences:
+        yield Check(f"training: {difference.name}", difference.value, difference.limit)
+    with at_rest(samples.model, training=True):
+        yield from _others(samples, long, "training: ", backward=True)
+
+
+def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **options: Any) -> Iterator[Check]:
+    """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit."""
+    found = prove(bare(samples.model), samples.trial(row), training=False, **options).differences
+    for kind, name in names.items():
+        of_kind = [each for each in found if each.kind == kind]
+        if of_kind:
+            worst = max(of_kind, key=lambda each: each.value / each.limit)
+            yield Check(name, worst.value, worst.limit)
+
+
+def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
+    """Lengths as the model takes them; none stays none."""
+    return [min(max(length, samples.least), samples.most) if length else 0 for length in lengths]
+
+
+# Other tokens in one sequence: the others must not change in a single bit.
+
+
+def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -> Iterator[Check]:
+    limits = (0.0, 0.0)
+    if not samples.is_routed:
+        found = _others_differ(samples, row, backward=backward)
+    else:
+        # In float64: an expert's product has another shape when another sequence's tokens come to it.
+        try:
+            with samples.in_double() as judged:
+                found, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
+        except RuntimeError:  # the model computes a part in float32, whatever its weights are
+            limits = limits_of(samples.dtype)[:2]
+            found = _others_differ(samples, row, backward=backward)
+    for what, value, limit in zip(("other tokens", "other gradients"), found, limits):
+        yield Check(f"{name}{what}", value, limit, leaks=True)
+
+
+def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> list[float]:
+    """Largest difference that other tokens in some sequences make to the others: of outputs, of gradients."""
+    with torch.set_grad_enabled(backward):
+        before = _PackedCall(samples, row)
+        worst = [0.0, 0.0]
+        for changed in range(len(row)):
+            kept = [place for place in range(len(row)) if place != changed]
+            after = _PackedCall(samples, samples.with_other_tokens(row, changed))
+            outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
+            worst[0] = max(worst[0], outputs)
+            if backward:
+                worst[1] = max(worst[1], _gradients_of_others(before, after, kept))
+    return worst if backward else worst[:1]
+
+
+class _PackedCall:
+    """One packed call, and the gradients that come from some of its sequences."""
+
+    def __init__(self, samples: Samples, row: list[Sample]) -> None:
+        torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
+        self.samples = samples
+        self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
+        with embedded_inputs(samples.model) as inputs:
+            outcome: RowOutputs = samples.packed(row)
+        self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, inputs.leaves
+
+    @functools.cached_property
+    def of_loss(self) -> list[Tensor]:
+        """The gradients of the model's own loss, for what was embedded."""
+        return self._of(self.loss, only_leaves=True)[1] if self.loss is not None else []
+
+    def gradients(self, places: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the outputs of some sequences, weighed at random: for all parameters, and for what was embedded."""
+        random = torch.Generator().manual_seed(0)
+        weights = [torch.randn(each.shape, generator=random, dtype=torch.float64).to(each) for each in self.logits]
+        return self._of(torch.stack([(self.logits[place] * weights[place]).sum() for place in places]).sum())
+
+    def _of(self, value: Tensor, *, only_leaves: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = [] if only_leaves else self.parameters
+        wanted = [*parameters, *(leaf.value for leaf in self.leaves)]
+        if not wanted or not value.requires_grad:
+            return [], []
+        found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
+        dense = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(wanted, found)]
+        return dense[: len(parameters)], dense[len(parameters) :]
+
+
+def _gradients_of_others(before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
+    """Largest difference of what comes back from the sequences that are kept; and what reaches those that changed."""
+    (parameters, embedded), (parameters_after, embedded_after) = before.gradients(kept), after.gradients(kept)
+    # Gradients that are rounding noise beside the largest of all count by a thousandth of that.
+    most = max((float(each.abs().max()) for each in parameters if each.numel()), default=0.0)
+    worst = 0.0
+    for ours, theirs in zip(parameters_after, parameters):
+        own = float(theirs.abs().max()) if theirs.numel() else 0.0
+        worst = max(worst, largest([ours], [theirs]) * own / max(own, 1e-3 * most, 1e-30))
+        if not own and ours.any():
+            worst = max(worst, float(ours.abs().max()) / max(most, 1e-30))
+    places = _places(before, after)
+    size = max((float(embedded[at].abs().max()) for at, _, _ in places), default=0.0)
+    for found, found_after in ((embedded, embedded_after), (before.of_loss, after.of_loss)):
+        for at, same, changed in places if found else ():
+            worst = max(worst, largest([found_after[at][same]], [found[at][same]]))
+            if found is embedded and size and changed.any():
+                worst = max(worst, float(found_after[at][changed].abs().max()) / size)
+    return worst
+
+
+def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, Tensor]]:
+    """The calls of embeddings, by their place; which of their entries belong to other sequences, and which changed.
+
+    Where an embedding is called once, that is the packed row: other tokens stand in the changed sequence. Where it is
+    called more often, all of a row belongs to one sequence; but for an encoder-decoder, which may call it for both of
+    its rows, and whose targets all begin with one token.
+    """
+    before, after = first.leaves, second.leaves
+    fixed = torch.tensor(sorted(first.samples.special))
+    calls = Counter(leaf.name for leaf in before)
+    found = []
+    for at, (ours, theirs) in enumerate(zip(before, after)):
+        if ours.ids is None or theirs.ids is None or ours.ids.shape != theirs.ids.shape or ours.ids.ndim < 2:
+            continue
+        changed, same = ours.ids != theirs.ids, torch.ones_like(ours.ids, dtype=torch.bool)
+        if first.samples.is_encoder_decoder:
+            same = ~changed & ~torch.isin(ours.ids, fixed.to(ours.ids))
+        elif changed.any() and calls[ours.name] == 1 and len(changed) == 1:
+            here = changed[0].flatten(1).any(1).nonzero() if changed.ndim > 2 else changed[0].nonzero()
+            same[:, int(here.min()) : int(here.max()) + 1] = False
+        else:
+            same[changed.flatten(1).any(1)] = False
+        found.append((at, same, changed))
+    changing = {before[at].name for at, _, changed in found if changed.any()}
+    return [each for each in found if before[each[0]].name in changing]
+
+
+@torch.no_grad()
+def _poison(samples: Samples, row: list[Sample]) -> float:
+    before, worst = samples.packed(row).logits, 0.0
+    for changed in range(len(row)):
+        kept = [place for place in range(len(row)) if place != changed]
+        with samples.poisoned(row, changed) as spoiled:
+            after = samples.packed(spoiled).logits
+        worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
+    return worst

@@ -27,7 +27,7 @@ _HEAD = """# Models that pack, and how that is proved
 Made on {today} by `ullage audit --all --output docs/models.md`, with {versions}, on the CPU in float32.
 
 Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 72 tokens in one row
-are then compared with each of them alone: logits to 1e-5, every gradient to 1e-4, in other orders and beside one-token
+are then compared with each of them alone: outputs to 2e-5, every gradient to 2e-4, in other orders and beside one-token
 and empty neighbours; and again in training mode, by the proof that a packed run makes. Other tokens in one sequence
 must not change a bit of the others, nor of the gradients that come from them (with routed experts: 1e-12 and 1e-9 in
 float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.

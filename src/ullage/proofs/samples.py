@@ -113,22 +113,10 @@ class Samples:
 
     # Runs.
 
-    def alone(self, row: Sequence[Sample]) -> RowOutputs:
-        """Each sequence in a call of its own, and the mean of their losses over all labels."""
-        logits, losses, counts = [], [], []
+    def _run_alone(self, row: Sequence[Sample]) -> None:
+        """Each sequence in a call of its own."""
         for sample in row:
-            if not len(sample.input_ids):
-                logits.append(sample.input_ids.new_zeros(0, dtype=self.dtype))
-                continue
-            outputs = self.model(**self._alone(sample), **self._without_cache())
-            found = _logits(outputs)[0]
-            logits.append(found)
-            count = self._count(sample)
-            loss = _loss(outputs) if self.has_loss else self._stand_in(found, len(logits) - 1)
-            if loss is not None and count:
-                losses.append(loss * count)
-                counts.append(count)
-        return RowOutputs(logits, torch.stack(losses).sum() / sum(counts) if counts else None)
+            self.model(**self._alone(sample), **self._without_cache())
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -137,7 +125,7 @@ class Samples:
         for self.least in (1, 2, 4, 8, 16):
             for self.has_loss in (True, False):
                 try:
-                    self.alone(self.draw([self.least, max(self.least, 7)]))
+                    self._run_alone(self.draw([self.least, max(self.least, 7)]))
                 except Exception as error:  # whatever it is: another length is tried
                     failure = failure or error
                     continue
@@ -157,20 +145,23 @@ class Samples:
         lengths = [length for length in _LENGTHS if length + 2 <= min(told, default=length + 2)] or [16]
         for length in lengths if self.device.type == "cpu" else ():
             try:
-                self.alone(self.draw([length]))
+                self._run_alone(self.draw([length]))
                 return length
             except Exception:  # the next, shorter one
                 continue
         return lengths[0] if self.device.type != "cpu" else 16
 
     def trial(self, row: Sequence[Sample]) -> Trial:
-        """The same calls, for the proof of a run."""
+        """The calls of a proof: each sequence that has tokens by itself, and the row."""
+        if self.by_sequence:
+            row = [sample for sample in row if len(sample.input_ids)]
+        there = [sample for sample in row if len(sample.input_ids)]
         return Trial(
-            [self._alone(sample) for sample in row],
+            [self._alone(sample) for sample in there],
             self._row(row),
-            [len(sample.input_ids) for sample in row],
-            [len(sample.labels) for sample in row] if self.is_encoder_decoder else None,
-            [float(self._count(sample)) for sample in row] if self.has_loss else None,
+            [len(sample.input_ids) for sample in there],
+            [len(sample.labels) for sample in there] if self.is_encoder_decoder else None,
+            [float(self._count(sample)) for sample in there] if self.has_loss else None,
             is_strict=True,
         )
 
@@ -182,12 +173,6 @@ class Samples:
 
     def _count(self, sample: Sample) -> int:
         return 1 if self.by_sequence else int((sample.labels != IGNORED_LABEL).sum())
-
-    def _stand_in(self, logits: Tensor, place: int) -> Tensor:
-        """A loss of one sequence's logits, for a model without one: their distance from random numbers."""
-        random = torch.Generator().manual_seed(place)
-        aim = torch.randn(logits.shape, generator=random, dtype=torch.float64)
-        return (logits - aim.to(logits)).square().mean()
 
     def packed(self, row: Sequence[Sample]) -> RowOutputs:
         """All sequences in one row."""
@@ -204,12 +189,7 @@ class Samples:
                 expected=f"[1, {sum(sizes)}, ...]",
                 found=list(logits.shape),
             )
-        parts = flat.split(sizes)
-        if not self.has_loss:
-            counts = [self._count(each) for each in row]
-            losses = [self._stand_in(part, at) * count for at, (part, count) in enumerate(zip(parts, counts)) if count]
-            loss = torch.stack(losses).sum() / sum(counts)
-        return RowOutputs([*parts], loss)
+        return RowOutputs([*flat.split(sizes)], loss)
 
     @contextmanager
     def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:

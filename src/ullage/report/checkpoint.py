@@ -17,8 +17,7 @@ import numpy as np
 from ullage.checkpoint.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.problem import Problem
 from ullage.display import counted
-from ullage.report.bars import Box, Row
-from ullage.report.page import NUM_COLOURS, render
+from ullage.report.page import NUM_COLOURS, Box, Row, render
 from ullage.units import size
 
 #: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.

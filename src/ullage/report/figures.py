@@ -1,13 +1,25 @@
-"""Table of a plan's figures, beside a reference plan, the lower bound and the ideal, for terminals and pages."""
+"""Figures of plans: a table beside a reference plan, the lower bound and the ideal; steps in sum; padded batches.
+
+Padded batches are what the step would take without packing. Sequences stay in the order in which they arrive. A batch
+takes the next one for as long as all of it, padded to its longest, fits into the capacity; batches go to the ranks in
+turn, and the ranks' batches of one turn are a microbatch. Every slot is computed, so a sequence costs what the longest
+of its batch does.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ullage.display import counted
+from ullage.layout import Int64
 from ullage.planning import Plan, Statistics
+from ullage.planning import plan as make_plan
+from ullage.planning.placement import free_degrees, slots_of
+from ullage.planning.planner import at_least_degree
 
 
 class Figure(NamedTuple):
@@ -36,44 +48,30 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
     """The table. ``reference``: another plan of the same sequences, usually by ``next_fit``."""
     ours = plan.statistics()
     theirs = None if reference is None else reference.statistics()
+    bound = bound_ullage(plan, ours)
     table = [
-        Figure(
-            "microbatches per rank",
-            str(ours.num_microbatches),
-            _text(theirs and theirs.num_microbatches, "d"),
-            str(ours.lower_bound),
-            f"{ideal_microbatches(plan, ours):.2f}",
-        ),
-        Figure(
-            "ullage",
-            f"{100 * ours.ullage:.2f} %",
-            _text(theirs and 100 * theirs.ullage, ".2f", " %"),
-            f"{100 * bound_ullage(plan, ours):.2f} %",
-            "0.00 %",
-        ),
-        Figure(
-            "rank imbalance",
-            f"{ours.rank_imbalance:.3f}",
-            _text(theirs and theirs.rank_imbalance, ".3f"),
-            f"{ours.rank_imbalance_bound:.3f}",
-            "1.000",
-        ),
-        Figure(
-            "critical path",
-            f"{ours.critical_path:.3f}",
-            _text(theirs and theirs.critical_path, ".3f"),
-            f"{ours.critical_path_bound:.3f}",
-            "1.000",
-        ),
+        Figure(name, *(_text(part, form) for part in (value(ours), theirs and value(theirs), least)), ideal)
+        for name, form, value, least, ideal in (
+            (
+                "microbatches per rank",
+                "{:d}",
+                lambda stats: stats.num_microbatches,
+                ours.lower_bound,
+                f"{ideal_microbatches(plan, ours):.2f}",
+            ),
+            ("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, 100 * bound, "0.00 %"),
+            ("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000"),
+            ("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000"),
+        )
     ]
     if ours.num_shared:
-        shared = _text(theirs and theirs.num_shared, ",")
+        shared = _text(theirs and theirs.num_shared, "{:,}")
         table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", shared, "", ""))
     return table
 
 
-def _text(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
+def _text(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)
 
 
 def reference_name(reference: Plan) -> str:
@@ -111,3 +109,180 @@ def described(lengths: object) -> dict[str, float | int]:
         "mean": float(array.mean()),
         "longest": int(array.max()),
     }
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step: its plan, arrival order beside it (None where there is nothing to compare), and padded batches."""
+
+    plan: Plan
+    reference: Plan | None
+    padded: Padded | None
+
+    @property
+    def work(self) -> int:
+        """Cost of all sequences that are placed."""
+        return int(self.plan.costs[self.plan.order].sum())
+
+    @property
+    def padded_time(self) -> float | None:
+        """The time of the step on padded batches by the plan's own ``sync``, in ideal steps."""
+        if self.padded is None:
+            return None
+        return self.padded.critical_path if self.plan.sync == "microbatch" else self.padded.rank_imbalance
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Several steps at one capacity, in sum. Times are in ideal steps and weighted by the work of each step.
+
+    Attributes:
+        num_microbatches, lower_bound: per rank, of all steps.
+        ullage: the part of the capacity of all microbatches that holds no token.
+        time: of all steps; ``worst_time``: of the step that is furthest from its ideal.
+        next_fit_time, padded_time: the same for arrival order and padded batches, None where a step has none.
+    """
+
+    capacity: int
+    num_steps: int
+    num_microbatches: int
+    lower_bound: int
+    ullage: float
+    time: float
+    worst_time: float
+    next_fit_time: float | None
+    padded_time: float | None
+
+
+def planned(lengths: Int64, strategy: str, settings: dict[str, Any]) -> PlannedStep:
+    """One step of ``lengths``. ``settings``: of ``ullage.plan``, among them ``context_parallel`` and its least."""
+    step = make_plan(lengths, strategy=strategy, **settings)
+    if not step.num_microbatches:
+        return PlannedStep(step, None, None)
+    return PlannedStep(step, None if strategy == "next_fit" else _reference(step, lengths, settings), padded(step))
+
+
+def cut(lengths: Int64, global_batch_size: int | None, steps: int | None) -> Iterator[Int64]:
+    """The lengths of each step, in order; the last, short one is kept. Without a size, all of them are one step."""
+    size = global_batch_size or max(1, len(lengths))
+    for number, start in enumerate(range(0, max(1, len(lengths)), size)):
+        if steps is not None and number >= steps:
+            return
+        yield lengths[start : start + size]
+
+
+def summed(steps: Sequence[PlannedStep]) -> StepTotals:
+    """Steps of one capacity in sum."""
+    stats = [step.plan.statistics() for step in steps]
+    work = [step.work for step in steps]
+    times = [step_time(step.plan) for step in steps]
+    references = [None if step.reference is None else step_time(step.reference) for step in steps]
+    size = sum(one.capacity_tokens for one in stats)
+    return StepTotals(
+        capacity=steps[0].plan.capacity,
+        num_steps=len(steps),
+        num_microbatches=sum(one.num_microbatches for one in stats),
+        lower_bound=sum(one.lower_bound for one in stats),
+        ullage=1 - sum(one.num_tokens for one in stats) / size if size else 0.0,
+        time=_mean(times, work) or 1.0,
+        worst_time=max(times),
+        next_fit_time=_mean(references, work),
+        padded_time=_mean([step.padded_time for step in steps], work),
+    )
+
+
+def _mean(times: Sequence[float | None], work: Sequence[int]) -> float | None:
+    """The mean by work; None where a step that has work has no time."""
+    total, held = 0.0, 0
+    for time, weight in zip(times, work, strict=True):
+        if not weight:
+            continue
+        if time is None:
+            return None
+        total, held = total + time * weight, held + weight
+    return total / held if held else None
+
+
+def _reference(step: Plan, lengths: Int64, settings: dict[str, Any]) -> Plan | None:
+    """Arrival order, with the least fixed degree that holds what the plan holds."""
+    if settings["context_parallel"] != "auto":
+        return make_plan(lengths, strategy="next_fit", **settings)
+    # ``next_fit`` has one degree for all microbatches: with "auto", the smallest at which it can hold every sequence.
+    degrees = free_degrees(step.ranks, settings["min_context_parallel"])
+    # The lengths of the plan are truncated already, so anything oversize here means a larger degree is needed.
+    others: dict[str, Any] = {name: value for name, value in settings.items() if name != "context_parallel"}
+    others["oversize"] = "error"
+    return at_least_degree(step.lengths, degrees, **others)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Figures of padded batches, in the terms of a plan's.
+
+    Attributes:
+        num_batches: batches on all ranks.
+        num_microbatches: per rank.
+        num_slots: tokens and padding that are computed.
+        padding_computed: the part of ``num_slots`` that is padding.
+        ullage: the part of the capacity that holds no token.
+        rank_imbalance, critical_path: work of the most expensive rank, over the step or microbatch by microbatch, over
+            the mean rank's work *on tokens*: padding counts, so both are larger than 1 also on one rank.
+    """
+
+    num_batches: int
+    num_microbatches: int
+    num_slots: int
+    padding_computed: float
+    ullage: float
+    rank_imbalance: float
+    critical_path: float
+
+
+def padded(plan: Plan) -> Padded | None:
+    """The padded batches of the sequences that ``plan`` places; None where ranks share sequences.
+
+    >>> import ullage
+    >>> step = ullage.plan([5, 3, 9, 1], ranks=2, capacity=12)
+    >>> batches = padded(step)
+    >>> batches.num_batches, batches.num_slots, round(batches.padding_computed, 2)
+    (3, 20, 0.1)
+    """
+    if int(plan.degrees.max(initial=1)) > 1:
+        return None
+    placed = np.sort(plan.order)
+    lengths, costs = plan.lengths[placed], plan.costs[placed]
+    sizes, widths, prices = _batches(
+        slots_of(lengths, plan.pad_to_multiple_of), costs, plan.capacity, plan.max_sequences
+    )
+    turns = -(-len(sizes) // plan.ranks)
+    turns = -(-turns // plan.microbatch_multiple) * plan.microbatch_multiple
+    loads = np.zeros(turns * plan.ranks)
+    loads[: len(sizes)] = sizes * prices
+    loads = loads.reshape(turns, plan.ranks) + plan.per_microbatch
+    ideal = int(costs.sum()) / plan.ranks + plan.per_microbatch * turns
+    tokens, slots, size = int(lengths.sum()), int((sizes * widths).sum()), turns * plan.ranks * plan.capacity
+    return Padded(
+        num_batches=len(sizes),
+        num_microbatches=turns,
+        num_slots=slots,
+        padding_computed=1 - tokens / slots if slots else 0.0,
+        ullage=1 - tokens / size if size else 0.0,
+        rank_imbalance=float(loads.sum(axis=0).max(initial=0)) / ideal if ideal else 1.0,
+        critical_path=float(loads.max(axis=1, initial=0).sum()) / ideal if ideal else 1.0,
+    )
+
+
+def _batches(slots: Int64, costs: Int64, capacity: int, most: int) -> tuple[Int64, Int64, Int64]:
+    """Sequences, width in slots and cost of the most expensive sequence of each batch, int64 [batches]."""
+    found: list[tuple[int, int, int]] = []
+    count = width = price = 0
+    for slot, cost in zip(slots.tolist(), costs.tolist(), strict=True):
+        wider = max(width, slot)
+        if count and ((count + 1) * wider > capacity or count == most):
+            found.append((count, width, price))
+            count, wider, price = 0, slot, 0
+        count, width, price = count + 1, wider, max(price, cost)
+    if count:
+        found.append((count, width, price))
+    sizes, widths, prices = np.array(found, np.int64).reshape(-1, 3).T
+    return sizes, widths, prices

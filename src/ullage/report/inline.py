@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ullage.planning.arrival import arrival_order
+from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
-from ullage.report.bars import Box, Row
 from ullage.report.figures import figures, reference_name
-from ullage.report.page import NUM_COLOURS, percent, render
+from ullage.report.page import NUM_COLOURS, Box, Row, percent, render
 from ullage.report.plan import memory_drawing, plan_page
 from ullage.units import size
 

@@ -8,7 +8,7 @@ hatching, outlines and text keep their size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ullage.units import size
 
@@ -47,3 +47,29 @@ def percent(part: float) -> str:
     if 0 < part < 0.0005:
         return "< 0.1 %"
     return f"{100 * part:.1f} %"
+
+
+class Box(NamedTuple):
+    """A rectangle of a bar. ``start`` and ``width`` in per cent; its CSS class, its tooltip, and the text in it.
+
+    ``anchor``: what a link on the page calls it, if anything.
+    """
+
+    start: float
+    width: float
+    style: str
+    title: str
+    text: str = ""
+    anchor: str = ""
+
+
+class Row(NamedTuple):
+    """One bar, with its label on the left and ``number`` on the right. ``cuts``: vertical lines, in per cent.
+
+    A row without boxes is a line of text in place of bars that are left out.
+    """
+
+    label: str
+    boxes: tuple[Box, ...] = ()
+    number: str = ""
+    cuts: tuple[float, ...] = ()

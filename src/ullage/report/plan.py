@@ -4,25 +4,30 @@ Two drawings of the same microbatches. *Time*: a block is a sequence, as wide as
 the slowest one the bar is hatched. *Memory*: every microbatch is as wide as its capacity, a block is as wide as its
 sequence, and the ullage is hatched. A block's colour is its cost. Blocks too narrow to see are drawn as one, and of a
 very large plan only the first ranks and microbatches are drawn, so that a page has a bounded size.
+
+*Histogram*: above the axis stand the sequences, below it hangs what they cost; few long sequences that cost more than
+all others are the reason for a planner. *List*: every sequence by its id, folded into runs of consecutive ids, so that
+one is found in two clicks, or by the browser's search. *Timeline*: time is cost, a rank runs a microbatch in the time
+of its load; the page and the trace are drawn from this one table.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from ullage.display import counted
 from ullage.layout import Int64
 from ullage.planning import Plan
-from ullage.report.bars import Box, Row
 from ullage.report.curves import round_numbers, tick_texts
 from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
-from ullage.report.histogram import Tick, histogram
-from ullage.report.page import percent, render
-from ullage.report.sequence_list import MAX_LISTED, folds
-from ullage.report.timeline import Timeline, timeline
+from ullage.report.page import Box, Row, percent, render
 
 #: Blocks, ranks and microbatches of one drawing at the most.
 MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
@@ -359,3 +364,230 @@ def _title(plan: Plan, ids: Int64) -> str:
     named = ", ".join(map(str, ids[:_NAMED].tolist()))
     rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
     return f"{len(ids)} sequences: {named}{rest}: {tokens:,} tokens"
+
+
+_BUCKETS = 48
+#: Longest over shortest above which the axis is logarithmic.
+_LOG_FROM = 20
+_MAX_TICKS = 6
+
+
+class Bucket(NamedTuple):
+    """``start`` and ``width`` in per cent of the axis; ``height`` (sequences) and ``depth`` (cost) of the tallest."""
+
+    start: float
+    width: float
+    height: float
+    depth: float
+    title: str
+
+
+class Tick(NamedTuple):
+    """A number on the axis: ``place`` in per cent."""
+
+    place: float
+    text: str
+
+
+class Histogram(NamedTuple):
+    """Buckets that hold something, left to right, and the axis. ``logarithmic``: how the axis runs."""
+
+    buckets: list[Bucket]
+    ticks: list[Tick]
+    logarithmic: bool
+
+
+def histogram(lengths: Int64, costs: Int64) -> Histogram:
+    """The histogram of ``lengths`` [n] in tokens and their ``costs`` [n]."""
+    if not len(lengths):
+        return Histogram([], [], False)
+    low, high = max(1, int(lengths.min())), max(1, int(lengths.max()))
+    logarithmic = high > _LOG_FROM * low
+    edges = _edges(low, high, logarithmic)
+    bucket = np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, len(edges) - 2)
+    counts = np.bincount(bucket, minlength=len(edges) - 1)
+    shares = np.bincount(bucket, costs.astype(float), minlength=len(edges) - 1)
+    total = max(1.0, float(shares.sum()))
+    place = _places(edges, logarithmic)
+    buckets = []
+    for k in np.flatnonzero(counts).tolist():
+        # The upper edge belongs to the next bucket, except that of the last.
+        last = edges[k + 1] - (k < len(edges) - 2)
+        many = counted(int(counts[k]), "sequence")
+        title = (
+            f"{edges[k]:,} to {last:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
+            f" {100 * shares[k] / total:.1f} % of the cost"
+        )
+        size = [float(100 * part[k] / max(1.0, float(part.max()))) for part in (counts, shares)]
+        start, width = float(place[k]), float(place[k + 1] - place[k])
+        buckets.append(Bucket(round(start, 3), round(width, 3), round(size[0], 2), round(size[1], 2), title))
+    return Histogram(buckets, _ticks(edges, logarithmic), logarithmic)
+
+
+def _edges(low: int, high: int, logarithmic: bool) -> Int64:
+    """Integer edges that rise; the last is the longest length, which its bucket includes."""
+    if high == low:
+        return np.array([low, high + 1])
+    edges = np.geomspace(low, high, _BUCKETS + 1) if logarithmic else np.linspace(low, high, _BUCKETS + 1)
+    # Lengths are integers: edges that round to the same one are merged, and there are fewer buckets.
+    return np.unique(np.rint(edges).astype(np.int64))
+
+
+def _places(values: Int64 | list[int], logarithmic: bool, edges: Int64 | None = None) -> np.ndarray:
+    scale = np.log if logarithmic else np.asarray
+    edges = np.asarray(values) if edges is None else edges
+    first, last = float(scale(float(edges[0]))), float(scale(float(edges[-1])))
+    return 100 * (scale(np.asarray(values, float)) - first) / (last - first)
+
+
+def _ticks(edges: Int64, logarithmic: bool) -> list[Tick]:
+    low, high = int(edges[0]), int(edges[-1])
+    if high - low == 1:
+        return [Tick(0.0, token_label(low))]
+    if logarithmic:
+        # From the first power of two that is not below the shortest length to the last not above the longest.
+        powers = [2**k for k in range(low.bit_length() - (low & (low - 1) == 0), high.bit_length())]
+        values = powers[:: -(-len(powers) // _MAX_TICKS)]
+    else:
+        # The least power of two that gives at most ``_MAX_TICKS`` steps.
+        step = 2 ** max(0, int(np.ceil(np.log2((high - low) / _MAX_TICKS))))
+        values = list(range(-(-low // step) * step, high + 1, step))
+    return [
+        Tick(round(float(place), 2), token_label(v)) for place, v in zip(_places(values, logarithmic, edges), values)
+    ]
+
+
+def token_label(tokens: int) -> str:
+    """512 → ``512``, 131072 → ``128k``, 1536 → ``1.5k``."""
+    if tokens < 1024:
+        return str(tokens)
+    return f"{tokens / 1024:.3g}k" if tokens < 1024**2 else f"{tokens / 1024**2:.3g}M"
+
+
+#: Sequences listed at the most, and in one fold.
+MAX_LISTED, _FOLD = 4096, 256
+
+
+class Listed(NamedTuple):
+    """One sequence. ``place``: microbatch and rank as text. ``block``: the id of the sequence that names its block."""
+
+    id: int
+    tokens: int
+    place: str
+    block: int | None
+
+
+class Fold(NamedTuple):
+    """Entries of consecutive ids; the ``name`` is the first and the last of them."""
+
+    name: str
+    entries: tuple[Listed, ...]
+
+
+def folds(plan: Plan, blocks: dict[int, int]) -> list[Fold]:
+    """The first ``MAX_LISTED`` sequences. ``blocks``: for each sequence that is drawn, the one that names its block."""
+    listed = min(len(plan.lengths), MAX_LISTED)
+    places = zip(plan.lengths[:listed].tolist(), plan.bins[:listed].tolist())
+    entries = [Listed(i, tokens, _place(plan, where), blocks.get(i)) for i, (tokens, where) in enumerate(places)]
+    return [
+        Fold(_between(first, min(first + _FOLD, listed) - 1), tuple(entries[first : first + _FOLD]))
+        for first in range(0, listed, _FOLD)
+    ]
+
+
+def _between(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _place(plan: Plan, where: int) -> str:
+    if where < 0:
+        return "dropped"
+    microbatch, rank = divmod(where, plan.ranks)
+    degree = plan.degree(microbatch, rank)
+    return f"{microbatch} · {rank}" + (f"–{rank + degree - 1}" if degree > 1 else "")
+
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and duration of each microbatch on each rank, float64 [num_microbatches, ranks], in the cost's unit.
+
+    ``meetings`` [num_microbatches]: when a microbatch has ended on every rank, if ranks wait for it; else empty.
+    ``end``: when the step ends. ``ideal``: when it would end if every rank were busy until then.
+    """
+
+    start: Float64
+    duration: Float64
+    meetings: Float64
+    end: float
+    ideal: float
+
+
+def timeline(plan: Plan) -> Timeline:
+    """The timeline of one step."""
+    duration = plan.loads
+    if plan.sync == "microbatch":
+        # A microbatch begins on all ranks when the slowest has ended the one before, so meetings are sums of maxima.
+        meetings = np.cumsum(duration.max(axis=1, initial=0))
+        start = np.repeat((meetings - duration.max(axis=1, initial=0))[:, None], plan.ranks, axis=1)
+        end = float(meetings[-1]) if len(meetings) else 0.0
+    else:
+        meetings, start = np.empty(0), np.cumsum(duration, axis=0) - duration
+        end = float(duration.sum(axis=0).max(initial=0))
+    # Both figures are "time of the step over the ideal time", so the ideal time follows from the end.
+    critical = plan.statistics().critical_path if plan.sync == "microbatch" else plan.statistics().rank_imbalance
+    return Timeline(start, duration, meetings, end, end / critical if critical else end)
+
+
+def write_trace(plan: Plan, file: IO[str]) -> None:
+    """Write the step as a Chrome trace (chrome://tracing, Perfetto): a track per rank, sequences within microbatches.
+
+    One second of the trace is the ideal time of the step. Format: the JSON object form of the Trace Event Format.
+    """
+    file.write(
+        '{"displayTimeUnit": "ms", "otherData": {"one second": "the ideal time of the step"}, "traceEvents": [\n'
+    )
+    for number, event in enumerate(_events(plan)):
+        file.write((",\n" if number else "") + json.dumps(event))
+    file.write("\n]}\n")
+
+
+def _events(plan: Plan) -> Iterator[dict[str, Any]]:
+    times = timeline(plan)
+    # A trace counts microseconds: the ideal step is 1e6 of them.
+    scale = 1e6 / times.ideal if times.ideal else 1.0
+    for rank in range(plan.ranks):
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        for microbatch in range(plan.num_microbatches):
+            start, duration = float(times.start[microbatch, rank]), float(times.duration[microbatch, rank])
+            if duration:
+                yield from _microbatch_events(plan, microbatch, rank, start * scale, duration * scale)
+            if len(times.meetings) and times.meetings[microbatch] > start + duration:
+                wait = float(times.meetings[microbatch]) - start - duration
+                yield _event("waiting", "wait", rank, (start + duration) * scale, wait * scale)
+        # Ranks that meet once per step wait once, after their last microbatch.
+        busy = float(times.start[-1, rank] + times.duration[-1, rank]) if plan.num_microbatches else 0.0
+        if not len(times.meetings) and times.end > busy:
+            yield _event("waiting", "wait", rank, busy * scale, (times.end - busy) * scale)
+
+
+def _microbatch_events(
+    plan: Plan, microbatch: int, rank: int, start: float, duration: float
+) -> Iterator[dict[str, Any]]:
+    members = plan.members(microbatch, rank)
+    layout = plan.layout(microbatch, rank)
+    facts = {"tokens": layout.num_tokens, "slots": layout.size, "degree": plan.degree(microbatch, rank)}
+    yield _event(f"microbatch {microbatch}", "microbatch", rank, start, duration, **facts)
+    costs = plan.costs[members]
+    # Within a microbatch, sequences share its time by cost.
+    widths = costs * (duration / max(1, int(costs.sum())))
+    begins = start + np.cumsum(widths) - widths
+    for i, begin, width, length, slot in zip(members, begins, widths, layout.lengths, layout.slots):
+        yield _event(f"sequence {i}", "sequence", rank, begin, width, length=int(length), slot=int(slot))
+
+
+def _event(name: str, kind: str, rank: int, start: float, duration: float, **facts: Any) -> dict[str, Any]:
+    times = {"ts": round(float(start), 3), "dur": round(float(duration), 3)}
+    return {"ph": "X", "pid": 0, "tid": rank, "name": name, "cat": kind, **times, "args": facts}

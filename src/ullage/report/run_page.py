@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ullage.display import counted
-from ullage.errors import InputError, UllageError
-from ullage.replacing import replacing
+from ullage.display import counted, write_page
+from ullage.errors import UllageError
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
-from ullage.report.run import Run
-from ullage.report.run_figures import FIGURES, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
+from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
 from ullage.units import prefix_of, rate, size
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
@@ -79,12 +77,7 @@ def run_page(runs: Sequence[Run]) -> str:
 
 def write_run_page(runs: Sequence[Run], path: Path) -> None:
     """Write :func:`run_page` to ``path``, whole or not at all. Raises ``InputError`` if it cannot be written."""
-    text = run_page(runs)
-    try:
-        with replacing(path) as file:
-            file.write(text)
-    except OSError as error:
-        raise InputError("the page cannot be written", where=str(path), found=error.strerror) from error
+    write_page(path, run_page(runs))
 
 
 def _tiles() -> Iterator[RunFigure]:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     )
     from ullage.training.loss.sequence_logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
-    from ullage.training.rank_memory import LocalBytes as LocalBytes, local_bytes as local_bytes
     from ullage.training.run_log import RunLog as RunLog
-    from ullage.training.sampling import BalancedSampler as BalancedSampler, balanced_sampling as balanced_sampling
     from ullage.training.stopping import StopOnSignal as StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
 else:
@@ -35,9 +33,7 @@ else:
             "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
             "loss.sequence_logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
-            "rank_memory": ["LocalBytes", "local_bytes"],
             "run_log": ["RunLog"],
-            "sampling": ["BalancedSampler", "balanced_sampling"],
             "stopping": ["StopOnSignal"],
             "trainer": ["Seq2SeqTrainer", "Trainer"],
         },

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,6 @@ import torch.distributed as dist
 from ullage.errors import InputError
 from ullage.extras import needed_by
 from ullage.training.device_memory import num_bytes
-from ullage.training.peaks import peak_of_arguments
 
 with needed_by("ullage.training", ["transformers"]):
     import transformers
@@ -138,7 +140,6 @@ def join_deepspeed(arguments: Any) -> None:
     if arguments.deepspeed is None or not arguments.use_cpu or not dist.is_initialized():
         return
     from ullage.training.deepspeed import init_distributed
-    from ullage.training.extensions import remove_abandoned_locks
 
     remove_abandoned_locks()
     with contextlib.redirect_stdout(io.StringIO()):  # what it says of itself, on every rank
@@ -255,3 +256,104 @@ def _refuse_own_packing(arguments: Any) -> None:
                 found=f"{name}=True, packing_capacity={arguments.packing_capacity}",
                 hint=f"leave {name} out: each step is packed as it is drawn, without cutting a sequence",
             )
+
+
+def remove_abandoned_locks(folder: Path | None = None, grace: float = 0.5) -> list[Path]:
+    """Remove the locks that no running process holds, and return them. Does nothing on systems without /proc.
+
+    ``folder``: torch's folder of extensions, found by itself. ``grace``: seconds between two looks, because a lock
+    that is just being released is held by nobody for a moment.
+
+    torch compiles an extension under a lock: a file that exists while a process holds it open. Whoever is killed while
+    it compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its own
+    optimizers when they are first used. Source: ``torch/utils/file_baton.py``.
+    """
+    if folder is None:
+        from torch.utils.cpp_extension import get_default_build_root
+
+        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not Path("/proc/self/fd").is_dir():
+        return []
+    abandoned = _unheld(_locks(folder))
+    if abandoned:
+        time.sleep(grace)
+        abandoned = _unheld(abandoned)
+    for lock in abandoned:
+        lock.unlink(missing_ok=True)
+    return abandoned
+
+
+def _locks(folder: Path) -> list[Path]:
+    # <folder>/<extension>/lock, or one level deeper: torch's default has a folder per Python and CUDA version.
+    return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
+
+
+def _unheld(locks: list[Path]) -> list[Path]:
+    """Those that exist and that no process has open."""
+    # By inode number without the device: a file of the same number elsewhere only keeps a lock that could have gone.
+    wanted = {lock.stat().st_ino: lock for lock in locks if lock.exists()}
+    if wanted:
+        for handle in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                held = handle.stat()
+            except OSError:  # gone, or somebody else's
+                continue
+            wanted.pop(held.st_ino, None)
+    return list(wanted.values())
+
+
+# Published peaks in bfloat16 and float16, dense, with float32 sums: what model FLOPs are divided by. Sources: the data
+# sheets of NVIDIA (A100, A30, A40, A10, L4, L40, L40S, H100, H200, GH200, B200, GB200, V100) and of AMD (MI210, MI250X,
+# MI300X), the architecture papers of NVIDIA (GeForce RTX 3090 and 4090: GA102 and Ada). Figures "with sparsity" are
+# halved; those of a card that shows as two devices (MI250X) are halved too. A device that is not listed, or a part of
+# one (MIG), has no peak here: ``packing_peak_flops`` gives it.
+
+#: Words of a device's name, all of which it has to have, and its peak in FLOP/s. The first that fits counts.
+_PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("B200",), 2250e12),
+    (("GB200",), 2500e12),
+    (("GH200",), 989e12),
+    (("H200", "NVL"), 835e12),
+    (("H200",), 989e12),
+    (("H100", "NVL"), 835e12),
+    (("H100", "PCIE"), 756e12),
+    (("H100", "HBM3"), 989e12),
+    (("A100",), 312e12),
+    (("A30",), 165e12),
+    (("A40",), 149.7e12),
+    (("A10",), 125e12),
+    (("L40S",), 362e12),
+    (("L40",), 181e12),
+    (("L4",), 121e12),
+    (("RTX", "4090"), 165.2e12),
+    (("RTX", "3090"), 71e12),
+    (("MI300X",), 1307.4e12),
+    (("MI250X",), 191.5e12),
+    (("MI210",), 181e12),
+)
+#: Devices that have float16 alone.
+_FLOAT16_ONLY: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("V100", "SXM2"), 125e12),
+    (("V100", "PCIE"), 112e12),
+)
+
+
+def published_peak(device_name: str, *, bf16: bool, fp16: bool) -> float | None:
+    """FLOP/s that a device of this name could do in the format that is trained in; None where it is not known.
+
+    ``device_name``: as ``torch.cuda.get_device_name`` tells it, such as "NVIDIA H100 80GB HBM3".
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    # Part of a device, one whose clocks and units a laptop's power allows, or a relative with more units or fewer (RTX
+    # 3090 Ti, 4090 D): none does what the data sheet says.
+    if not (bf16 or fp16) or words & {"MIG", "LAPTOP", "MOBILE", "TI", "D"}:
+        return None
+    listed = _PEAKS + (() if bf16 else _FLOAT16_ONLY)
+    return next((peak for needed, peak in listed if words.issuperset(needed)), None)
+
+
+def peak_of_arguments(arguments: Any) -> float | None:
+    """The published peak of the device that a run with these arguments trains on; None where it is not known."""
+    if arguments.use_cpu or not torch.cuda.is_available():
+        return None
+    return published_peak(torch.cuda.get_device_name(), bf16=arguments.bf16, fp16=arguments.fp16)

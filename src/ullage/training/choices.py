@@ -17,7 +17,7 @@ from torch import Tensor
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, Layout
-from ullage.mixers.choices import CU_CHOICES
+from ullage.mixers.whole import CU_CHOICES
 
 #: The field of a batch with the number of each token's choice among those of its question.
 CHOICE = "ullage_choice"
@@ -95,7 +95,7 @@ def last_choice(batch: RaggedBatch) -> RaggedBatch:
 
 
 def flattened(batch: RaggedBatch) -> dict[str, Any]:
-    """The keywords of a packed call on questions (:mod:`ullage.mixers.choices`)."""
+    """The keywords of a packed call on questions (:mod:`ullage.mixers.whole`)."""
     choices, numbers, fields = apart(batch)
     bounds = torch.from_numpy(np.append(0, numbers.cumsum()).astype(np.int32)).to(batch.device)
     return {**choices.to_flattened(), CU_CHOICES: bounds, **fields}

@@ -41,6 +41,7 @@ from ullage.training.deepspeed.content import Content, prefers_universal, shared
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import put_back
+from ullage.training.sharding import sharding_of
 
 _LATEST = "latest"
 #: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
@@ -183,6 +184,8 @@ class Continuation:
 
         Collective; reads no tensor data, changes nothing.
         """
+        if sharding_of(self._trainer.model) is not None:  # it takes any layout
+            return None
         plugin = self._trainer.accelerator.state.deepspeed_plugin
         here = ZeroConfig(0 if plugin is None else int(plugin.zero_stage), self._trainer.args.world_size)
         if self._trainer.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
@@ -230,7 +233,14 @@ class Continuation:
         return True
 
     def loads_optimizer(self, checkpoint: str | None) -> bool:
-        """Load the optimizer's state of another layout, if any, and the schedule. Returns whether there was any."""
+        """Load the optimizer's state of another layout, if any, and the schedule. Returns whether there was any.
+
+        Of a sharded model everything is loaded here, its weights too.
+        """
+        sharding = sharding_of(self._trainer.model)
+        if sharding is not None and checkpoint is not None:
+            sharding.load(Path(checkpoint), self._trainer.model, self._trainer.optimizer, self._trainer.lr_scheduler)
+            return True
         if self._content is None:
             return False
         assert checkpoint is not None

@@ -1,34 +1,39 @@
 """Evaluation and prediction of a Trainer on sequences of unequal length.
 
-Each sample counts exactly once (``shares``), losses are weighed by the labels that count and reduced once, after the
-loop (``records``), and outputs come back in the order of the dataset (``predicting``). A problem on one
-rank travels with that reduction, so every rank raises; where ranks also meet after each batch
-(``batch_eval_metrics``), it travels with that.
+Each sample counts exactly once: the dataset is cut into batches in its own order, and batch *b* belongs to rank
+``b mod world``. A rank that would have one batch less than another repeats a batch whose results are thrown away, so
+that every rank runs the model equally often (sharded models need that). Losses are weighed by the labels that count and
+reduced once, after the loop, and outputs come back in the order of the dataset (``predicting``). A problem on one rank
+travels with that reduction, so every rank raises; where ranks also meet after each batch (``batch_eval_metrics``), it
+travels with that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from ullage.attention.heads import package_of
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.ranks import Axis, agree
+from ullage.ranks.wire import gather_objects
+from ullage.replacing import replaced
 from ullage.training import counting, forms, fsdp
 from ullage.training.packing import Packer
-from ullage.training.padded_rows import Frame
-from ullage.training.predicting import Predictor
+from ullage.training.predicting import Frame, Predictor, Record, as_tensors, missing_labels
 from ullage.training.reading import BatchReader
-from ullage.training.records import Record, as_tensors, missing_labels
-from ullage.training.shares import EvaluationLoader
+from ullage.training.sharding import data_ranks, sharding_of
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
@@ -77,6 +82,14 @@ class Evaluator:
         """
         trainer = self._trainer
         loss_only: bool = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        sharding = sharding_of(trainer.model)
+        if sharding is not None and sharding.topology.cp.size > 1 and not loss_only:
+            raise InputError(
+                "compute_metrics needs whole sequences, and cp shares them",
+                where="compute_metrics",
+                expected="cp 1",
+                found=f"cp {sharding.topology.cp.size}",
+            )
         model = self._prepared(prepare, description)
         share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
         batchwise = trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
@@ -205,14 +218,9 @@ class Evaluator:
         else:
             self._keep_in_rows(inputs, record, rows.num, predicted)
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what is evaluated is reported by transformers' own ``evaluate``, which needs a loss for it."""
-        before, self._is_reporting = self._is_reporting, True
-        try:
-            yield
-        finally:
-            self._is_reporting = before
+        return replaced(self, "_is_reporting", True)
 
     def _asks_for_loss(self, loss_only: bool) -> bool:
         """Whether a batch without a loss leaves unreported what was asked for.
@@ -311,16 +319,24 @@ class Evaluator:
         args, reduced = self._trainer.args, totals
         if args.world_size > 1:
             reduced = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
+            reduced[:3] /= args.world_size // data_ranks(self._trainer)[1]  # ranks that evaluate the same samples
         assert isinstance(reduced, Tensor)
         if float(reduced[3]) > 0:  # only then do the ranks meet again, to hear of the error
             agree(problem, Axis.world(), "evaluating its batches")
         return reduced
 
+    def _gather(self, mine: list[Any]) -> list[Any]:
+        """The entries of all ranks that evaluate different samples, end to end."""
+        sharding = sharding_of(self._trainer.model)
+        if sharding is None:
+            return gather_object(mine)
+        return [entry for rank in gather_objects(mine, sharding.topology.dp) for entry in rank]
+
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
         loss, count, num_samples, _ = totals.tolist()
-        world, concatenate = self._trainer.args.world_size, self._trainer.args.eval_do_concat_batches
-        found = {name: record.gathered(name, gather_object, world, concatenate=concatenate) for name in _KINDS}
+        world, concatenate = data_ranks(self._trainer)[1], self._trainer.args.eval_do_concat_batches
+        found = {name: record.gathered(name, self._gather, world, concatenate=concatenate) for name in _KINDS}
         predictions, labels = found["predictions"], found["labels"]
         compute = self._trainer.compute_metrics
         if metrics is None and compute is not None and predictions is not None and labels is not None:
@@ -362,3 +378,136 @@ def _fields_of(inputs: Any) -> list[str]:
     if isinstance(inputs, RaggedBatch):
         return list(inputs.names)
     return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]
+
+
+class _Share:
+    """This rank's batches: ``num_real`` of its own, then repetitions whose results do not count.
+
+    For a dataset of unknown size ``num_real`` is ``sys.maxsize`` until the last real batch has been read.
+    """
+
+    num_real: int
+
+    def __init__(self, batch_size: int, rank: int, world: int) -> None:
+        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.num_real = sys.maxsize
+
+
+class _ShareOfIndices(_Share, Sampler[list[int]]):
+    """Lists of indices, for a dataset of known size."""
+
+    def __init__(self, size: int, batch_size: int, rank: int, world: int) -> None:
+        super().__init__(batch_size, rank, world)
+        self.size = size
+        self.batches = -(-size // batch_size)
+        self.num_real = len(range(rank, self.batches, world))
+
+    def __len__(self) -> int:
+        return -(-self.batches // self.world)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for k in range(len(self)):
+            # Batch 0 stands in where this rank has run out: it is there in every dataset, and its result is cut off.
+            batch = self.rank + k * self.world if k < self.num_real else 0
+            start = batch * self.batch_size
+            yield list(range(start, min(start + self.batch_size, self.size)))
+
+
+class _ShareOfStream(_Share, IterableDataset):
+    """Samples, for a dataset that can only be read through: each rank reads all of it and keeps its batches."""
+
+    def __init__(self, dataset: Any, batch_size: int, rank: int, world: int) -> None:
+        super().__init__(batch_size, rank, world)
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        # The length is unknown until the end, so the samples of batch 0 are kept in case this rank has to repeat them.
+        first: list[Any] = []
+        count = 0
+        for count, sample in enumerate(self.dataset, start=1):
+            batch = (count - 1) // self.batch_size
+            if batch == 0:
+                first.append(sample)
+            if batch % self.world == self.rank:
+                yield sample
+        # Only the last batch of all can be short, and it is in the last round; so the rank that has it repeats nothing,
+        # and DataLoader, which cuts the samples into batches again, mixes no repeated samples into it.
+        batches = -(-count // self.batch_size)
+        self.num_real = len(range(self.rank, batches, self.world))
+        if self.num_real < -(-batches // self.world):
+            yield from first
+
+
+class EvaluationLoader(DataLoader):
+    """A dataloader over this rank's share of an evaluation dataset, in the order of the dataset."""
+
+    share: _Share
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks read at once, under the name that accelerate gives it."""
+        return self.share.batch_size * self.share.world
+
+    @classmethod
+    def over(
+        cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any
+    ) -> EvaluationLoader:
+        """Make the loader of one rank.
+
+        A dataset without indices is read in this process: worker processes would each read all of it.
+
+        Args:
+            dataset: the whole evaluation dataset, the same on every rank.
+            batch_size: samples per batch of a rank.
+            rank: of this process.
+            world: number of ranks.
+            num_workers: worker processes, for a dataset with indices.
+            options: further keywords of ``DataLoader``.
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            # Options that need worker processes.
+            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"):
+                options.pop(name, None)
+            share = _ShareOfStream(dataset, batch_size, rank, world)
+            loader = cls(share, batch_size=batch_size, **options)
+        else:
+            share = _ShareOfIndices(len(dataset), batch_size, rank, world)  # pyright: ignore[reportArgumentType]
+            if num_workers == 0:
+                options.pop("persistent_workers", None)
+            loader = cls(dataset, batch_sampler=share, num_workers=num_workers, **options)
+        loader.share = share
+        return loader
+
+
+def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: int) -> EvaluationLoader:
+    """This rank's evaluation batches of a trainer's data set, collated and loaded as its arguments say.
+
+    ``description``: "Evaluation" or "Prediction". Raises ``InputError`` for a data set that is known to be empty, and
+    on several ranks for one that ``split_dataset_by_node`` has divided.
+    """
+    if has_length(dataset) and len(dataset) == 0:
+        raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
+    args, collator = trainer.args, trainer.data_collator
+    if args.world_size > 1 and getattr(dataset, "_distributed", None) is not None:
+        raise InputError(
+            "an evaluation data set that is divided already would be divided once more, and most of it never read",
+            where=description.lower(),
+            expected="the whole data set on every rank",
+            found="a part that split_dataset_by_node has made",
+            hint="give it undivided: each sample is evaluated once, on one rank",
+        )
+    if isinstance(dataset, datasets.Dataset):
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator, description=description)
+    return EvaluationLoader.over(
+        dataset,  # pyright: ignore[reportArgumentType]
+        batch_size,
+        *data_ranks(trainer),
+        args.dataloader_num_workers,
+        collate_fn=collator,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )

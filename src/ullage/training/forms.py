@@ -28,6 +28,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
 from ullage.mixers.wrappers import bare, has_learned_prompt
+from ullage.rows import read_row
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 from ullage.training import choices
 
@@ -254,7 +255,9 @@ def sample_rows(inputs: Any, form: str | None, main_input: str) -> SampleRows:
             width=layout.max_seqlen,
         )
     if "cu_seq_lens_q" in inputs:
-        layout = Layout(np.diff(inputs["cu_seq_lens_q"].cpu().numpy()))
+        positions = inputs.get("position_ids")
+        size = None if positions is None else positions.shape[-1]
+        layout = read_row(inputs["cu_seq_lens_q"], size, positions)
         return SampleRows(layout.num_items, layout=layout)
     return _padded_rows(inputs, main_input)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.errors import InputError
+from ullage.replacing import replacing
 
 LOG, PLAN = "ullage_log.jsonl", "ullage_plan.json"
 
@@ -93,6 +94,5 @@ def _stands(event: Event, step: int) -> bool:
 
 def write_plan(folder: Path, text: str) -> None:
     """Write the plan of a step; the file is replaced whole or stays as it was."""
-    beside = folder / f"{PLAN}.partial"
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, folder / PLAN)
+    with replacing(folder / PLAN) as file:
+        file.write(text + "\n")

@@ -8,15 +8,46 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ullage.batch import RaggedBatch
-from ullage.planning import Plan
+from ullage.errors import InputError
+from ullage.planning import Plan, RecurrentCost, TransformerCost
+from ullage.planning.cost import Cost
 from ullage.planning.plans import Statistics
-from ullage.training.step_times import StepTimes
+
+
+@dataclass
+class StepTimes:
+    """Seconds of this rank that packed steps took beside the model's own work, added up.
+
+    Attributes:
+        wait: for the other ranks before a step, and for the device's work on the step before.
+        plan: planning.
+        exchange: bringing the sequences to the ranks that train on them, and packing them.
+        steps: the number of steps.
+    """
+
+    wait: float = 0.0
+    plan: float = 0.0
+    exchange: float = 0.0
+    steps: int = 0
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Add the time of the block to the seconds ``name``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -190,3 +221,32 @@ class TokenMeter:
         self.num_padded_tokens += int(counts[2])
         self._begin_interval()
         return counts
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of the whole model; ZeRO-3 leaves the full count of one that it has sharded beside it."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+
+
+def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost:
+    """Cost of a sequence in this model: its FLOPs, or time steps and rows."""
+    config = getattr(model, "config", None)
+    if getattr(config, "cell", None) is not None:
+        return RecurrentCost()
+    try:
+        return TransformerCost.from_config(config)
+    except InputError:  # a model we have no formula for: its matrices cost every token the same
+        return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
+
+
+def model_flops(cost: Cost, num_parameters: int, microbatches: Sequence[RaggedBatch]) -> int:
+    """FLOPs of microbatches, forward and backward: of real tokens, with the causal half of attention.
+
+    Without a formula for the model, six times parameters times tokens.
+    """
+    tokens = sum(microbatch.numel() for microbatch in microbatches)
+    if not isinstance(cost, TransformerCost):
+        # Two FLOPs per parameter and token forward, four backward.
+        return 6 * tokens * num_parameters
+    squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in microbatches)
+    return int(cost.training_flops(tokens, squares))

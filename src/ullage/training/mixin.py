@@ -22,7 +22,8 @@ Source: transformers 5.23 ``trainer.py``, whose method names these are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,17 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
+from ullage.errors import TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.replacing import replaced
 from ullage.training import fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
 from ullage.training.beginning import RunCheck, refuse_dispatching
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
-from ullage.training.evaluation import Evaluator
-from ullage.training.finite import require_finite
+from ullage.training.evaluation import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.loss.rule import LossRule
 from ullage.training.metering import TokenMeter
@@ -53,8 +55,7 @@ from ullage.training.packing import PackedBatch, Packer
 from ullage.training.reading import BatchReader
 from ullage.training.rehearsal import Rehearsal
 from ullage.training.saving import require_same_model
-from ullage.training.shares import evaluation_loader
-from ullage.training.signature import ConstructorSignature, given_argument
+from ullage.training.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.steps import StepSource
 from ullage.training.stopping import StopFlag
 
@@ -64,6 +65,43 @@ if TYPE_CHECKING:
     _Base = transformers.Trainer
 else:
     _Base = object
+
+
+class ConstructorSignature:
+    """``__signature__`` of a class whose bases put ``__init__(*args, **kwargs)`` before the constructor that is meant.
+
+    It stands in the body of the base that hands on, and belongs to every class made of it: the signature is that of the
+    first ``__init__`` in the order of bases that is not the base's own.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._between = owner
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        constructors = (each.__dict__["__init__"] for each in owner.__mro__
+                        if each is not self._between and "__init__" in each.__dict__)  # fmt: skip
+        signature = inspect.signature(next(constructors))
+        return signature.replace(parameters=list(signature.parameters.values())[1:])  # without ``self``
+
+
+def given_argument(name: str, cls: type, after: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that a constructor of ``cls`` was called with, by name or by position; None if it was not given.
+
+    Args:
+        name: of the parameter.
+        cls: what is constructed.
+        after: the base that hands ``args`` and ``kwargs`` on. The first constructor behind it, in the order of bases,
+            that does not hand them on itself has the order of positions.
+        args: arguments by position.
+        kwargs: arguments by name.
+    """
+    behind = cls.__mro__[cls.__mro__.index(after) + 1 :]
+    for constructor in (each.__dict__["__init__"] for each in behind if "__init__" in each.__dict__):
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]  # without ``self``
+        if all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in parameters):
+            places = dict(zip((each.name for each in parameters), args))
+            return kwargs.get(name, places.get(name))
+    return kwargs.get(name)
 
 
 class RaggedTrainerMixin(_Base):
@@ -106,7 +144,8 @@ class RaggedTrainerMixin(_Base):
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
             fsdp.require_possible(arguments)
-            PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
+            require_trainable(given_argument("model", type(self), RaggedTrainerMixin, args, kwargs), arguments, options)
         end_groups_at_exit()
 
     def _after_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,6 +169,10 @@ class RaggedTrainerMixin(_Base):
         """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""
         with fsdp.sharding_on_cpus(self.args):
             super().create_accelerator_and_postprocess()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if sharding_of(model) is None:  # others are where they belong
+            super()._move_model_to_device(model, device)
 
     # The run.
 
@@ -176,9 +219,11 @@ class RaggedTrainerMixin(_Base):
         self._capacity.begin_run()
         self._packer.proof.begin_run()
         options, world = self._packer.options, self.args.world_size
+        sharding = sharding_of(self.model)
+        everyone = dist.group.WORLD if world > 1 else None
         self.meter.begin_run(
             self.args.device,
-            dist.group.WORLD if world > 1 else None,
+            everyone if sharding is None else sharding.topology.dp.group,
             num_devices=world,
             oversize="error" if options is None else options.oversize,
             peak_flops=None if options is None else options.peak_flops,
@@ -202,12 +247,28 @@ class RaggedTrainerMixin(_Base):
         self._continuation.settle_loss()
         return super()._finalize_training(*args, **kwargs)
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer as transformers does; one of a sharded model is looked at."""
+        optimizer = super().create_optimizer(model)
+        if (sharding := sharding_of(self.model)) is not None:
+            sharding.require_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
+        return optimizer
+
+    def get_tp_size(self) -> int:
+        sharding = sharding_of(self.model)
+        return super().get_tp_size() if sharding is None else sharding.topology.tp.size
+
+    def get_cp_size(self) -> int:
+        sharding = sharding_of(self.model)
+        return super().get_cp_size() if sharding is None else sharding.topology.cp.size
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with fsdp.sharded_once(self):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._continuation.loads_weights(model):
+        # Those of a sharded model are loaded with the optimizer's state.
+        if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
             with fsdp.read_as_written(self, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -259,7 +320,7 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with self._batches_stay_on_host():
+            with replaced(self.accelerator, "device_placement", False), self._drawn_over_dp():
                 return self._steps.read_from(super()._get_dataloader(*options), dataset)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
@@ -269,12 +330,11 @@ class RaggedTrainerMixin(_Base):
         return loader
 
     @contextlib.contextmanager
-    def _batches_stay_on_host(self) -> Iterator[None]:
-        placement, self.accelerator.device_placement = self.accelerator.device_placement, False
-        try:
+    def _drawn_over_dp(self) -> Iterator[None]:
+        """Within it accelerate divides batches among the ranks that draw different ones."""
+        state, (rank, number) = self.accelerator.state, data_ranks(self)
+        with replaced(state, "process_index", rank), replaced(state, "num_processes", number):
             yield
-        finally:
-            self.accelerator.device_placement = placement
 
     # One step.
 
@@ -313,8 +373,20 @@ class RaggedTrainerMixin(_Base):
         with contextlib.nullcontext() if padded is None else padded.packed_rows():
             return self._loss_rule.compute(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = super().compute_loss_context_manager()
+        if (sharding := sharding_of(self.model)) is not None:
+            stack.enter_context(sharding.context())
+        return stack
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        sharding = sharding_of(self.model)
+        return super()._clip_grad_norm(model) if sharding is None else sharding.clip(model, self.args.max_grad_norm)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, the same on every rank; ``TrainingError`` on all of them if it is not finite."""
+        if grad_norm is None and (sharding := sharding_of(self.model)) is not None:
+            grad_norm = sharding.clip(model, None)
         norm = super()._get_grad_norm(model, grad_norm)
         scaled = self.accelerator.scaler is not None or self.args.fp16  # overflow is part of loss scaling
         if norm is not None and not scaled:
@@ -326,7 +398,8 @@ class RaggedTrainerMixin(_Base):
     def floating_point_ops(self, inputs: Any) -> int:
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
-            return self._packer.flops(inputs)
+            # Added up over all ranks, of which some share their batches.
+            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self)[1])
         if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
@@ -391,3 +464,16 @@ class RaggedTrainerMixin(_Base):
         if self._reader.overridden("prediction_step"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
         return self._evaluator.predictor.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
+
+
+def require_finite(norm: Any, step: int) -> None:
+    """Raise ``TrainingError`` for a gradient norm that is NaN or Inf, naming the step. Waits for the device."""
+    if not torch.isfinite(torch.as_tensor(norm)):
+        raise TrainingError(
+            "the loss or its gradient is not a number",
+            where=f"step {step}",
+            expected="a finite gradient norm",
+            found=float(norm),
+            hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
+            "the weights are those before this step",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -98,6 +98,34 @@ def _read_only(name: str) -> InputError:
         found="a field that is set or taken out",
         hint="change samples in the data collator, and keywords of the model in compute_loss",
     )
+
+
+def stand_in(
+    microbatches: Sequence[RaggedBatch],
+    empty: RaggedBatch,
+    per_sample: int = 1,
+    counts: Callable[[RaggedBatch], bool] = len,
+) -> RaggedBatch:
+    """The shortest sample of a rank's step that counts, or zeros: what runs for a microbatch in which nothing does.
+
+    It is computed in full and counts for nothing. Where a loss is a mean, no placeholder will do: a mean over no labels
+    is nan, and nan times a weight of zero is still nan.
+
+    Args:
+        microbatches: of this rank in the step.
+        empty: one of them, which knows their fields.
+        per_sample: sequences of a sample, which lie one after the other.
+        counts: whether the loss of a sample is a number.
+    """
+    found = []
+    for microbatch in microbatches:
+        samples = microbatch.samples() if len(microbatch) else []
+        for first in range(0, len(samples), per_sample):
+            sample = samples[first : first + per_sample]
+            found.append(RaggedBatch.from_samples(sample, per_sequence=microbatch.per_sequence))
+    # Two tokens of each sequence that is made up, so that a loss that shifts still has one label to take the mean over.
+    made_up = targets.placeholder(empty, [2] * per_sample, counts=True)
+    return min(filter(counts, found), key=lambda each: each.numel(), default=made_up)
 
 
 def refuse_as_one(inputs: Any) -> None:

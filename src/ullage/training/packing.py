@@ -14,41 +14,141 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
+from ullage.attention.heads import second_label
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.exchange import materialize
-from ullage.layout import Layout
+from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.mixers.wrappers import refuse_learned_prompt
-from ullage.planning import plan
+from ullage.planning import Plan, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
+from ullage.replacing import replaced
 from ullage.schema import IGNORED_LABEL
 from ullage.training import targets
 from ullage.training.arguments import PackingOptions
-from ullage.training.costing import cost_of, model_flops, num_parameters
-from ullage.training.loss.divisions import Division, division_of
-from ullage.training.loss.second_labels import adds_two_losses, uncounted
+from ullage.training.loss.divisions import Division, division_of, shares
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.packable import refuse_images, require_equal_calls, truncation_problem
-from ullage.training.packed_batch import PackedBatch
-from ullage.training.planned_step import StepPlanner
+from ullage.training.metering import StepTimes, cost_of, model_flops, num_parameters
+from ullage.training.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.packed_batch import PackedBatch, stand_in
 from ullage.training.reading import BatchReader
-from ullage.training.reducing import gradients_meet_once
+from ullage.training.sharding import Sharding, sharding_of
 from ullage.training.trl.known import padded_loss_of
 from ullage.training.trl.metrics import CallMetrics
 from ullage.training.trl.padded import PaddedLoss
 from ullage.training.verifying import PackingProof
 
 logger = logging.get_logger(__name__)
+
+
+@contextlib.contextmanager
+def gradients_meet_once(engine: Any) -> Iterator[bool]:
+    """Make a DeepSpeed engine reduce and step once, after the block, where it can; yields whether it does.
+
+    ``engine``: None for none. Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for them,
+    # as it does at stage 0.
+    if not (hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")):
+        yield False
+        return
+    # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would have
+    # made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
+    with engine.coalesce_grad_reduction():
+        yield True
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    engine.step()
+
+
+@dataclass(frozen=True)
+class StepPlanner:
+    """Plans steps and exchanges them.
+
+    Attributes:
+        topology: all ranks along dp.
+        options: of packing.
+        cost: of the model.
+        meets_every_microbatch: whether ranks wait for each other in each microbatch.
+        times: what planning and exchanging took is added to them.
+    """
+
+    topology: Topology
+    options: PackingOptions
+    cost: Cost
+    meets_every_microbatch: bool
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def packed(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
+        """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
+
+        ``batches``: of this rank. ``padded``: which of its sequences stay together, and go together.
+        """
+        options = self.options
+
+        def planned(lengths: Any) -> Plan:
+            if padded is None:
+                return self._plan(lengths, options.capacity, options.oversize)
+            asked = padded.planned_lengths(lengths, options.capacity, options.oversize)
+            made = self._plan(asked, options.capacity, options.oversize, padded.groups(len(lengths)))
+            return replace(made, original_lengths=lengths)
+
+        return self._exchanged(batches, planned)
+
+    def packed_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
+        least = self.options.capacity
+        return self._exchanged(batches, lambda all: self._plan(all, max(least, int(all.max(initial=1))), "error"))
+
+    def _plan(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
+        """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
+        ranks = self.topology.dp.size
+        limits: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "oversize": oversize}
+        # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
+        # the reduction of gradients.
+        made = plan(
+            lengths,
+            cost=self.cost,
+            strategy=self.options.strategy,
+            sync="microbatch" if self.meets_every_microbatch else "step",
+            keep_together=together,
+            **limits,
+        )
+        if made.num_microbatches:
+            return made
+        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
+
+    def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
+        # The empty array first, so that a rank without batches concatenates to no lengths.
+        lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
+        times = self.times
+        before = replace(times)
+        with times.measured("exchange"):
+            gathered = gather_lengths(lengths, self.topology)
+        with times.measured("plan"):
+            schedule = make_plan(gathered.lengths)
+        with times.measured("exchange"):
+            microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
+        logger.debug(
+            "rank %d: %d sequences in %d microbatches per rank; planned in %.4f s, exchanged in %.4f s",
+            self.topology.dp.rank,
+            schedule.num_sequences,
+            schedule.num_microbatches,
+            times.plan - before.plan,
+            times.exchange - before.exchange,
+        )
+        return PackedBatch(microbatches, schedule)
 
 
 class Packer:
@@ -144,11 +244,12 @@ class Packer:
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
         refuse_images(self._trainer)
-        self.proof.pack(self._reader.model)
+        if self._sharding is None:  # otherwise whoever sharded it has packed it
+            self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
         if self.padded_loss is not None:
             self.padded_loss.require_packable()
-        if self.meets_every_microbatch:
+        if self.meets_every_microbatch and self._sharding is None:
             require_equal_calls(self._reader.model)
         if args.average_tokens_across_devices is False:
             raise InputError(
@@ -159,10 +260,11 @@ class Packer:
 
     @functools.cached_property
     def _topology(self) -> Topology:
-        """All ranks along dp, on a gloo group where the main group takes device tensors only."""
+        """All ranks along dp unless the model says otherwise, on gloo where their group takes device tensors only."""
         if self._trainer.args.world_size == 1:
             return Topology.single()
-        topology = Topology.from_groups(dp=dist.group.WORLD)
+        sharding = self._sharding
+        topology = Topology.from_groups(dp=dist.group.WORLD) if sharding is None else sharding.topology
         return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
 
     @property
@@ -178,7 +280,18 @@ class Packer:
     @property
     def meets_every_microbatch(self) -> bool:
         """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
-        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled
+        is_sharded = self._sharding is not None and self._trainer.args.world_size > 1
+        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled or is_sharded
+
+    @property
+    def _sharding(self) -> Sharding | None:
+        return sharding_of(self._trainer.model)
+
+    @property
+    def averaged_over(self) -> int:
+        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
+        sharding = self._sharding
+        return self._trainer.accelerator.num_processes if sharding is None else sharding.averaged_over
 
     def flops(self, batch: PackedBatch) -> int:
         """Model FLOPs of this rank's part of a step, forward and backward."""
@@ -216,7 +329,7 @@ class Packer:
         self.proof.before_step(model, inputs)
         division = self._division(inputs, count)
         self.sequences_of_step = len(inputs.plan.order)
-        shares = self._shares(inputs, division, count)
+        parts = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
@@ -225,12 +338,12 @@ class Packer:
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
         metrics = self.metrics.step(inputs.num_tokens)
         with self._weighed(division), around, metrics as calls, self._gradients_meet_once() as coalesced:
-            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, shares, strict=True)):
+            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
                 # its share is left. A share of zero is a division by infinity, hence zero.
                 self._share_of_step = share
-                number = 1 / (share * accelerator.num_processes) if share else math.inf
+                number = 1 / (share * self.averaged_over) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 runs = self._runnable(inputs, microbatch, division)
                 batch = self._inputs_of(runs)
@@ -263,20 +376,15 @@ class Packer:
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
-        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences.
-
-        Over all ranks and microbatches the fractions add up to one, or are all zero where nothing counts.
-        """
+        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
         if self.padded_loss is not None:
             return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
-            parts, whole = [microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens
-        elif division == "token_mean":
-            parts, whole = [*map(self._reader.num_labels, batch.microbatches)], int(num_items_in_batch)
-        else:
-            parts, whole = [len(microbatch) for microbatch in batch.microbatches], len(batch.plan.order)
-        return [part / whole if whole else 0.0 for part in parts]
+            return shares([microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens)
+        if division == "token_mean":
+            return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
+        return shares(map(len, batch.microbatches), len(batch.plan.order))
 
     @contextlib.contextmanager
     def _weighed(self, division: Division) -> Iterator[None]:
@@ -284,20 +392,15 @@ class Packer:
 
         A context manager: the trainer's own settings are restored after it.
         """
-        trainer = self._trainer
-        # An instance attribute over the class's None. training_step divides the loss by
-        # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
-        before = vars(trainer).get("loss_is_scaled_for_ga")
         divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
-        trainer.loss_is_scaled_for_ga = division == "sum" or divides_itself
         try:
-            yield
+            # An instance attribute over the class's None. training_step divides the loss by
+            # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
+            with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
+                yield
         finally:
-            trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self._trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
             self.weigher.end()
-            del trainer.loss_is_scaled_for_ga
-            if before is not None:
-                trainer.loss_is_scaled_for_ga = before
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""
@@ -306,39 +409,26 @@ class Packer:
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
 
-        A sum over no labels is zero, so a placeholder will do. A mean over no labels is nan, and nan times a weight of
-        zero is still nan; so the shortest sequence of this rank that has something to count runs instead.
+        A sum over no labels is zero, so a placeholder will do; a mean over none would be nan.
         """
         if self.padded_loss is not None:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
-        is_pair = targets.is_joined(microbatch)
-        if division == "sum" and not len(microbatch):
-            if is_pair:
-                return targets.pair_of_one(microbatch, label=IGNORED_LABEL)
-            return uncounted(self._reader.model, microbatch.placeholder())
         if division == "sum":
-            return microbatch
+            if len(microbatch):
+                return microbatch
+            second = (second_label(self._reader.model) or ("",))[0]  # of a head with two losses, counted by sequence
+            return targets.placeholder(microbatch, **{second: IGNORED_LABEL})
         if self._share_of_step > 0:
             return microbatch
-        by_label = division == "token_mean"
-        # The stand-in is computed in full and counts for nothing, so take the shortest.
-        samples = [sample for other in batch.microbatches if len(other) for sample in other.samples()]
-        batches = [RaggedBatch.from_samples([s], per_sequence=microbatch.per_sequence) for s in samples]
-        counting = [each for each in batches if not by_label or self._reader.num_labels(each) > 0]
-        if counting:
-            return min(counting, key=lambda each: each.numel())
-        if is_pair:
-            return targets.pair_of_one(microbatch, label=0)
-        # No sequence of this rank counts: make one of zeros, which is a valid id and a valid label. Two tokens, so that
-        # a loss that shifts still has one label to take the mean over.
-        values = {name: microbatch[name] for name in microbatch.names}
-        sizes = {name: 1 if name in microbatch.per_sequence else 2 for name in values}
-        values = {name: tensor.new_zeros((sizes[name], *tensor.shape[1:])) for name, tensor in values.items()}
-        return RaggedBatch(values, Layout([2]), microbatch.per_sequence)
+        counts = len if division == "sequence_mean" else self._reader.num_labels
+        return stand_in(batch.microbatches, microbatch, counts=counts)
 
     def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
         """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
-        is_sharded = self.options is not None and self.options.coalesce_gradients and isinstance(model, FSDPModule)
+        coalesces = self.options is not None and self.options.coalesce_gradients
+        if more_to_come and coalesces and self._sharding is not None:
+            return self._sharding.deferred(model)
+        is_sharded = coalesces and isinstance(model, FSDPModule)
         if more_to_come and (is_sharded or isinstance(model, nn.parallel.DistributedDataParallel)):
             return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
@@ -377,8 +467,7 @@ class Packer:
             return loss
         # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
         # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
-        ranks = self._trainer.accelerator.num_processes
-        return loss + (self._share_of_step - included) * factor * ranks * auxiliary.to(loss.device)
+        return loss + (self._share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
 
     # Evaluation.
 

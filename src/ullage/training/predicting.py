@@ -1,21 +1,167 @@
-"""One batch of an evaluation: loss, outputs and labels, in rows as transformers gives them, or sample by sample."""
+"""Predictions of an evaluation: loss, outputs and labels of each batch, in padded rows or sample by sample, on record.
+
+Padded rows are as transformers gives them, whatever form a batch had. Where a batch's samples lie end to end, or
+packed, each gets a row, filled with -100 behind its tokens. Rows that came padded stay as they are; where packing cut
+their padding away, what the model gives is laid back into their places.
+
+Losses on record are means over the label elements that count, so Σ loss · n / Σ n is the same at every batch size. Sums
+are float64 and reduced over ranks once. Predictions are put back in the order of the dataset.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ullage.batch import RaggedBatch
+from ullage.errors import InputError
 from ullage.mixers.wrappers import bare
+from ullage.replacing import replaced
+from ullage.schema import IGNORED_LABEL
 from ullage.training import counting, forms
-from ullage.training.padded_rows import Frame, in_rows, padded
+from ullage.training.forms import SampleRows
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
+from ullage.training.trl.metrics import Taken
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The padded rows that samples came in before packing cut the padding away.
+
+    Attributes:
+        fields: of the batch, [n, ...].
+        starts: [n], position of the first token of each row.
+        width: of the rows.
+    """
+
+    fields: Mapping[str, Tensor]
+    starts: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def of(cls, batch: Any, main_input: str) -> Frame | None:
+        """The rows of a collated batch on the host; None for one that is not of padded rows with a mask."""
+        if not isinstance(batch, Mapping):
+            return None
+        fields = {name: torch.as_tensor(v) for name, v in batch.items() if isinstance(v, (Tensor, np.ndarray))}
+        mask, main = fields.get("attention_mask"), fields.get(main_input)
+        if mask is None or main is None or mask.ndim != 2 or main.shape[:2] != mask.shape or "cu_seq_lens_q" in fields:
+            return None
+        starts = (mask != 0).int().argmax(1).tolist()
+        return cls({k: v for k, v in fields.items() if v.shape[:1] == mask.shape[:1]}, tuple(starts), mask.shape[1])
+
+    @classmethod
+    def of_ragged(cls, batch: RaggedBatch, names: Sequence[str]) -> Frame:
+        """Rows as wide as the longest sample of a batch, from which a part of it is taken; ``names``: of labels."""
+        fields = {}
+        for name in names:
+            if name in batch.per_sequence and not batch[name].is_nested:
+                fields[name] = batch[name]
+            elif name in batch:
+                each = batch[name].unbind() if name in batch.per_sequence else batch.to_nested(name).unbind()
+                fields[name] = in_rows(each)
+        return cls(fields, (0,) * len(batch), batch.max_seqlen)
+
+    def part(self, first: int, last: int) -> Frame:
+        """The rows from ``first`` up to ``last``."""
+        fields = {name: value[first:last] for name, value in self.fields.items()}
+        return Frame(fields, self.starts[first:last], self.width)
+
+
+def padded(value: Any, rows: SampleRows, *, keeps_rows: bool, per_row: bool = False, frame: Frame | None = None) -> Any:
+    """Tensors of a batch with one row per sample [N, L, ...], in tuples and dicts part by part.
+
+    Args:
+        value: tensors in the form of the model.
+        rows: where the samples lie in it.
+        keeps_rows: the batch came as rows, and stays as it is.
+        per_row: settles shapes that may be read in two ways (:meth:`SampleRows.split`).
+        frame: the places in which rows lay before packing.
+    """
+    if isinstance(value, Mapping):
+        options: dict[str, Any] = {"keeps_rows": keeps_rows, "per_row": per_row, "frame": frame}
+        return {name: padded(part, rows, **options) for name, part in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
+        return tuple(padded(part, rows, keeps_rows=keeps_rows, per_row=per_row, frame=frame) for part in value)
+    if isinstance(value, Tensor) and not value.is_nested:
+        if value.ndim == 0:
+            return value[None]  # one for the batch, as transformers keeps it
+        if keeps_rows:
+            return value
+    if not isinstance(value, (Tensor, PackedSequence)):
+        return value
+    entries, ragged = rows.split(value, per_row=per_row)
+    return in_rows(entries, frame) if ragged else torch.stack(entries)
+
+
+def in_rows(entries: Sequence[Tensor], frame: Frame | None = None) -> Tensor:
+    """Entries of samples, [n_i, ...] each, as rows [N, L, ...] with -100 where there is nothing.
+
+    ``L`` is the longest, or the width of ``frame``, whose places the entries take.
+    """
+    shape = [max(sizes) for sizes in zip(*(entry.shape for entry in entries))]
+    starts = [0] * len(entries)
+    if frame is not None and shape and shape[0] <= frame.width:
+        fits = all(start + len(entry) <= frame.width for start, entry in zip(frame.starts, entries))
+        shape[0], starts = frame.width, list(frame.starts) if fits else starts
+    if all(list(entry.shape) == shape for entry in entries):
+        return torch.stack(list(entries))
+    made = entries[0].new_full((len(entries), *shape), IGNORED_LABEL)
+    for row, entry, start in zip(made, entries, starts):
+        row[(slice(start, start + len(entry)), *map(slice, entry.shape[1:]))] = entry
+    return made
+
+
+def concatenated(blocks: list[Any]) -> Any:
+    """Arrays of batches [n, ...] as one, filled with -100 up to the largest; in tuples and dicts part by part.
+
+    transformers' ``nested_concat`` over all batches at once, and in every dim but the first. ``blocks`` is emptied, so
+    that at no time all of it is there twice.
+    """
+    first = blocks[0]
+    if isinstance(first, (tuple, Mapping)):
+        names = range(len(first)) if isinstance(first, tuple) else list(first)
+        parts = {name: [block[name] for block in blocks] for name in names}
+        blocks.clear()
+        del first
+        joined = {name: concatenated(parts.pop(name)) for name in names}
+        return tuple(joined.values()) if isinstance(names, range) else joined
+    return _joined(blocks)
+
+
+def _joined(blocks: list[np.ndarray]) -> np.ndarray:
+    if len({block.ndim for block in blocks}) > 1:
+        raise InputError(
+            "the outputs of two batches cannot be put into one array",
+            expected="as many dims in every batch",
+            found=sorted({block.shape for block in blocks})[:4],
+            hint="return the same of every batch in preprocess_logits_for_metrics",
+        )
+    if len(blocks) == 1:
+        return blocks.pop()
+    shape = [max(sizes) for sizes in zip(*(block.shape for block in blocks))]
+    shape[0] = sum(len(block) for block in blocks)
+    # Pages of an empty array come into memory as they are written, while those of the blocks go.
+    made, at = np.empty(shape, np.result_type(*{block.dtype for block in blocks})), 0
+    blocks.reverse()
+    while blocks:
+        block = blocks.pop()
+        rows = made[at : at + len(block)]
+        if list(block.shape[1:]) != shape[1:]:
+            rows[...] = IGNORED_LABEL
+        rows[tuple(map(slice, block.shape))] = block
+        at += len(block)
+    return made
+
 
 #: Outputs of an encoder-decoder that are as long as its sources, where the others are as long as its targets.
 _OF_ENCODERS = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
@@ -36,14 +182,9 @@ class Predictor:
         """Whether ``ragged_predictions`` is asked for: an array per sample, in the place of padded rows."""
         return bool(getattr(self._trainer.args, "ragged_predictions", False))
 
-    @contextmanager
-    def framed(self, frame: Frame | None) -> Iterator[None]:
+    def framed(self, frame: Frame | None) -> AbstractContextManager[None]:
         """Within it, the samples of a batch are those of the padded rows ``frame``."""
-        before, self._frame = self._frame, frame
-        try:
-            yield
-        finally:
-            self._frame = before
+        return replaced(self, "_frame", frame)
 
     def predict_batch(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None
@@ -72,6 +213,8 @@ class Predictor:
                     model, copy.copy(keywords), return_outputs=True, num_items_in_batch=self._divisor_of(inputs)
                 )
                 loss = loss.detach().mean()
+                if (sharding := sharding_of(trainer.model)) is not None:
+                    loss = sharding.whole_loss(loss)
             else:
                 outputs = model(**keywords)
         if prediction_loss_only:
@@ -214,3 +357,193 @@ def _tensors_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: part for name, each in value.items() if (part := _tensors_of(each)) is not None} or None
     return None
+
+
+#: Whether an entry has one value per token; a tuple or dict of such where the entry is a tuple or dict.
+Ragged = Any
+#: Parts in which ranks send what they kept.
+_ROUNDS = 64
+
+
+@dataclass
+class _Batch:
+    # Of one batch of the dataset: (mean, number of elements it is over) of each microbatch, samples of all of them, by
+    # kind one array per sample, and what the trainer's own loss appended to its metrics.
+    losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_samples: int = 0
+    entries: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[Taken] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Results of this rank: mean losses with their counts by batch; predictions, labels and inputs by sample.
+
+    Attributes:
+        batches: in the order in which they were begun.
+        in_rows: what is kept are rows of batches [n, ...] (:meth:`keep_rows`), not arrays by sample (:meth:`keep`).
+        has_loss: whether any batch had a loss.
+        ragged: by kind of entry, whether its parts have one value per token.
+    """
+
+    batches: list[_Batch] = field(default_factory=list)
+    in_rows: bool = False
+    has_loss: bool = False
+    ragged: dict[str, Ragged] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Start a batch of the dataset; what follows belongs to it."""
+        self.batches.append(_Batch())
+
+    def add(self, num_samples: int, loss: Tensor | None, count: Tensor | None) -> None:
+        """Count samples, and a loss that is a mean over ``count`` label elements."""
+        self.batches[-1].num_samples += num_samples
+        if loss is not None:
+            self.has_loss = True
+            self.batches[-1].losses.append((loss, torch.tensor(num_samples) if count is None else count))
+
+    def keep(self, name: str, entries: list[Any], ragged: Ragged) -> None:
+        """Add entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
+        self.batches[-1].entries.setdefault(name, []).extend(_as_array(entry) for entry in entries)
+        self.ragged[name] = _either(self.ragged.get(name), ragged)
+
+    def keep_rows(self, name: str, rows: Any) -> None:
+        """Add the rows of a batch [n, ...], as arrays on the host; tuples and dicts of such."""
+        self.batches[-1].entries.setdefault(name, []).append(_as_array(rows))
+
+    def cut(self, num_real: int) -> None:
+        """Drop all batches after the first ``num_real``: they repeated samples to keep the ranks in step."""
+        del self.batches[num_real:]
+
+    def totals(self) -> Tensor:
+        """Σ loss · n, Σ n and the number of samples, float64 [3] on the host; n = 0 counts nothing. Waits."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for batch in self.batches:
+            totals[2] += batch.num_samples
+            for loss, count in batch.losses:
+                # nan times zero is nan, so a mean over no labels is left out, not weighed by zero.
+                n = float(count)
+                if n > 0:
+                    totals[:2] += torch.tensor([float(loss) * n, n], dtype=torch.float64)
+        return totals
+
+    def metrics(self) -> list[Taken]:
+        """What the trainer's own loss appended to its metrics, call by call."""
+        return [call for batch in self.batches for call in batch.metrics]
+
+    def of_batch(self, name: str) -> tuple[list[Any], Ragged]:
+        """The entries of a kind in the batch that was begun last, and which of their parts are ragged."""
+        return self.batches[-1].entries.get(name, []), self.ragged.get(name)
+
+    def forget_batch(self) -> None:
+        """Drop the entries of the batch that was begun last; its losses stay."""
+        self.batches[-1].entries.clear()
+
+    def gathered(
+        self, name: str, gather: Callable[[list[Any]], list[Any]], world: int, *, concatenate: bool = True
+    ) -> Any:
+        """All entries of a kind in the order of the dataset, as :meth:`combined` gives them; None if there are none.
+
+        Without ``concatenate``, a list with one such result per step, each of all ranks' batches. Collective for
+        ``world > 1``. The entries are given away.
+        """
+        if world == 1:
+            steps = [[self._give(batch, name)] for batch in self.batches]
+        else:
+            # Each rank sends what it has batch by batch, a few at a time, so that no rank holds all of it twice. Batch
+            # b belongs to rank b mod world: the k-th batches of all ranks, in rank order, follow one another.
+            rounds = max(gather([len(self.batches)]))
+            each = max(1, rounds // _ROUNDS)
+            steps = []
+            for first in range(0, rounds, each):
+                ranks = gather([[self._give(batch, name) for batch in self.batches[first : first + each]]])
+                steps += [[held[k] for held in ranks if k < len(held)] for k in range(max(map(len, ranks)))]
+        if concatenate:
+            parts = [part for step in steps for part in step]
+            steps.clear()
+            return self.combined(parts)
+        return [one for one in map(self.combined, steps) if one is not None] or None
+
+    def _give(self, batch: _Batch, name: str) -> tuple[list[Any], Ragged]:
+        return batch.entries.pop(name, []), self.ragged.get(name)
+
+    def combined(self, parts: list[tuple[list[Any], Ragged]]) -> Any:
+        """Entries of several batches as one thing, in their order; None if there are none. ``parts`` is emptied.
+
+        Rows: one array, filled with -100 up to the largest. Entries by sample: an array [N, ...] where there is one per
+        sequence, all of one shape, else a list of N arrays. Tuples and dicts of such where the entries are such.
+        """
+        entries = [entry for some, _ in parts for entry in some]
+        ragged = None
+        for _, each in parts:
+            ragged = _either(ragged, each)
+        parts.clear()
+        if not entries:
+            return None
+        return concatenated(entries) if self.in_rows else _combined(entries, ragged)
+
+
+def _combined(entries: list[Any], ragged: Ragged) -> Any:
+    first = entries[0]
+    if isinstance(first, tuple):
+        return tuple(_combined([entry[k] for entry in entries], ragged[k]) for k in range(len(first)))
+    if isinstance(first, dict):
+        return {name: _combined([entry[name] for entry in entries], ragged[name]) for name in first}
+    return entries if ragged or any(entry.shape != first.shape for entry in entries) else np.stack(entries)
+
+
+def _either(one: Ragged, other: Ragged) -> Ragged:
+    """Part by part, whether one of them is ragged; None says nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tuple):
+        return tuple(map(_either, one, other))
+    if isinstance(one, dict):
+        return {name: _either(one[name], other[name]) for name in one}
+    return one or other
+
+
+def _as_array(entry: Any) -> Any:
+    if isinstance(entry, tuple):
+        return tuple(_as_array(part) for part in entry)
+    if isinstance(entry, Mapping):
+        return {name: _as_array(part) for name, part in entry.items()}
+    if isinstance(entry, Tensor):
+        entry = entry.detach().cpu()
+        if entry.untyped_storage().nbytes() > entry.nbytes:  # a part of a larger tensor, which would be kept with it
+            entry = entry.clone()
+        return (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
+    return np.asarray(entry)
+
+
+def as_tensors(value: Any, device: torch.device | None = None) -> Any:
+    """The result of :meth:`Record.combined` with tensors in the place of arrays; on the host without ``device``."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(as_tensors(part, device) for part in value)
+    if isinstance(value, dict):
+        return {name: as_tensors(part, device) for name, part in value.items()}
+    return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
+
+
+def missing_labels(label_names: list[str], parameters: list[str], fields: list[str], main_input: str) -> InputError:
+    """Why ``evaluate()`` can compute no loss: which parameter is at fault, and which ``label_names`` to set."""
+    absent = [name for name in label_names if name not in fields]
+    present = [name for name in label_names if name in fields]
+    if label_names and absent:
+        return InputError(
+            "evaluate() would report no loss: a parameter of forward is taken for labels and is not in the batch",
+            where=", ".join(absent),
+            expected=f"all of {label_names}, because their names contain 'label'",
+            found=f"a batch of {fields}",
+            hint=f"set label_names={present or ['<your labels>']} in TrainingArguments",
+        )
+    known = {main_input, "attention_mask", "input_lengths", "lengths", "position_ids", "token_type_ids"}
+    named = [name for name in parameters[1:] if name in fields and name not in known]
+    candidates = named or [name for name in fields if name not in known and name != next(iter(parameters), None)]
+    return InputError(
+        "evaluate() would report no loss: no parameter of forward is recognised as labels",
+        where=f"forward({', '.join(parameters)})",
+        expected="a parameter whose name contains 'label'",
+        found=f"a batch of {fields}",
+        hint=f"set label_names={candidates[:1] or ['<your labels>']} in TrainingArguments",
+    )

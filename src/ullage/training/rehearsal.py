@@ -22,11 +22,12 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ullage.errors import InputError
+from ullage.replacing import replaced
 from ullage.training.agreement import agreement, gather
-from ullage.training.comparing import random_states_kept
+from ullage.training.beginning import random_states_kept
 from ullage.training.loss.divisions import defining_class
 from ullage.training.reading import BatchReader
-from ullage.training.reducing import forget_trace
+from ullage.training.verifying import forget_trace
 
 logger = logging.get_logger(__name__)
 
@@ -110,16 +111,13 @@ class Rehearsal:
                 failed.append(True)
                 raise
 
-        trainer.compute_metrics = None if compute is None else guarded
         try:
-            metrics = self._evaluate(dataset, compute is not None)
-            if metrics is not None and (error := self._missing_best(metrics)) is not None:
-                return error, True
+            with replaced(trainer, "compute_metrics", None if compute is None else guarded):
+                metrics = self._evaluate(dataset, compute is not None)
+            error = None if metrics is None else self._missing_best(metrics)
+            return error, error is not None
         except Exception as error:
             return error, bool(failed)
-        finally:
-            trainer.compute_metrics = compute
-        return None, False
 
     def _evaluate(self, dataset: Any, has_metrics: bool) -> Mapping[str, float] | None:
         """The metrics of the trainer's ``evaluate``; None where a trainer has one of its own.

@@ -28,6 +28,7 @@ from ullage.training.agreement import agreement
 from ullage.training.background import BackgroundSave
 from ullage.training.damage import examine, is_damaged
 from ullage.training.disks import one_line
+from ullage.training.sharding import sharding_of
 from ullage.training.staging import (
     PARTIAL,
     finish_whole,
@@ -133,19 +134,39 @@ class WholeCheckpointMixin(_Base):
 
         Every rank calls it. Raises on every rank if one of them could not write.
         """
+        sharding = sharding_of(self.model)
+        if _internal_call and sharding is not None:
+            if self.args.save_only_model:
+                sharding.save(Path(output_dir or "."), self.model)
+            return  # otherwise they are saved with the optimizer's state
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
             return
         write = super().save_model
+        whole = None if sharding is None else sharding.whole_weights(self.model)
+
+        def write_weights(staging: Path) -> None:
+            if whole is None:
+                write(str(staging), _internal_call=True)
+            elif self.args.should_save:
+                self._save(str(staging), whole)
+
         with fsdp.whole_weights(self):
             write_into(
                 output_dir if output_dir is not None else self.args.output_dir or ".",
-                lambda staging: write(str(staging), _internal_call=True),
+                write_weights,
                 several=self.args.world_size > 1,
                 first_of_machine=self.args.local_process_index == 0,
             )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharding = sharding_of(self.model)
+        if sharding is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            sharding.save(Path(output_dir), self.model, self.optimizer, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
@@ -153,6 +174,9 @@ class WholeCheckpointMixin(_Base):
             finding = examine(best, self.args.world_size > 1)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
+        if (sharding := sharding_of(self.model)) is not None:
+            sharding.load(best, self.model)
+            return
         with fsdp.read_as_written(self, best):
             super()._load_best_model()
 

@@ -7,6 +7,8 @@ each target behind its source, every field filled where it has no tokens, and ``
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -95,15 +97,11 @@ def apart(batch: RaggedBatch) -> RaggedBatch:
     return RaggedBatch(values, Layout(sources), whole)
 
 
-def pair_of_one(batch: RaggedBatch, *, label: int) -> RaggedBatch:
-    """A joined batch of one source token and one target token, of the same fields; ``label``: its label."""
-    values = {}
-    for name in batch.names:
-        values[name] = batch[name].new_zeros((1 if name in batch.per_sequence else 2, *batch[name].shape[1:]))
-        if name == "labels":
-            values[name].fill_(label)
-    values[TARGET_LENGTH].fill_(1)
-    return RaggedBatch(values, Layout([2]), batch.per_sequence)
+def placeholder(batch: RaggedBatch, lengths: list[int] | None = None, **options: Any) -> RaggedBatch:
+    """:meth:`RaggedBatch.placeholder`; of a joined batch it is one source token and one target token."""
+    if is_joined(batch):
+        return batch.placeholder([2], **{TARGET_LENGTH: 1}, **options)
+    return batch.placeholder(lengths, **options)
 
 
 def _lengths(rows: Tensor) -> Int64:

@@ -18,18 +18,16 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.display import counted
 from ullage.mixers import call_equally_often, is_packed
-from ullage.mixers.placing import way_of
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.trying import SequencesMeet, first_accepted
 from ullage.mixers.ways import Candidates, Way
-from ullage.schema import IGNORED_LABEL, fill_value
 from ullage.training import choices, targets
 from ullage.training.agreement import gather, rank_here
 from ullage.training.packable import make_packable
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.reading import BatchReader
-from ullage.training.reducing import forget_trace
+from ullage.training.sharding import sharding_of
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +68,9 @@ class PackingProof:
     def _capacity(self) -> int | None:
         """Tokens of a row; None where nothing is to be proved."""
         options = self._packer.options
-        return options.capacity if options is not None and options.verify else None
+        # Whoever shards a model by hand looks at its parts; rows of a trial are whole on every rank.
+        is_open = options is not None and options.verify and sharding_of(self._trainer.model) is None
+        return options.capacity if is_open else None
 
     def before_step(self, model: nn.Module, batch: PackedBatch) -> None:
         """Prove the packing of the model before it trains on its first batch. Collective.
@@ -188,7 +188,7 @@ class PackingProof:
         """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
         there = [each for each in microbatches if each.numel()]
         if not there:
-            return [_placeholder(microbatches[0])] * _SEQUENCES
+            return [targets.placeholder(microbatches[0], [1])] * _SEQUENCES
         vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
         most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
         places = [(batch, place) for batch in there for place in range(len(batch))]
@@ -270,12 +270,21 @@ def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
 
 
-def _placeholder(batch: RaggedBatch) -> RaggedBatch:
-    """A sequence of one token, of the same fields, with nothing to count."""
-    if targets.is_joined(batch):
-        return targets.pair_of_one(batch, label=IGNORED_LABEL)
-    sample = {}
-    for name in batch.names:
-        empty = batch[name].new_full((1, *batch[name].shape[1:]), fill_value(name, batch[name].dtype))
-        sample[name] = empty[0] if name in batch.per_sequence else empty
-    return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
+def forget_trace(model: Any) -> None:
+    """Let ZeRO 3 record the order of modules anew: that of calls before a step is not that of the step.
+
+    DeepSpeed 0.19.8 gathers and lets go of parameters by the first order that it sees, and a step of a model with
+    adapters then met parameters that had been let go ("size of tensor a (0)").
+    """
+    coordinate = getattr(
+        getattr(getattr(model, "optimizer", None), "parameter_offload", None), "get_param_coordinator", None
+    )
+    if coordinate is None:
+        return
+    coordinator = coordinate()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    coordinator.reset_step()
+
+
+_logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.bounds import require_bounds, usage
-from ullage.cli.train.record import taken_over
-from ullage.cli.train.services import require_hub, require_trackers
+from ullage.cli.train.folder import taken_over
+from ullage.cli.train.process import said
 from ullage.cli.train.settings import (
     DataArguments,
     ModelArguments,
@@ -30,8 +29,7 @@ from ullage.cli.train.settings import (
     RunArguments,
     TrainCommand,
 )
-from ullage.cli.train.trials import require_json, require_trainable
-from ullage.errors import UsageError
+from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
@@ -69,23 +67,26 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     parser.where = None
     flags += rest
     given = parser.given(flags)
-    require_bounds(given)
-    require_trackers(given.get("report_to"))
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
-    require_json(given)
     try:
         *parts, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
-    except (ValueError, ImportError) as error:  # what TrainingArguments finds by itself
-        raise usage(error) from error
+    except InputError as error:
+        raise UsageError(
+            error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint
+        ) from error
+    except (ValueError, TypeError, ImportError) as error:  # what TrainingArguments finds by itself
+        raise UsageError("an argument cannot be used", found=said(error)) from error
     if unknown:
         name = unknown[0].partition("=")[0]
         hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"
         raise UsageError(f"unknown argument {name}", hint=hint)
-    require_hub(parts[5])
-    require_trainable(parts[5], parts[4])
+    metric = parts[5].metric_for_best_model
+    if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
+        where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"
+        raise UsageError("this run has no such metric", where=where, expected="loss", found=metric, hint=hint)
     return TrainCommand(*parts[:6], given=frozenset(given))
 
 

@@ -7,6 +7,7 @@ than the configuration allows.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from ullage.errors import InputError
 
 if TYPE_CHECKING:
     from ullage.cli.train.settings import TrainCommand
-    from ullage.cli.train.summary import Voice
 
 #: The field of a config that makes a decoder of an encoder whose attention does not say of itself that it is one's;
 #: None for types that see the tokens ahead whatever their config says.
@@ -80,7 +80,7 @@ def _tables(model: nn.Module) -> list[tuple[str, int]]:
     return modules + [(name, len(buffer)) for name, buffer in model.named_buffers() if buffer.dim() == 2]
 
 
-def within_positions(command: TrainCommand, model: nn.Module, say: Voice) -> TrainCommand:
+def within_positions(command: TrainCommand, model: nn.Module, say: Callable[[str], None]) -> TrainCommand:
     """The call, with a default ``--max_length`` that the model's positions allow, and a line where that is another.
 
     The call itself stays as it is, so that it is recorded as it was typed. Raises ``InputError`` where the call says a

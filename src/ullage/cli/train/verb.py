@@ -9,17 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
-from ullage.cli.train.process import compiling_notes, make_ready, one_line_errors
-from ullage.errors import InputError, TrainingError, UllageError
+from ullage.cli.train.process import REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
+from ullage.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples
@@ -59,16 +58,14 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.choosing import revisions_before
     from ullage.cli.train.data import datasets_of, samples_of
-    from ullage.cli.train.folder import Situation, begin, finish, look_at, no_empty_folder
+    from ullage.cli.train.folder import Situation, begin, look_at, no_empty_folder, revisions_before, write_record
     from ullage.cli.train.layout import require_layout_of
     from ullage.cli.train.limits import notes_on_lengths, within_positions
-    from ullage.cli.train.picture import leave_page
+    from ullage.cli.train.progress import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
-    from ullage.cli.train.script import sample_of, script_of
-    from ullage.cli.train.summary import Voice, save_and_summarize
-    from ullage.training.costing import num_parameters
+    from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
+    from ullage.training.metering import num_parameters
 
     command = parse(argv)
     say = Voice(first, command.output.json)
@@ -84,9 +81,9 @@ def _run(argv: list[str], first: bool) -> None:
         return
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
-    command = replace(command, revisions=revisions_before(command, situation.checkpoint))
+    command.revisions.update(revisions_before(command, situation.checkpoint))
     samples = samples_of(command, say)  # read before the weights, which may take minutes
-    command, tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
+    tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
     training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
@@ -115,28 +112,24 @@ def _run(argv: list[str], first: bool) -> None:
         summary = {**save_and_summarize(command, trainer, progress), "code": code}
     with _written(command):
         if first:
-            finish(command, summary)
+            write_record(command.folder, command, summary)
     leave_page(command, first, say)
     say.result(summary)
 
 
 def _model_of(
     command: TrainCommand, checkpoint: Path | None, samples: Sequence[TakenSamples], say: Voice
-) -> tuple[TrainCommand, Any, Any]:
-    """The call with the revisions that it takes, the tokenizer, fit for ``samples``, and the model."""
+) -> tuple[Any, Any]:
+    """The tokenizer, fit for ``samples``, and the model."""
     from transformers import set_seed
 
-    from ullage.cli.train.choosing import choose
     from ullage.cli.train.data import require_tokenizable
-    from ullage.cli.train.model import load_model
+    from ullage.cli.train.model import choose, load_model
 
-    chosen = choose(command, checkpoint)
-    for note in chosen.notes:
-        say(note)
+    chosen = choose(command, checkpoint, say)
     require_tokenizable(samples, command, chosen.tokenizer)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
-    model = load_model(command, chosen.model, chosen.tokenizer, checkpoint, say)
-    return replace(command, revisions=chosen.revisions), chosen.tokenizer, model
+    return chosen.tokenizer, load_model(command, chosen, checkpoint, say)
 
 
 @contextlib.contextmanager
@@ -169,20 +162,18 @@ def _trainer(
     from transformers.trainer_utils import IntervalStrategy
 
     from ullage.cli.train.layout import parallel_trainer
-    from ullage.cli.train.picture import run_log, show_log
-    from ullage.cli.train.progress import Progress
+    from ullage.cli.train.progress import Progress, run_log, show_log
     from ullage.training import RaggedCollator, Trainer
 
     arguments = command.training
     # The default is to evaluate, which transformers refuses without a data set.
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
-    given = {"model": model, "train_dataset": training, "eval_dataset": held_out, "processing_class": tokenizer}
+    given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
+    given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
     trainer: Any
-    if command.parallel.asked:
-        trainer = parallel_trainer(command, **given)
-    else:
-        trainer = Trainer(args=arguments, data_collator=cast(Any, RaggedCollator()), **given)
+    with one_line_of("the run cannot begin", kinds=REFUSALS):
+        trainer = parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -207,14 +198,11 @@ def _train(
         say: the voice of the first rank.
     """
     from ullage.cli.train.folder import never_begun
-    from ullage.cli.train.picture import leave_page
-    from ullage.cli.train.progress import Stop
+    from ullage.cli.train.progress import Stop, leave_page
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
 
-    # The engine of --dp, --cp and --tp loads its own checkpoints in any layout; only the Trainer may have to convert.
-    converts = checkpoint is not None and not command.parallel.asked
-    conversion = trainer.conversion_for(checkpoint) if converts else None
+    conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
     if conversion is not None:
         say(str(conversion))
     stop = Stop(command.run.stop_at_step)
@@ -222,21 +210,22 @@ def _train(
     # transformers' own way of saving at SIGTERM stands alone.
     signals = [signal.SIGINT] if takes_sigterm(trainer.args) else [signal.SIGTERM, signal.SIGINT]
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
-    try:
-        with signalled, never_begun(command, checkpoint, trainer):
-            trainer.train(
-                resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
-                allow_changed_checkpoint=command.run.allow_changed_checkpoint,
-            )
-    except RuntimeError as error:
-        if not signalled.number or isinstance(error, TrainingError):
-            raise
-        # Asked to stop, and a rank that was to agree is gone.
-        why = str(error).partition("\n")[0]
-        typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
-        sys.exit(signalled.exit_status)
-    finally:
-        progress.close()
+    with never_begun(command, checkpoint, trainer):
+        try:
+            with signalled:
+                trainer.train(
+                    resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
+                    allow_changed_checkpoint=command.run.allow_changed_checkpoint,
+                )
+        except RuntimeError as error:
+            if not signalled.number or isinstance(error, TrainingError):
+                raise
+            # Asked to stop, and a rank that was to agree is gone.
+            why = first_line(error)
+            typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
+            sys.exit(signalled.exit_status)
+        finally:
+            progress.close()
     folder = trainer.args.output_dir
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"

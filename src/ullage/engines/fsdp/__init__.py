@@ -11,7 +11,7 @@
 
 Parameters are sharded over dp·cp by ``torch.distributed.fsdp.fully_shard``; over tp by the model's own plan, as
 transformers applies it; sequences over cp inside ``ullage.attention``. Losses and gradients are those of one process.
-:class:`Trainer` is this loop with the arguments and callbacks of transformers' Trainer. Names load when they are used.
+``ullage.training.Trainer`` trains such a model too, by transformers' arguments. Names load when they are used.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
     )
     from ullage.engines.fsdp.clipping import clip_grad_norm as clip_grad_norm
-    from ullage.engines.fsdp.mesh import make_topology as make_topology
-    from ullage.engines.fsdp.model import Parallel as Parallel, parallel_of as parallel_of, parallelize as parallelize
+    from ullage.engines.fsdp.model import parallelize as parallelize
+    from ullage.engines.fsdp.parallel import (
+        Parallel as Parallel,
+        make_topology as make_topology,
+        parallel_of as parallel_of,
+    )
     from ullage.engines.fsdp.step import (
         StepResult as StepResult,
         evaluate_step as evaluate_step,
         train_step as train_step,
     )
-    from ullage.engines.fsdp.trainer import Trainer as Trainer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
             "checkpoint": ["is_checkpoint", "load", "save", "save_pretrained"],
             "clipping": ["clip_grad_norm"],
-            "mesh": ["make_topology"],
-            "model": ["Parallel", "parallel_of", "parallelize"],
+            "model": ["parallelize"],
+            "parallel": ["Parallel", "make_topology", "parallel_of"],
             "step": ["StepResult", "evaluate_step", "train_step"],
-            "trainer": ["Trainer"],
         },
     )

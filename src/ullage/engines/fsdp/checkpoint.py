@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ullage.checkpoint.formats.dcp_reading import LAYOUT
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.model import parallel_of
 from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
+from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.trainer_checkpoint import TrainerCheckpoint, is_trainer_checkpoint
 from ullage.engines.fsdp.weights import tied_names
 from ullage.errors import CheckpointError, InputError

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,74 +17,16 @@ from transformers import PreTrainedModel
 import ullage.attention as packed_attention
 from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.building import Source
-from ullage.engines.fsdp.mesh import device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.objective import NEXT_TOKEN, objective_of, takes_row
+from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
+from ullage.engines.fsdp.trained import TrainedSharding
 from ullage.errors import InputError, require_one_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
 from ullage.training.packable import make_packable, require_equal_calls
+from ullage.training.sharding import ATTRIBUTE, sharding_of
 
-_ATTRIBUTE = "_ullage_parallel"
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True, eq=False)
-class Parallel:
-    """The distribution of a model over ranks.
-
-    Attributes:
-        topology: of all ranks, with its groups.
-        device: on which this rank computes.
-        mesh: of dp, cp and tp; ``None`` on one process.
-        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged, or with
-            dp_replicate the two axes of HSDP; ``None`` on one process.
-        cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
-        autocast: dtype in which one process computes, where there is no FSDP to cast its weights.
-        dp_replicate: groups of dp ranks that each hold all parameters.
-        dp_cp: the ranks that have different tokens, as one axis.
-        objective: what the loss is a mean over, see :mod:`ullage.engines.fsdp.objective`.
-    """
-
-    topology: Topology
-    device: torch.device
-    mesh: DeviceMesh | None = None
-    sharded: DeviceMesh | None = None
-    cp_method: str = "auto"
-    cp_fallback: bool = True
-    autocast: torch.dtype | None = None
-    objective: str = NEXT_TOKEN
-    dp_replicate: int = 1
-    dp_cp: DeviceMesh | None = None
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a forward of this model runs."""
-        if self.autocast is not None:
-            return torch.autocast(self.device.type, self.autocast)
-        if self.mesh is None or self.topology.cp.size == 1:
-            return contextlib.nullcontext()
-        return packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
-
-    @cached_property
-    def cp(self) -> Axis:
-        """The context-parallel axis, on the mesh's own group."""
-        return Axis.from_group(None if self.mesh is None else self.mesh.get_group("cp"), "cp")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different microbatches."""
-        assert self.mesh is not None
-        return self.mesh.get_group("dp")
-
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses add up to the step's: dp·cp."""
-        assert self.dp_cp is not None
-        return self.dp_cp.get_group()
-
-    @property
-    def averaged_over(self) -> int:
-        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
-        return self.topology.dp.size * self.topology.cp.size
 
 
 def parallelize(
@@ -143,9 +83,7 @@ def parallelize(
         source = Source.of(model, weights, seed)
     device = device_of_rank()
     if world.size == 1:
-        return _on_one_process(
-            model, Parallel(topology, device, autocast=dtype, objective=objective), source, cpu_offload
-        )
+        return _on_one_process(model, Parallel(topology, device, dtype=dtype, objective=objective), source, cpu_offload)
     mesh, dp_cp = mesh_of(topology)
     sharded, tp = dp_cp, mesh["tp"]
     if dp_replicate > 1:
@@ -166,8 +104,8 @@ def parallelize(
     _shard(model, sharded, dtype, device if cpu_offload else None, reshard_after_forward)
     if source is not None:
         source.fill(model, torch.device("cpu") if cpu_offload else device)
-    made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, None, objective, dp_replicate, dp_cp)
-    setattr(model, _ATTRIBUTE, made)
+    made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, dtype, objective, dp_replicate, dp_cp)
+    _leave(model, made)
     return model
 
 
@@ -179,8 +117,14 @@ def _on_one_process(model: Model, parallel: Parallel, source: Source | None, cpu
         source.take(model)
         source.fill(model, parallel.device)
     model.to(parallel.device)  # pyright: ignore[reportArgumentType]
-    setattr(model, _ATTRIBUTE, parallel)
+    _leave(model, parallel)
     return model
+
+
+def _leave(model: Any, parallel: Parallel) -> None:
+    """Tell whoever gets the model how it lies over the ranks, and accelerate that there is nothing left to wrap."""
+    setattr(model, ATTRIBUTE, TrainedSharding(parallel))
+    model._is_accelerate_prepared = True
 
 
 def _shard(
@@ -201,14 +145,6 @@ def _shard(
     fully_shard(model, **shared)
 
 
-def parallel_of(model: nn.Module) -> Parallel:
-    """The distribution that :func:`parallelize` gave the model. Raises ``InputError`` if it did not."""
-    found = getattr(model, _ATTRIBUTE, None)
-    if found is None:
-        raise InputError("this model was not made parallel", found=type(model).__name__, hint="parallelize it first")
-    return found
-
-
 def _check(model: Any, topology: Topology, world: int, dp_replicate: int) -> str:
     """The model's objective. Raises ``InputError`` for a model or topology that this engine does not take."""
     inner: Any = bare(model)
@@ -216,7 +152,7 @@ def _check(model: Any, topology: Topology, world: int, dp_replicate: int) -> str
         found = type(model).__name__
         raise InputError("a Hugging Face model is needed", expected="a PreTrainedModel, or PEFT's", found=found)
     refuse_learned_prompt(model)
-    if getattr(model, _ATTRIBUTE, None) is not None:
+    if sharding_of(model) is not None:
         raise InputError("this model is parallel already", found=type(model).__name__)
     objective = objective_of(inner)
     if topology.pp.size > 1:

@@ -29,8 +29,6 @@ from ullage.layout import Layout
 from ullage.schema import IGNORED_LABEL
 from ullage.training.forms import keywords_of
 
-#: The number of a sample in its dataset, which goes with it through the exchange, and not into a model.
-INDEX = "ullage_index"
 NEXT_TOKEN, TOKEN, SEQUENCE = "next_token", "token", "sequence"
 #: The objective of transformers' losses beside the next token's.
 _OBJECTIVES = {"ForTokenClassification": TOKEN, "ForMaskedLM": TOKEN, "ForSequenceClassification": SEQUENCE}
@@ -61,7 +59,6 @@ def takes_row(model: Any, objective: str) -> bool:
 
 def runnable(batch: RaggedBatch, objective: str) -> RaggedBatch:
     """What a model is given of a microbatch; for an empty one a stand-in of the same fields that counts nowhere."""
-    batch = batch.select(name for name in batch.names if name != INDEX)
     if len(batch):
         return batch
     if objective != SEQUENCE:

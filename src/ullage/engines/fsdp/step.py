@@ -8,7 +8,6 @@ dp, so it does not depend on how the step was packed. Gradients are kept until t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.engines.fsdp.clipping import clip_grad_norm
-from ullage.engines.fsdp.model import parallel_of
 from ullage.engines.fsdp.objective import NEXT_TOKEN, count_labels, keywords, part_of_loss, runnable, with_labels
 from ullage.engines.fsdp.optimizer import require_optimizer, reshard
+from ullage.engines.fsdp.parallel import parallel_of
 from ullage.exchange import PackedStep
 from ullage.mixers.wrappers import bare
 
@@ -79,28 +78,18 @@ def train_step(
 
 def evaluate_step(model: Any, step: PackedStep) -> StepResult:
     """The loss of a step in evaluation mode, without gradients. Collective, like :func:`train_step`."""
-    return evaluate_outputs(model, step, None)
-
-
-@torch.no_grad()
-def evaluate_outputs(model: Any, step: PackedStep, keep: Callable[[RaggedBatch, Any], None] | None) -> StepResult:
-    """As :func:`evaluate_step`; ``keep`` is called with each real microbatch of this rank and the model's outputs."""
     training = model.training
     model.eval()
     try:
-        loss, num_labels = _run(model, step, keep=keep)
+        with torch.no_grad():
+            loss, num_labels = _run(model, step)
     finally:
         model.train(training)
         reshard(model)
     return StepResult(loss, num_labels)
 
 
-def _run(
-    model: Any,
-    step: PackedStep,
-    reduce_every_microbatch: bool = False,
-    keep: Callable[[RaggedBatch, Any], None] | None = None,
-) -> tuple[Tensor, Tensor]:
+def _run(model: Any, step: PackedStep, reduce_every_microbatch: bool = False) -> tuple[Tensor, Tensor]:
     parallel = parallel_of(model)
     batches = [with_labels(batch, parallel.objective) for batch in step.microbatches]
     counts = [count_labels(batch, parallel.objective) for batch in batches]
@@ -117,12 +106,10 @@ def _run(
             # once and waits for it.
             model.set_requires_gradient_sync(last or reduce_every_microbatch)
             model.set_is_last_backward(last)
-        outputs, loss = _loss(model, batch, step, count, divisor)
+        loss = _loss(model, batch, step, count, divisor)
         if torch.is_grad_enabled():
             # The loss is divided by the labels of the whole step, so gradients are to be summed; FSDP averages them.
             (loss * parallel.averaged_over).backward()
-        if keep is not None and len(batch):
-            keep(batch, outputs)
         total += loss.detach()
     if parallel.mesh is not None:
         # Over dp·cp alone: the ranks of tp have computed the same loss.
@@ -130,8 +117,8 @@ def _run(
     return total, num_labels
 
 
-def _loss(model: Any, batch: RaggedBatch, step: PackedStep, count: int, divisor: Tensor) -> tuple[Any, Tensor]:
-    """The model's outputs, and this rank's part of the step's loss: all parts add up to it.
+def _loss(model: Any, batch: RaggedBatch, step: PackedStep, count: int, divisor: Tensor) -> Tensor:
+    """This rank's part of the step's loss: all parts add up to it.
 
     Args:
         model: the model, which runs one forward even for an empty microbatch.
@@ -156,8 +143,8 @@ def _loss(model: Any, batch: RaggedBatch, step: PackedStep, count: int, divisor:
     # The share of the step's real tokens that this call stands for; the cp ranks of a row divide it among themselves.
     share = batch.layout.num_tokens / max(step.num_tokens, 1) / cp
     if parallel.objective != NEXT_TOKEN:
-        return outputs, part_of_loss(outputs, parallel.objective, count, divisor)
-    return outputs, _weigh_auxiliary(model, outputs, share)
+        return part_of_loss(outputs, parallel.objective, count, divisor)
+    return _weigh_auxiliary(model, outputs, share)
 
 
 def _weigh_auxiliary(model: Any, outputs: Any, share: float) -> Tensor:

@@ -1,4 +1,17 @@
-"""Packing settings from Megatron's config, read once and checked."""
+"""Packing settings from Megatron's config, read once and checked; the FLOPs of its GPT, which are a sequence's cost.
+
+The tail of a packed row is padding behind the last sequence, which gives rows of one shape, or of few.
+``pad_packed_seq_alignment`` rounds each context-parallel rank's part of a row up to a multiple, once per row and not
+once per sequence; ``"max"`` makes every part ``max_seqlen_per_dp_cp_rank`` long. With ``thd_max_packed_sequences`` the
+cumulated lengths have one more entry than that in every step. Tokens and lengths then have the same shapes each step,
+as CUDA graphs require.
+
+The tail is a sequence of its own, the dummy (``thd_tail_padding_policy="append_dummy_seq"``, the default), or belongs
+to the slot of the last sequence (``"extend_last"``). A dummy is an ordinary sequence to attention and padding to the
+loss: its length is in ``cu_seqlens_q``, and the padding mask covers it.
+
+Source: ``pad_sequence_for_thd`` in ``megatron/core/packed_seq_params.py`` of Megatron-LM's dev branch.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +23,184 @@ from typing import Any
 import numpy as np
 
 from ullage.engines.megatron.fields import check_fields
-from ullage.engines.megatron.flops import transformer_terms
 from ullage.engines.megatron.params import core_takes_groups
-from ullage.engines.megatron.tail import Tail, sequence_limit
 from ullage.errors import InputError, require_int, require_one_of
-from ullage.layout import ORDERS
+from ullage.layout import ORDERS, Int64, Layout
 from ullage.planning import TransformerCost, plan
 from ullage.planning.plans import Plan
 from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names
 from ullage.ranks.topology import Topology
 
+
+def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | None:
+    """Forward FLOPs per token, and per squared token (causal half only), of a GPT with this ``TransformerConfig``.
+
+    A batch costs ``terms[0]·Σlength + terms[1]·Σlength²`` forward and three times that with backward. ``vocab_size``:
+    of the output layer, 0 to leave it out. Returns ``None`` for a config without sizes, and for experts or latent
+    attention, for which there is no formula here.
+    """
+    hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not hidden or not layers or not heads:
+        return None
+    if getattr(config, "num_moe_experts", None) or getattr(config, "multi_latent_attention", False):
+        return None
+    # Multiply-adds per token and layer: query and output projections, key and value projections (fewer heads with
+    # grouped queries), and two matrices of the MLP, or three if it is gated. A multiply-add is two FLOPs.
+    dim = getattr(config, "kv_channels", None) or hidden // heads
+    keys = getattr(config, "num_query_groups", None) or heads
+    inner = getattr(config, "ffn_hidden_size", None) or 4 * hidden
+    matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
+    projections = 2 * hidden * heads * dim + 2 * hidden * keys * dim
+    linear = 2 * (layers * (projections + matrices * hidden * inner) + hidden * vocab_size)
+    # Scores and their product with the values are 4·heads·dim FLOPs per pair, and half of the pairs are causal.
+    return linear, 2 * layers * heads * dim
+
+
+def flops_of_lengths(one_sequence: Callable[[int], float], length: int, num_tokens: int, squares: int) -> float:
+    """FLOPs of sequences of any lengths, by a formula that knows only sequences of one length.
+
+    Args:
+        one_sequence: FLOPs of a sequence by its length: a·length + b·length², as of a transformer.
+        length: a length at which to read the formula; the other is twice this.
+        num_tokens: Σlength.
+        squares: Σlength².
+    """
+    once, twice = one_sequence(length), one_sequence(2 * length)
+    quadratic = (twice - 2 * once) / (2 * length**2)
+    return (once / length - quadratic * length) * num_tokens + quadratic * squares
+
+
+_POLICIES = ("append_dummy_seq", "extend_last")
+
+
+def sequence_limit(config: Any) -> int | None:
+    """``thd_max_packed_sequences``, or ``None``. Raises ``InputError`` for what is no number."""
+    most = getattr(config, "thd_max_packed_sequences", None)
+    return None if most is None else require_int(most, "config.thd_max_packed_sequences", least=1)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How long a row is made, and to which sequence the padding belongs. Lengths are tokens of one rank's part.
+
+    Attributes:
+        alignment: the part is a multiple of it; ``None`` where ``target`` is set.
+        target: the part is exactly this long; ``None`` where ``alignment`` is set.
+        max_sequences: number of sequences in the cumulated lengths, the dummy among them; ``None`` for as many as
+            there are.
+        extend_last: whether the tail belongs to the last sequence.
+        per_rank: what a part must be divisible by besides.
+    """
+
+    alignment: int | None
+    target: int | None
+    max_sequences: int | None
+    extend_last: bool
+    per_rank: int = 1
+
+    @classmethod
+    def of(cls, config: Any, per_rank: int = 1) -> Tail | None:
+        """Read the config; ``None`` where rows get no tail. Raises ``InputError`` for a value that is none."""
+        policy = getattr(config, "thd_tail_padding_policy", None) or _POLICIES[0]
+        require_one_of(policy, _POLICIES, "config.thd_tail_padding_policy")
+        most = sequence_limit(config)
+        asked = getattr(config, "pad_packed_seq_alignment", None)
+        if asked is None:
+            return None
+        if most == 1 and policy == _POLICIES[0]:
+            raise InputError(
+                "config.thd_max_packed_sequences counts the dummy sequence of the tail",
+                expected="at least 2",
+                found=most,
+                hint="or set thd_tail_padding_policy to 'extend_last'",
+            )
+        # Graphs are captured at one shape, whatever the alignment is.
+        captured = getattr(config, "cuda_graph_impl", None) not in (None, "none")
+        alignment = target = None
+        if isinstance(asked, str) and asked.isdecimal():
+            asked = int(asked)
+        if asked != "max" and (isinstance(asked, (bool, str)) or not isinstance(asked, (int, np.integer)) or asked < 1):
+            raise InputError(
+                "config.pad_packed_seq_alignment must be a number of tokens or 'max'",
+                expected="'max' or a positive integer",
+                found=asked,
+            )
+        if asked == "max" or captured:
+            longest = getattr(config, "max_seqlen_per_dp_cp_rank", None)
+            target = require_int(longest, "config.max_seqlen_per_dp_cp_rank", least=1)
+        else:
+            alignment = int(asked)
+        return cls(alignment, target, most, policy == "extend_last", per_rank)
+
+    def filled(self, layout: Layout, parts: int, order: str = "zigzag") -> tuple[Layout, Int64]:
+        """The layout with its tail, and the length of each sequence that ``cu_seqlens_q`` shows.
+
+        Args:
+            layout: of a whole row.
+            parts: context-parallel ranks that share it.
+            order: how it is cut.
+
+        A last sequence without tokens is a dummy already and is made longer. Raises ``InputError`` for a row that is
+        longer than the target or has too many sequences.
+
+        >>> tail = Tail(alignment=8, target=None, max_sequences=4, extend_last=False)
+        >>> layout, shown = tail.filled(Layout([3, 7]), parts=1)
+        >>> layout.cu_seqlens_padded.tolist(), layout.lengths.tolist(), shown.tolist()
+        ([0, 3, 10, 16, 16], [3, 7, 0, 0], [3, 7, 6, 0])
+        """
+        rest = self._length(layout.size, parts, order) * parts - layout.size
+        lengths, slots = layout.lengths.tolist(), layout.slots.tolist()
+        has_dummy = not self.extend_last and bool(lengths) and not lengths[-1]
+        if rest and (has_dummy or (self.extend_last and lengths)):
+            slots[-1] += rest
+        elif rest:
+            lengths.append(0)
+            slots.append(rest)
+            has_dummy = not self.extend_last
+        shown = np.array(lengths, np.int64)
+        if has_dummy:
+            shown[-1] = slots[-1]
+        # Sequences of no tokens, which repeat the last entry of the cumulated lengths.
+        spare = 0 if self.max_sequences is None else self.max_sequences - len(lengths)
+        if spare < 0:
+            raise InputError(
+                "a packed row has more sequences than config.thd_max_packed_sequences",
+                expected=f"at most {self.max_sequences}" + (", the dummy included" if has_dummy else ""),
+                found=len(lengths),
+                hint="raise it, or let wrap_data_iterator pack the row",
+            )
+        zeros = [0] * spare
+        return Layout.from_slots(lengths + zeros, slots + zeros), np.append(shown, zeros).astype(np.int64)
+
+    def _length(self, size: int, parts: int, order: str) -> int:
+        """Tokens of one part."""
+        # In zigzag order a part is two chunks of each slot, so it is even.
+        unit = math.lcm(self.per_rank, 2 if parts > 1 and order == "zigzag" else 1)
+        least = -(-size // parts)
+        if self.target is None:
+            unit = math.lcm(unit, self.alignment or 1)
+            return -(-least // unit) * unit
+        if self.target % unit:
+            raise InputError(
+                "rows cannot be padded to config.max_seqlen_per_dp_cp_rank",
+                expected=f"a multiple of {unit}, which the ranks can divide",
+                found=self.target,
+            )
+        if least > self.target:
+            raise InputError(
+                "a packed row is longer than what it is padded to",
+                expected=f"at most {self.target} tokens per rank, config.max_seqlen_per_dp_cp_rank",
+                found=least,
+            )
+        return self.target
+
+
 #: Names of the scheduler that gives each microbatch its own context-parallel degree, and of the one that takes samples
 #: which are packed already.
 DYNAMIC, PACKED_ALREADY = "default_dynamic_cp", "empty"
-#: The attribute by which ``packed_block_spec`` marks the config of a model whose attention honours
-#: ``PackedSeqParams.cp_group``. Megatron-LM's own switch for that, where it has one, is ``dynamic_context_parallel``.
+#: The attribute of the config of a model whose attention honours ``PackedSeqParams.cp_group``. Megatron-LM's own switch
+#: for that, where it has one, is ``dynamic_context_parallel``.
 TAKES_GROUPS = "attention_takes_cp_group"
 
 
@@ -207,7 +383,9 @@ def _refuse_dynamic(config: Any, mtp_stages: frozenset[int]) -> None:
             f"{reason}, so microbatches cannot have degrees of their own",
             where=f"sequence_packing_scheduler {DYNAMIC!r}",
             hint="choose 'balanced', which keeps one degree"
-            + ("" if mtp_stages else ", or build the model with ullage.engines.megatron.packed_block_spec(config)"),
+            + (
+                "" if mtp_stages else f", or set config.{TAKES_GROUPS} where attention honours PackedSeqParams.cp_group"
+            ),
         )
 
 

@@ -8,25 +8,272 @@ the plan's number of microbatches. ``get_batch`` of the script returns packed ba
 
 A script that packs its steps itself, as those of Megatron-LM's dev branch do under ``--sequence-packing-scheduler``,
 keeps doing so, with ullage's plan.
+
+What ``get_batch`` returns is read from the forward step: six values in releases 0.16 and 0.17 of Megatron-LM, ten in
+0.18 and later, seven on its dev branch, and others in the scripts of hybrid models. The names to which ``forward_step``
+assigns them say which.
+
+Models and configs that cannot train on packed rows are refused before the first step: every rank looks at its own
+stage, and :func:`require_packable` is one agreement of all, so where one stage is refused every rank raises.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from ullage.engines.megatron import batch as batches
 from ullage.engines.megatron import wrapping
-from ullage.engines.megatron.flops import flops_of_lengths
-from ullage.engines.megatron.packable import require_packable
-from ullage.engines.megatron.script import GET_BATCH, GET_PACKED_BATCH, Script, batch_values, read_script
+from ullage.engines.megatron.settings import flops_of_lengths
 from ullage.engines.megatron.wrapping import WrappedStep
 from ullage.engines.replacing import Replacements
 from ullage.errors import InputError
+from ullage.ranks import Axis, Topology, gather_agreed, tried
+
+_SPEC_HINT = "build it with a Transformer Engine spec"
+
+
+def _mamba_problem(module: Any) -> str | None:
+    if "packed_seq_params" not in inspect.signature(module.forward).parameters:
+        return "this megatron-core's Mamba layers carry their state from one sequence of a row into the next"
+    if not getattr(module, "use_mem_eff_path", True):
+        return "Mamba layers keep sequences apart only in their memory-efficient path (use_mamba_mem_eff_path)"
+    return None
+
+
+def _delta_net_problem(module: Any) -> str | None:
+    from megatron.core import package_info
+
+    version = (int(package_info.MAJOR), int(package_info.MINOR))
+    return "gated delta net takes packed rows from megatron-core 0.18 on" if version < (0, 18) else None
+
+
+def _attention_problem(module: Any) -> str:
+    return f"megatron-core's own attention takes no packed rows; {_SPEC_HINT}"
+
+
+#: Problem with a module, by its class within megatron.core; None if it keeps the sequences of a row apart.
+MODULES: dict[str, Callable[[Any], str | None]] = {
+    "transformer.dot_product_attention.DotProductAttention": _attention_problem,
+    "ssm.mamba_mixer.MambaMixer": _mamba_problem,
+    "ssm.gated_delta_net.GatedDeltaNet": _delta_net_problem,
+}
+
+
+def _config_problem(config: Any, plans_packed: bool) -> InputError | None:
+    per_token = getattr(config, "calculate_per_token_loss", False)
+    if not per_token:
+        # The plan's number of microbatches is not the script's, and microbatches hold unequal numbers of tokens.
+        return InputError(
+            "packed training needs the loss per token",
+            where="config.calculate_per_token_loss",
+            expected="True",
+            found=per_token,
+            hint="pass --calculate-per-token-loss, before the model is wrapped for data parallelism",
+        )
+    asked = {
+        "hybrid_context_parallel": getattr(config, "hybrid_context_parallel", False),
+        "cuda_graph_scope": "full_iteration" in str(getattr(config, "cuda_graph_scope", "")),
+        "cuda_graph_impl": getattr(config, "cuda_graph_impl", None) == "full_iteration",
+        "overlap_moe_expert_parallel_comm": getattr(config, "overlap_moe_expert_parallel_comm", False)
+        and not plans_packed,
+        "moe_token_dispatcher_type": getattr(config, "num_moe_experts", None)
+        and getattr(config, "moe_token_dispatcher_type", None) == "allgather"
+        and getattr(config, "pipeline_model_parallel_size", 1) > 1,
+    }
+    for name, refused in asked.items():
+        if refused:
+            found = getattr(config, name)
+            return InputError("packed training does not do this", where=f"config.{name}", found=found)
+    return None
+
+
+def _problem(chunks: Sequence[nn.Module], config: Any, plans_packed: bool) -> InputError | None:
+    problem = _config_problem(config, plans_packed)
+    if problem is not None:
+        return problem
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            for kind in type(module).__mro__:
+                judge = MODULES.get(f"{kind.__module__}.{kind.__name__}".removeprefix("megatron.core."))
+                found = None if judge is None else judge(module)
+                if found is not None:
+                    return InputError(f"this model cannot train on packed rows: {found}", where=path)
+    return None
+
+
+def require_packable(
+    chunks: Sequence[nn.Module], config: Any, plans_packed: bool, has_iterator: bool, groups: Any
+) -> str:
+    """Check every rank's part of a model, and tell which ranks bring samples: ``owners`` of ``packed_step``.
+
+    Args:
+        chunks: this rank's parts of the model, one per virtual stage.
+        config: the model's.
+        plans_packed: whether the script builds its schedule plans for packed rows.
+        has_iterator: whether this rank has a data iterator.
+        groups: process groups; Megatron's parallel state if None.
+
+    Collective over all ranks. Raises ``InputError`` on a rank at fault and ``DistributedError`` on the others.
+    """
+
+    def check() -> list[Any]:
+        problem = _problem(chunks, config, plans_packed)
+        if problem is not None:
+            raise problem
+        topology = Topology.from_megatron(groups)
+        middle = not (topology.is_first_stage or topology.is_last_stage)
+        return [topology.tp.rank, middle, has_iterator]
+
+    record, failure = tried(check)
+    found = gather_agreed(record, Axis.world(), "checking the model", failure)
+    if any(has for tp, _, has in found if tp) and all(has for _, _, has in found):
+        return "every"
+    between = [has for tp, middle, has in found if middle and not tp]
+    return "stages" if between and all(between) else "ends"
+
+
+#: What a script may take, by the names in Megatron-LM's scripts.
+NAMES = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "packed_seq_params",
+    "padding_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+GET_BATCH, GET_PACKED_BATCH = "get_batch", "get_batch_on_this_rank_for_sequence_packing"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script, as its forward step shows it.
+
+    Attributes:
+        scope: global names of the module that defines the forward step.
+        returns: names that ``get_batch`` fills, in order; None if the forward step takes packed batches itself.
+        plans_packed: whether a schedule plan, for overlapped communication of experts, is built for packed rows.
+    """
+
+    scope: dict[str, Any]
+    returns: tuple[str, ...] | None
+    plans_packed: bool
+
+
+def read_script(forward_step: Callable[..., Any], returns: Sequence[str] | None) -> Script:
+    """Read a forward step. Raises ``InputError`` if it does not show how it gets its batch, or drops the lengths.
+
+    ``returns``: names of what ``get_batch`` returns, for a forward step whose source does not show them.
+    """
+    # Nothing plainer tells: get_batch returns a bare tuple whose order differs by release, its annotations do not name
+    # the values, and calling it to see would take a batch from the iterator on some ranks. `returns` is the way around.
+    function: Any = forward_step
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        scope = function.__globals__
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        raise InputError(
+            "the source of forward_step cannot be read",
+            found=repr(forward_step),
+            hint="pass the function of the training script that takes (data_iterator, model)",
+        ) from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if returns is None:
+        returns = _unpacked(tree)
+    if returns is None and not any(_called(call) == GET_PACKED_BATCH for call in calls):
+        raise InputError(
+            "forward_step does not show what it takes from get_batch",
+            expected=f"tokens, labels, ... = {GET_BATCH}(data_iterator, ...), or a call of {GET_PACKED_BATCH}",
+            hint="pass returns=(...), the names of what get_batch returns",
+        )
+    if returns is not None:
+        _require_names(tuple(returns), scope)
+    packed = [call for call in calls if {"packed_seq_params", None} & {keyword.arg for keyword in call.keywords}]
+    if not packed:
+        raise InputError(
+            "forward_step does not pass packed_seq_params to the model",
+            hint="without it the sequences of a row see each other: call model(..., packed_seq_params=...)",
+        )
+    plans = [call for call in calls if _called(call) == "build_schedule_plan"]
+    return Script(scope, None if returns is None else tuple(returns), all(plan in packed for plan in plans))
+
+
+def _called(call: ast.Call) -> str | None:
+    function = call.func
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", None)
+
+
+def _unpacked(tree: ast.AST) -> tuple[str, ...] | None:
+    """Names to which what ``get_batch`` returns is assigned."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _called(node.value) == GET_BATCH:
+            targets = getattr(node.targets[0], "elts", ())
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if names and len(names) == len(targets):
+                return tuple(names)
+    return None
+
+
+def _require_names(returns: tuple[str, ...], scope: dict[str, Any]) -> None:
+    unknown = [name for name in returns if name not in NAMES and not name.startswith("_")]
+    if unknown:
+        raise InputError(
+            "forward_step takes something from get_batch that packed batches do not have",
+            expected=", ".join(NAMES),
+            found=", ".join(unknown),
+        )
+    if not {"packed_seq_params", "cu_seqlens"} & set(returns):
+        raise InputError(
+            "forward_step takes no lengths from get_batch, so the sequences of a row would see each other",
+            expected="packed_seq_params, or cu_seqlens",
+            found=", ".join(returns),
+        )
+    if not callable(scope.get(GET_BATCH)):
+        raise InputError("the module of forward_step has no function get_batch", where=str(scope.get("__name__")))
+
+
+def batch_values(batch: tuple[Any, ...], returns: tuple[str, ...]) -> tuple[Any, ...]:
+    """A batch of ``get_batch_on_this_rank_for_sequence_packing`` as what ``get_batch`` of a script returns."""
+    tokens, labels, loss_mask, attention_mask, position_ids, params, padding_mask = batch
+    places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    degree = params.local_cp_size
+    values = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "packed_seq_params": params,
+        "padding_mask": padding_mask,
+        "local_cp_size": None if degree is None else torch.tensor(degree, dtype=torch.int32),
+        "hybrid_cp_group": params.cp_group,
+    }
+    if "cu_seqlens_padded" in returns:  # as from a data loader, with a batch dimension
+        values["cu_seqlens"], values["cu_seqlens_padded"] = params.cu_seqlens_q[None], places[None]
+        values["max_seqlen"] = torch.tensor([params.max_seqlen_q], dtype=torch.int32)
+    else:  # a script that has one kind of lengths uses them as positions in the row
+        values["cu_seqlens"], values["max_seqlen"] = places, params.max_seqlen_q
+    return tuple(values.get(name) for name in returns)
+
 
 _LOOP, _UPSTREAM = "megatron.training.training", "megatron.core.datasets.data_schedule"
 _COUNT = "num_floating_point_operations"

@@ -10,7 +10,7 @@ ranks that no giant took. The best of several tolerances is kept. Its microbatch
 blocks may balance, go to all ranks together where that is shorter.
 
 With one degree per bin an engine runs each microbatch with one process group per rank. What that gives up is computed
-by :mod:`~ullage.planning.solver.mixing`.
+by :mod:`~ullage.planning.bounds`.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
 and FlexSP (arXiv:2412.01523).
@@ -28,8 +28,7 @@ from ullage.layout import Int64
 from ullage.planning.solver.balancing import balance
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.improving import improve
-from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems
-from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, falling_order
 from ullage.planning.solver.packing import pack_items
 from ullage.planning.solver.placing import heaviest_first, no_bins
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ullage.layout import Int64
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.items import falling_order
 
 
 @kernel

@@ -9,10 +9,12 @@ the path. Later rounds aim at each microbatch's own mean, and shift the pairing.
 
 Source: pairwise differencing, Karmarkar and Karp, "The differencing method of set partitioning", Berkeley 1982, with
 the capacity as a constraint.
+
+Two bins divide their items again so that the first ends as close to a target cost as its room allows. Few items: every
+division, in Gray code, so that each step moves one item. More: the best exchange of one item for another, or for none,
+found in one pass over both sorted bins, again and again.
 """
 
-# numpy's type stubs do not know that an int64 number is an int to numba.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 from __future__ import annotations
 
 import numpy as np
@@ -20,9 +22,241 @@ import numpy as np
 from ullage.layout import Int64
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.critical import path_of
-from ullage.planning.solver.dividing import divide, link
-from ullage.planning.solver.items import Bins, Items, Room
-from ullage.planning.solver.ordering import falling_order
+from ullage.planning.solver.items import Bins, Items, Room, falling_order
+
+#: Pairs of up to this many items try every division.
+EXHAUSTIVE = 9
+#: Exchanges tried on one pair.
+_EXCHANGES = 6
+
+
+@kernel
+def link(items: Items, bins: Bins, head: Int64, following: Int64) -> None:
+    """Lists the items of each bin by falling cost."""
+    head[:] = -1
+    # Items are numbered by falling cost, so pushing them from the last to the first leaves every list in that order.
+    for i in range(len(bins.home) - 1, -1, -1):
+        k = bins.home[i]
+        following[i] = head[k]
+        head[k] = i
+
+
+@kernel
+def _gather(head: Int64, following: Int64, k: int, pool: Int64) -> int:
+    """Writes the items of bin ``k`` to ``pool`` and returns how many they are."""
+    size, i = 0, head[k]
+    while i >= 0:
+        pool[size] = i
+        size += 1
+        i = following[i]
+    return size
+
+
+@kernel
+def _every_division(items: Items, pool: Int64, size: int, room: Room, target: int, closer: int) -> int:
+    """The items of the part that costs closest to ``target``, as a bit mask of ``pool[:size]``, both parts within
+    ``room``.
+
+    −1 if none is closer than ``closer``.
+    """
+    # The second part is the whole without the first, so the sums over all items bound it.
+    held_all, sequences_all = 0, 0
+    for j in range(size):
+        held_all += items.slots[pool[j]]
+        sequences_all += items.counts[pool[j]]
+    found = -1
+    cost, held, num_sequences, mask = 0, 0, 0, 0
+    for step in range(1, 1 << size):
+        # Gray code: the lowest set bit of ``step`` is the one item that changes sides, and the sums of the first part
+        # change by that item alone.
+        j = 0
+        while not (step >> j) & 1:
+            j += 1
+        i = pool[j]
+        mask ^= 1 << j
+        sign = 1 if (mask >> j) & 1 else -1
+        cost += sign * items.costs[i]
+        held += sign * items.slots[i]
+        num_sequences += sign * items.counts[i]
+        if (
+            abs(cost - target) < closer
+            and held <= room.capacity
+            and held_all - held <= room.capacity
+            and num_sequences <= room.max_sequences
+            and sequences_all - num_sequences <= room.max_sequences
+        ):
+            closer = abs(cost - target)
+            found = mask
+    return found
+
+
+@kernel
+def _allowed(items: Items, bins: Bins, room: Room, a: int, b: int, i: int, j: int) -> bool:
+    """Whether bins ``a`` and ``b`` can hold one another's items ``i`` of ``a`` and ``j`` of ``b`` (−1: none)."""
+    slots, count = items.slots[i], items.counts[i]
+    if j >= 0:
+        slots -= items.slots[j]
+        count -= items.counts[j]
+    return (
+        bins.held[b] + slots <= room.capacity
+        and bins.held[a] - slots <= room.capacity
+        and bins.num_sequences[b] + count <= room.max_sequences
+        and bins.num_sequences[a] - count <= room.max_sequences
+    )
+
+
+@kernel
+def _best_exchange(
+    items: Items,
+    bins: Bins,
+    room: Room,
+    a: int,
+    b: int,
+    ours: Int64,
+    size_a: int,
+    theirs: Int64,
+    size_b: int,
+    surplus: int,
+    closer: int,
+) -> int:
+    """The exchange that moves a cost closest to ``surplus`` > 0 from bin ``a`` to bin ``b``.
+
+    ``ours[:size_a]``, ``theirs[:size_b]``: the items of ``a`` and of ``b``, by falling cost. ``closer``: the distance
+    from ``surplus`` that an exchange must be below.
+
+    Returns ``place in ours · (size_b + 1) + place in theirs``, the latter ``size_b`` for no item, or −1 without such an
+    exchange.
+    """
+    found, at = -1, 0
+    for p in range(size_a):
+        # Without a partner the exchange moves all of the item's cost.
+        cost = items.costs[ours[p]]
+        if abs(cost - surplus) < closer and _allowed(items, bins, room, a, b, ours[p], -1):
+            closer = abs(cost - surplus)
+            found = p * (size_b + 1) + size_b
+        # Both costs fall, so the partner that comes closest only moves on.
+        while at < size_b and cost - items.costs[theirs[at]] < surplus:
+            at += 1
+        # The two partners on either side of the best cost, in case the closest one is not allowed by the room.
+        for q in range(max(0, at - 2), min(size_b, at + 2)):
+            away = abs(cost - items.costs[theirs[q]] - surplus)
+            if away < closer and _allowed(items, bins, room, a, b, ours[p], theirs[q]):
+                closer = away
+                found = p * (size_b + 1) + q
+        if closer == 0:
+            break
+    return found
+
+
+@kernel
+def _replace(pool: Int64, size: int, out: int, into: int) -> int:
+    """Takes place ``out`` (−1: none) from ``pool[:size]`` and puts item ``into`` (−1: none) at its place in order."""
+    # The number of an item is its place by falling cost, so sorting by number is sorting by cost.
+    if out >= 0:
+        for j in range(out, size - 1):
+            pool[j] = pool[j + 1]
+        size -= 1
+    if into >= 0:
+        j = size
+        while j > 0 and pool[j - 1] > into:
+            pool[j] = pool[j - 1]
+            j -= 1
+        pool[j] = into
+        size += 1
+    return size
+
+
+@kernel
+def _settle(items: Items, bins: Bins, head: Int64, following: Int64, k: int, pool: Int64, size: int) -> int:
+    """Makes ``pool[:size]`` the items of bin ``k``."""
+    load, held, num_sequences = 0, 0, 0
+    head[k] = pool[0] if size else -1
+    for j in range(size):
+        i = pool[j]
+        bins.home[i] = k
+        load += items.costs[i]
+        held += items.slots[i]
+        num_sequences += items.counts[i]
+        following[i] = pool[j + 1] if j + 1 < size else -1
+    bins.load[k], bins.held[k], bins.num_sequences[k] = load, held, num_sequences
+    return load
+
+
+@kernel
+def divide(
+    items: Items,
+    bins: Bins,
+    room: Room,
+    head: Int64,
+    following: Int64,
+    a: int,
+    b: int,
+    target: int,
+    ours: Int64,
+    theirs: Int64,
+) -> int:
+    """Divide the items of bins ``a`` and ``b`` again, so that ``a`` costs as close to ``target`` as it can.
+
+    Args:
+        items: sorted by falling cost.
+        bins: receives the new homes and sums of both bins.
+        room: what a bin can hold.
+        head [bins], following [items]: the items of each bin as a linked list, by falling cost; kept up to date.
+        a, b: the two bins.
+        target: the cost that ``a`` should have.
+        ours, theirs [items]: work arrays.
+
+    Returns the operations spent, negative if nothing changed.
+    """
+    size_a, size_b = _gather(head, following, a, ours), _gather(head, following, b, theirs)
+    away = abs(bins.load[a] - target)
+    size = size_a + size_b
+    # Few items: all 2^size divisions are tried. Both lists become one, still by falling cost, so that a division is a
+    # bit mask and both parts come out sorted.
+    if size <= EXHAUSTIVE:
+        for j in range(size_b):
+            _replace(ours, size_a + j, -1, theirs[j])
+        mask = _every_division(items, ours, size, room, target, away)
+        if mask < 0:
+            return -(1 << size)
+        # ``ours`` is read and written in one pass: what is written never overtakes what is read.
+        size_a, size_b = 0, 0
+        for j in range(size):
+            i = ours[j]
+            if (mask >> j) & 1:
+                ours[size_a] = i
+                size_a += 1
+            else:
+                theirs[size_b] = i
+                size_b += 1
+        _settle(items, bins, head, following, a, ours, size_a)
+        _settle(items, bins, head, following, b, theirs, size_b)
+        return 1 << size
+    # Many items: the best single exchange, again and again. Each one leaves a smaller surplus for the next.
+    spent = 0
+    for tries in range(_EXCHANGES):
+        surplus = bins.load[a] - target
+        spent += 10 * size
+        # The bin that costs too much gives, and an exchange must leave less than the surplus there is.
+        if surplus > 0:
+            found = _best_exchange(items, bins, room, a, b, ours, size_a, theirs, size_b, surplus, surplus)
+            p, q = found // (size_b + 1), found % (size_b + 1)
+        else:
+            found = _best_exchange(items, bins, room, b, a, theirs, size_b, ours, size_a, -surplus, -surplus)
+            q, p = found // (size_a + 1), found % (size_a + 1)
+        if found < 0 or surplus == 0:
+            return spent if tries else -spent
+        # Exchange the two items, or move one where it has no partner, and keep both lists sorted.
+        i, j = ours[p] if p < size_a else -1, theirs[q] if q < size_b else -1
+        size_a = _replace(ours, size_a, p if i >= 0 else -1, j)
+        size_b = _replace(theirs, size_b, q if j >= 0 else -1, i)
+        _settle(items, bins, head, following, a, ours, size_a)
+        _settle(items, bins, head, following, b, theirs, size_b)
+        # Closer than this is no gain: pairs are only divided that are farther than 0.0002 of a goal apart.
+        if abs(bins.load[a] - target) * 2000 < target:
+            break
+    return spent
+
 
 #: A critical path this close to its bound is good enough.
 GOOD = 1.0002

@@ -2,13 +2,201 @@
 
 Every array is a C-contiguous int64 array. Inside the solver an item is its place in ``Items``, a bin its place in
 ``Bins``.
+
+Sorts are stable and linear in time, by least-significant-digit radix and by counting: numpy's stable sort of int64
+compares; these count, which is several times faster at a million items and always the same on every machine.
+
+A set of small integers finds the next and the previous member in a few steps: bits of a flat uint64 array in four
+levels, where a bit of a level says whether the word of 64 below it is not empty. A search climbs until it meets a word
+that is not empty and then descends. 16 million values take four levels.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ullage.layout import Int64
+from ullage.planning.solver.compiled import kernel
+
+Words = npt.NDArray[np.uint64]
+#: The words of all levels, and where each level begins among them.
+Bitset = tuple[Words, Int64]
+LEVELS = 4
+LIMIT = 64**LEVELS
+
+# Every operand is uint64: together with an int64 number numpy and numba would compute in float64.
+_ONE = np.uint64(1)
+_PAIRS, _FOURS, _EIGHTS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
+_BYTES = np.uint64(0x0101010101010101)
+
+
+@kernel
+def _count(word: np.uint64) -> int:
+    # Population count: sums of 1-bit fields in 2 bits, of those in 4 and in 8; the multiplication adds up the 8 bytes
+    # in the highest one.
+    word = word - ((word >> _ONE) & _PAIRS)
+    word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
+    word = (word + (word >> np.uint64(4))) & _EIGHTS
+    return np.int64((word * _BYTES) >> np.uint64(56))
+
+
+@kernel
+def _lowest(word: np.uint64) -> int:
+    # ``w & -w`` is the lowest set bit alone; minus one, it has as many bits as there are zeros below it.
+    return _count((word & (~word + _ONE)) - _ONE)
+
+
+@kernel
+def _highest(word: np.uint64) -> int:
+    # Set every bit below the highest one; their number is then its position plus one.
+    for shift in (1, 2, 4, 8, 16, 32):
+        word |= word >> np.uint64(shift)
+    return _count(word) - 1
+
+
+@kernel
+def empty_set(limit: int) -> Bitset:
+    """An empty set of integers in ``0..limit``."""
+    offsets = np.zeros(LEVELS + 1, np.int64)
+    size = limit + 1
+    for level in range(LEVELS):
+        # Words of this level: one bit for each value, or for each word of the level below.
+        size = (size + 63) >> 6
+        offsets[level + 1] = offsets[level] + size
+    return np.zeros(offsets[LEVELS], np.uint64), offsets
+
+
+@kernel
+def add(members: Bitset, value: int) -> None:
+    words, offsets = members
+    for level in range(LEVELS):
+        k = offsets[level] + (value >> 6)
+        before = words[k]
+        words[k] = before | (_ONE << np.uint64(value & 63))
+        # The word had a member already, so the levels above have its bit.
+        if before:
+            return
+        value >>= 6
+
+
+@kernel
+def remove(members: Bitset, value: int) -> None:
+    words, offsets = members
+    for level in range(LEVELS):
+        k = offsets[level] + (value >> 6)
+        words[k] &= ~(_ONE << np.uint64(value & 63))
+        # The word still has a member, so the levels above keep its bit.
+        if words[k]:
+            return
+        value >>= 6
+
+
+@kernel
+def contains(members: Bitset, value: int) -> bool:
+    words, _ = members
+    return (words[value >> 6] >> np.uint64(value & 63)) & _ONE != 0
+
+
+@kernel
+def next_member(members: Bitset, value: int) -> int:
+    """The least member >= ``value`` >= 0, or −1."""
+    words, offsets = members
+    for level in range(LEVELS):
+        # Climb: is there a bit at or after ``value`` in the rest of its word?
+        k = value >> 6
+        if k >= offsets[level + 1] - offsets[level]:
+            return -1
+        word = words[offsets[level] + k] >> np.uint64(value & 63)
+        if word:
+            # Descend: ``value`` is the number of a word of the level below; its lowest bit leads on.
+            value += _lowest(word)
+            for below in range(level - 1, -1, -1):
+                value = (value << 6) + _lowest(words[offsets[below] + value])
+            return value
+        # Nothing in this word: the level above is searched from the next word on.
+        value = k + 1
+    return -1
+
+
+@kernel
+def previous_member(members: Bitset, value: int) -> int:
+    """The greatest member <= ``value``, or −1; ``value`` may be negative but not above the limit."""
+    words, offsets = members
+    for level in range(LEVELS):
+        if value < 0:
+            return -1
+        k = value >> 6
+        # Climb as in :func:`next_member`, with the bits above ``value`` shifted out of the word.
+        word = words[offsets[level] + k] << np.uint64(63 - (value & 63))
+        if word:
+            # Descend by the highest bit of each word.
+            value -= 63 - _highest(word)
+            for below in range(level - 1, -1, -1):
+                value = (value << 6) + _highest(words[offsets[below] + value])
+            return value
+        value = k - 1
+    return -1
+
+
+#: Bits per pass of the radix sort: 2048 counters of 8 bytes.
+_DIGIT = 11
+
+
+@kernel
+def falling_order(keys: Int64) -> Int64:
+    """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
+    n = len(keys)
+    highest = 0
+    for i in range(n):
+        highest = max(highest, keys[i])
+    order = np.arange(n)
+    spare = np.empty(n, np.int64)
+    # Short lists take fewer bits per pass: clearing 2048 counters would cost more than sorting the items.
+    digit = 8 if n < 1024 else _DIGIT
+    mask = (1 << digit) - 1
+    shift = 0
+    # One pass per digit, the least significant first. Each pass is stable, so it keeps the order of the passes before
+    # among equal digits. It ends with the last digit of the highest key, or of int64: a shift by 64 bits or more is
+    # one by the remainder on some machines.
+    while shift < 63 and highest >> shift:
+        # Count digits, then cumulate: ``starts[d]`` is where bucket d begins. ``mask - digit`` numbers the buckets
+        # from the highest digit down, which sorts from high to low without losing stability.
+        starts = np.zeros(mask + 2, np.int64)
+        for i in range(n):
+            starts[mask - ((keys[i] >> shift) & mask) + 1] += 1
+        for d in range(mask + 1):
+            starts[d + 1] += starts[d]
+        for j in range(n):
+            i = order[j]
+            d = mask - ((keys[i] >> shift) & mask)
+            spare[starts[d]] = i
+            starts[d] += 1
+        order, spare = spare, order
+        shift += digit
+    return order
+
+
+@kernel
+def rows(bins: Int64, count: int) -> tuple[Int64, Int64]:
+    """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
+    # Counting sort: the number of items per bin, cumulated to where each bin begins.
+    offsets = np.zeros(count + 1, np.int64)
+    for i in range(len(bins)):
+        offsets[bins[i] + 1] += 1
+    for k in range(count):
+        offsets[k + 1] += offsets[k]
+    # ``following[k]``: the next free place of bin k. Items are met in order, so they stay in it within a bin.
+    following = offsets[:-1].copy()
+    order = np.empty(len(bins), np.int64)
+    for i in range(len(bins)):
+        k = bins[i]
+        order[following[k]] = i
+        following[k] += 1
+    return order, offsets
+
 
 #: An int64 array of two dimensions.
 Table = Annotated[Int64, 2]

@@ -17,9 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from ullage.layout import Int64
-from ullage.planning.solver.bitset import Bitset, add, contains, empty_set, next_member, previous_member, remove
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.items import Room
+from ullage.planning.solver.items import Bitset, Room, add, contains, empty_set, next_member, previous_member, remove
 
 #: Sizes above this are packed in coarser units, rounded up, so that memory does not grow with the capacity.
 _FINEST = 1 << 22

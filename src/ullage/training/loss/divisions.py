@@ -9,9 +9,9 @@ called to find it out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ullage.attention.heads import KNOWN_AUTHORS, package_of
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
+
+_Value = TypeVar("_Value")
 
 Division = Literal["sum", "token_mean", "sequence_mean"]
 
@@ -49,6 +51,15 @@ def defining_class(kind: type, name: str, *, below: type | None = None) -> type 
     if below is not None:
         order = order[order.index(below) + 1 :]
     return next((each for each in order if name in vars(each) and package_of(each) not in KNOWN_AUTHORS), None)
+
+
+def nearest_in(table: Mapping[str, _Value], kind: type, most: int | None = None) -> _Value | None:
+    """What a table of others' classes by their full names has of the nearest base of a class; None for no base.
+
+    By name, so that nothing of theirs is imported. ``most``: how many bases to ask, the class itself first.
+    """
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__[:most])
+    return next((table[name] for name in names if name in table), None)
 
 
 @dataclass
@@ -142,7 +153,7 @@ def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
         if order.index(declaring) > order.index(owner):
             word = None
     if word is None and owner is not None:
-        return _READ.get(f"{owner.__module__}.{owner.__qualname__}")
+        return nearest_in(_READ, owner, most=1)
     return word
 
 
@@ -186,6 +197,26 @@ def division_of(
             "or say otherwise: 'sum' or 'sequence_mean'."
         )
     raise _undeclared(own.name, "it takes num_items_in_batch" if own.takes_count else "there are no labels by token")
+
+
+def shares(parts: Iterable[float], whole: float) -> list[float]:
+    """Fraction of a step over all ranks that each microbatch makes up: its part of what the step's mean is over.
+
+    Over all ranks and microbatches the fractions add up to one, or are all zero where nothing counts.
+
+    >>> shares([3, 0, 1], 8)
+    [0.375, 0.0, 0.125]
+    """
+    return [part / whole if whole else 0.0 for part in parts]
+
+
+def part_of_step(mean: Tensor, count: Tensor, whole: Tensor, ranks: int) -> Tensor:
+    """A mean over ``count`` labels as its part of a mean over ``whole``. Does not wait for the device.
+
+    ``ranks``: those whose gradients are averaged, which divides by them.
+    """
+    # A mean over no labels is nan, which a weight of zero would keep.
+    return torch.where(count > 0, mean, torch.zeros_like(mean)) * (count / whole * ranks).to(mean.dtype)
 
 
 def _undeclared(name: str, found: str) -> InputError:

@@ -7,6 +7,11 @@ hidden states, and what is done to their scores, recorded operation by operation
 (:mod:`ullage.training.loss.chunked_loss`). An operation that cannot be recorded computes the logits, and the call goes
 on with them as it would have without: the loss is the same either way.
 
+A slice of tokens or another form of the leading dims is the same of the hidden states, as long as the last dim stays
+apart from the others. Each function in :data:`VIEWS` takes the hidden states, the number of words and the operation's
+own arguments. It gives the hidden states of the result, and a step on the scores if the last dim is cut; None for what
+is no such view.
+
 What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
 """
 
@@ -14,7 +19,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -26,24 +32,109 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
 from ullage.training.loss.chunked_loss import chunked_cross_entropy
-from ullage.training.loss.logit_views import VIEWS, ScoreStep
+
+
+class ScoreStep:
+    """One operation on scores [n, words], with what stands beside them."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return self.func(scores, *self.args, **self.kwargs)
+
+
+View = tuple[Tensor, Callable[[Tensor], Tensor] | None]
+
+
+def _indexed(hidden: Tensor, words: int, index: Any) -> View | None:
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(each is None or each is Ellipsis or isinstance(each, (int, slice, Tensor)) for each in entries):
+        return None
+    taken = [0 if each is None or each is Ellipsis else _dims_of(each) for each in entries]
+    rest = hidden.ndim - sum(taken)
+    places = [place for place, each in enumerate(entries) if each is Ellipsis]
+    if rest < 0 or len(places) > 1:
+        return None
+    place = places[0] if places else len(entries)
+    entries[place : place + 1] = [slice(None)] * rest
+    # The last entry that takes a dim takes that of the words.
+    last = max((place for place, each in enumerate(entries) if each is not None), default=None)
+    if last is None or not isinstance(entries[last], slice) or any(each is None for each in entries[last:]):
+        return None
+    chosen, entries[last] = entries[last], slice(None)
+    rows = hidden[tuple(entries)]
+    if chosen.indices(words) == (0, words, 1):
+        return rows, None
+    return rows, ScoreStep(Tensor.__getitem__, ((Ellipsis, chosen),), {})
+
+
+def _dims_of(entry: Any) -> int:
+    is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
+    return entry.ndim if is_mask else 1
+
+
+def _reshaped(hidden: Tensor, words: int, *shape: Any, **named: Any) -> View | None:
+    sizes = tuple(named.get("shape", named.get("size", shape)))
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+    if not sizes or not all(isinstance(each, int) for each in sizes):
+        return None
+    *leading, last = sizes
+    if last == -1 and prod(leading) == prod(hidden.shape[:-1]):
+        last = words
+    # With no tokens, -1 could be anything.
+    if last != words or not leading or not hidden.numel():
+        return None
+    known = prod(each for each in leading if each != -1)
+    if leading.count(-1) > 1 or not known or prod(hidden.shape[:-1]) % known:
+        return None
+    return hidden.reshape(*leading, hidden.shape[-1]), None
+
+
+def _flattened(hidden: Tensor, words: int, start_dim: int = 0, end_dim: int = -1) -> View | None:
+    end = end_dim % hidden.ndim
+    return None if end == hidden.ndim - 1 else (hidden.flatten(start_dim, end), None)
+
+
+def _unflattened(hidden: Tensor, words: int, dim: int, sizes: Any) -> View | None:
+    return None if dim % hidden.ndim == hidden.ndim - 1 else (hidden.unflatten(dim, sizes), None)
+
+
+def _unsqueezed(hidden: Tensor, words: int, dim: int) -> View | None:
+    place = dim % (hidden.ndim + 1)
+    return None if place == hidden.ndim else (hidden.unsqueeze(place), None)
+
+
+def _squeezed(hidden: Tensor, words: int, dim: int | None = None) -> View | None:
+    return None if dim is None or dim % hidden.ndim == hidden.ndim - 1 else (hidden.squeeze(dim), None)
+
+
+VIEWS: dict[str, Callable[..., View | None]] = {
+    "getitem": _indexed,
+    "view": _reshaped,
+    "reshape": _reshaped,
+    "flatten": _flattened,
+    "unflatten": _unflattened,
+    "unsqueeze": _unsqueezed,
+    "squeeze": _squeezed,
+}
+
 
 #: Operations on each score by itself, with numbers, single values or one value per word beside it.
-_ELEMENTWISE = frozenset(
-    {"add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide"}
-    | {"neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to"}
-)
+_ELEMENTWISE = frozenset({
+    "add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide",
+    "neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to",
+})  # fmt: skip
 _EITHER_WAY = frozenset({"add", "radd", "mul", "rmul", "multiply"})
-_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")) | {
-    "__idiv__",
-    "__setitem__",
-}
+_IN_PLACE = frozenset({
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
+})  # fmt: skip
 _OPERATORS = (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
-    *("__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
-    *("__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__", *sorted(_IN_PLACE - {"__idiv__"})),
-)
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
+    "__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__",
+    "__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__",
+)  # fmt: skip
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
@@ -204,7 +295,7 @@ class LazyLogits:
             if result is not NotImplemented:
                 return result
         name = func.__name__
-        if name in _IN_PLACE or (name.endswith("_") and not name.startswith("_")):
+        if name in _IN_PLACE or name == "__idiv__" or (name.endswith("_") and not name.startswith("_")):
             # In place: whatever else there is of these logits may see it.
             for each in (*others, first):
                 if isinstance(each, LazyLogits):
@@ -344,7 +435,112 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in _OPERATORS:
+for _name in (*_OPERATORS, *_IN_PLACE):
     setattr(LazyLogits, _name, _operator(_name))
 # By identity, as tensors: comparing two of them computes them.
 LazyLogits.__hash__ = object.__hash__
+
+
+class _StandIn(nn.Module):
+    """A stand-in for a head: gives the logits of its calls uncomputed; in all else it is the head."""
+
+    def __init__(self, place: nn.Module, head: nn.Module, calls: list[HeadCall]) -> None:
+        super().__init__()
+        # Behind nn.Module's back, so that nobody finds the head's parameters twice.
+        vars(self).update(_place=place, _head=head, _calls=calls)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_place"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else None
+        if len(args) != 1 or kwargs or not isinstance(hidden, Tensor) or not torch.is_grad_enabled() or hidden.ndim < 2:
+            return self._place(*args, **kwargs)
+        device, head = hidden.device.type, self._head
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        call = HeadCall(head, hidden)
+        self._calls.append(call)
+        return LazyLogits(call, hidden, head.out_features, dtype)
+
+
+@contextmanager
+def head_in_chunks(model: nn.Module) -> Iterator[list[HeadCall]]:
+    """For calls of ``model`` within this block, compute its head and its loss in chunks, where its forward allows it.
+
+    Yields the calls of the head, as they come. ``model``: bare. Raises ``InputError`` where :func:`head_problem` tells
+    of one.
+    """
+    problem = head_problem(model)
+    if problem is not None:
+        raise InputError("head and loss cannot run in chunks", where=type(model).__name__, found=problem)
+    place = _output_embeddings(model)
+    assert place is not None
+    calls: list[HeadCall] = []
+    stand_in = _StandIn(place, _within_adapters(place), calls)
+    owners = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in vars(parent)["_modules"].items()
+        if child is place
+    ]
+    for parent, name in owners:
+        vars(parent)["_modules"][name] = stand_in
+    try:
+        yield calls
+    finally:
+        for parent, name in owners:
+            vars(parent)["_modules"][name] = place
+        for call in calls:
+            call.end()
+
+
+def head_problem(model: nn.Module) -> str | None:
+    """Why the head of a bare model cannot run in chunks; None where it can."""
+    place = _output_embeddings(model)
+    if place is None:
+        return "the model names no head (get_output_embeddings)"
+    head = _within_adapters(place)
+    if not _is_linear(head):
+        return f"its head is a {type(head).__name__}, not a linear layer"
+    if any("forward" in vars(each) for each in (place, head)):
+        return "somebody has given its head another forward"
+    if any(not _is_engines(hook) for each in (place, *head.modules()) for hook in hooks_of(each)):
+        return "somebody reads its head by hooks"
+    if any(hooks_of(each) for each in head.modules() if each is not head):
+        return "the parts of its head are gathered one by one"
+    if next(head.parameters()).dtype == torch.float16:
+        return "float16 needs its loss scaled before the gradients are made"
+    return None
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    try:
+        found = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _within_adapters(place: nn.Module) -> nn.Module:
+    """The module that runs where PEFT trains a copy of the head (``modules_to_save``); else the head."""
+    copies: Any = getattr(place, "modules_to_save", None)
+    if type(place).__name__ != "ModulesToSaveWrapper" or not isinstance(copies, nn.ModuleDict):
+        return place
+    active: Any = place.active_adapters
+    if place.disable_adapters or not active or active[0] not in copies:
+        return place.original_module  # pyright: ignore[reportReturnType]
+    return copies[active[0]]
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Whether a head is torch's linear layer, or one that PEFT's LoRA has put in its place."""
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return True
+    base = getattr(head, "base_layer", None)
+    is_lora = type(head).__module__.startswith("peft.tuners.lora") and type(head).__name__ == "Linear"
+    return is_lora and isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
+
+
+def _is_engines(hook: Any) -> bool:
+    """Whether DeepSpeed has registered a hook, to gather parameters and let them go."""
+    return (getattr(hook, "__module__", "") or "").startswith("deepspeed.")

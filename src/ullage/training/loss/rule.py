@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from ullage.attention.heads import second_label
 from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
-from ullage.mixers.two_losses import NUM_SEQUENCES
+from ullage.mixers.whole import NUM_SEQUENCES
 from ullage.training import counting
-from ullage.training.loss.chunked_head import head_in_chunks, head_problem
-from ullage.training.loss.divisions import OwnLoss
-from ullage.training.loss.second_labels import adds_two_losses
-from ullage.training.loss.weighable import kind_of_loss
-from ullage.training.loss.weighted_losses import weighted_sequence_loss, weighted_token_loss
+from ullage.training.loss.divisions import OwnLoss, part_of_step
+from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
+from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequence_loss, weighted_token_loss
+from ullage.training.packable import adds_two_losses
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.sharding import sharding_of
 
 _logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class LossRule:
         if hook is None:
             add_loss(self._reader.model, None, outputs)
         # Reducing gradients divides by the ranks.
-        loss = found[0] * self._trainer.accelerator.num_processes
+        loss = found[0] * self._packer.averaged_over
         loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
         return (loss, outputs) if return_outputs else loss
 
@@ -159,7 +159,8 @@ class LossRule:
             return "the loss is not the model's own"
         if trainer.args.fp16 or trainer.accelerator.mixed_precision == "fp16":
             return "fp16 scales the loss before its gradients are made"
-        if trainer.is_fsdp_enabled or has_compiled_regions(model) or is_compiled_module(model):
+        is_sharded = trainer.is_fsdp_enabled or sharding_of(trainer.model) is not None
+        if is_sharded or has_compiled_regions(model) or is_compiled_module(model):
             return "FSDP and torch.compile keep the model's forward as it is"
         if self._packer.weigher.is_on and runs_whole(self._reader.model):
             return "the logits that are weighed are joined from several calls"
@@ -177,7 +178,7 @@ class LossRule:
         numbers = {"num_items_in_batch": num_items_in_batch, NUM_SEQUENCES: self._packer.sequences_of_step}
         loss, outputs = compute(model, {**inputs, **numbers}, True, num_items_in_batch=None)
         # Reducing gradients divides by the ranks.
-        loss = loss * self._trainer.accelerator.num_processes
+        loss = loss * self._packer.averaged_over
         return (loss, outputs) if return_outputs else loss
 
     def _mean_by_share(
@@ -188,18 +189,15 @@ class LossRule:
         The parameters are those of :meth:`compute`.
         """
         # With num_items_in_batch=None the model returns its own mean, and compute_loss multiplies by nothing. Σ over
-        # batches of mean · labels in it / labels in the step is the mean over the step; the ranks are there because
-        # reducing gradients divides by them.
+        # batches of mean · labels in it / labels in the step is the mean over the step.
         elements = self._reader.label_elements(inputs)
         assert elements is not None
         count = counting.count_labels(elements)
         loss, outputs = compute(model, inputs, True, num_items_in_batch=None)
         ranks = self._trainer.accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
-        weight = count / num_items_in_batch * ranks
         # training_step must not divide by the number of batches as well.
         self._trainer.loss_is_scaled_for_ga = True
-        # A mean over no labels is nan, which a weight of zero would keep.
-        loss = torch.where(count > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+        loss = part_of_step(loss, count, num_items_in_batch, ranks)
         return (loss, outputs) if return_outputs else loss
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers.forwards import ModelForward
-from ullage.mixers.rows import LENGTH_NAMES
 from ullage.mixers.wrappers import bare
+from ullage.rows import LENGTH_NAMES
 from ullage.schema import IGNORED_LABEL
 from ullage.training.forms import form_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ullage.training.loss.divisions import nearest_in
 from ullage.training.trl.padded import PaddedLoss
 from ullage.training.trl.preferences import PairLoss, UnpairedLoss
 from ullage.training.trl.rollouts import RolloutLoss
@@ -18,6 +19,5 @@ _KINDS: dict[str, type[PaddedLoss]] = {
 
 def padded_loss_of(trainer: Any) -> PaddedLoss | None:
     """What packs a trainer whose loss takes padded rows; None for any other trainer."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
-    kind = next((_KINDS[name] for name in names if name in _KINDS), None)
+    kind = nearest_in(_KINDS, type(trainer))
     return None if kind is None else kind(trainer)

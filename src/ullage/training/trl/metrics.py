@@ -27,10 +27,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ullage.replacing import replaced
+from ullage.training.loss.divisions import nearest_in
+
 #: Rules that are not a kind of weight.
 _EXTREMES = {"min": min, "max": max}
 #: The count of tokens that trainers keep over the whole run, and set in each call.
 _TOTAL = "num_tokens"
+#: The seconds of a step, which a call appends where it takes itself for the last of an accumulation.
+_SECONDS = "step_time"
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,7 @@ RULES: dict[str, Mapping[str, Rule]] = {
 
 def rules_of(trainer: Any) -> Mapping[str, Rule]:
     """The rules of the nearest class of the trainer that has any; empty for a trainer that no table names."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__)
-    return next((RULES[name] for name in names if name in RULES), {})
+    return nearest_in(RULES, type(trainer)) or {}
 
 
 @dataclass(frozen=True)
@@ -147,13 +151,16 @@ class CallMetrics:
         # A mapping of its own: some trainers replace a list, and some read back what they have just appended.
         trainer._metrics[mode] = appended = defaultdict(list)
         try:
-            with _alone(trainer.accelerator):
+            with contextlib.ExitStack() as alone:
+                for name in ("gather", "gather_for_metrics", "reduce"):
+                    alone.enter_context(replaced(trainer.accelerator, name, _given))
                 yield
         finally:
             trainer._metrics[mode] = lists
             if tokens is not None:
                 trainer._total_train_tokens = tokens
-        into.append(Taken(weights, {name: [*map(float, values)] for name, values in appended.items()}))
+        found = {name: [*map(float, values)] for name, values in appended.items() if name != _SECONDS}
+        into.append(Taken(weights, found))
 
     def merge(self, calls: Iterable[Taken], mode: str, num_tokens: int = 0) -> None:
         """Append one value per metric to the trainer's lists; ``num_tokens``: real tokens over all ranks.
@@ -245,21 +252,6 @@ def _merged(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, fl
     if rule in _EXTREMES:
         return _EXTREMES[str(rule)](value for value, _ in counted), whole
     return math.fsum(value * weight for value, weight in counted) / whole, whole
-
-
-@contextlib.contextmanager
-def _alone(accelerator: Any) -> Iterator[None]:
-    """Make an accelerator give this process's values where it is asked for those of all."""
-    names = ("gather", "gather_for_metrics", "reduce")
-    before = {name: vars(accelerator)[name] for name in names if name in vars(accelerator)}
-    for name in names:
-        setattr(accelerator, name, _given)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(accelerator, name)
-        vars(accelerator).update(before)
 
 
 def _given(values: Any, *args: Any, **kwargs: Any) -> Any:

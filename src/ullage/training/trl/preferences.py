@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.replacing import replaced
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.trl.padded import PaddedLoss
 
@@ -108,12 +109,8 @@ class UnpairedLoss(PaddedLoss):
             # The loss subtracts what it gets for the reference model, which it asks for without gradients.
             return value if torch.is_grad_enabled() else torch.zeros_like(value)
 
-        trainer = self._trainer
-        trainer._compute_kl_logps = of_step
-        try:
+        with replaced(self._trainer, "_compute_kl_logps", of_step):
             yield
-        finally:
-            del trainer._compute_kl_logps
 
     @torch.no_grad()
     def _kl_of(self, model: nn.Module, beside: PackedBatch) -> Tensor:

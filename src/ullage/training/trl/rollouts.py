@@ -13,7 +13,6 @@ Source: TRL 1.16, ``grpo_trainer.py``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Int64, ranges
+from ullage.replacing import replaced
+from ullage.training.loss.divisions import shares
 from ullage.training.packed_batch import PackedBatch
 from ullage.training.trl.padded import PaddedLoss
 
@@ -152,27 +153,25 @@ class RolloutLoss(PaddedLoss):
     def shares(self, step: PackedBatch) -> list[float]:
         ranks = self._trainer.args.world_size
         if self._trainer.loss_type in _BY_COUNT:
-            return [1 / ranks] * len(step.microbatches)
+            return shares([1] * len(step.microbatches), ranks)
         if self._trainer.loss_type not in _BY_TOKEN:
             return super().shares(step)
         parts = torch.tensor([float(_counted(each)) for each in step.microbatches], dtype=torch.float64)
         whole = parts.sum().to(self._trainer.args.device)
         if ranks > 1:
             whole = self._trainer.accelerator.reduce(whole, "sum")
-        return (parts / whole.cpu().clamp(min=1)).tolist()
+        return shares(parts.tolist(), float(whole))
 
     @contextmanager
     def step(self, model: nn.Module, step: PackedBatch) -> Iterator[None]:
         """Around the microbatches: TRL counts one step, and takes their rows as they are."""
         trainer, begun = self._trainer, time.perf_counter()
         number = trainer._step
-        # TRL adds one per call, and looks at the number to see whether an accumulation is complete: of this one never.
-        trainer._step = math.nan
-        trainer._prepare_inputs = trainer._prepare_input
         try:
-            yield
+            with replaced(trainer, "_prepare_inputs", trainer._prepare_input):
+                yield
         finally:
-            del trainer._prepare_inputs
+            # TRL has added one per call.
             trainer._step, trainer._current_train_step_time = number + 1, 0.0
         trainer._metrics["train"]["step_time"].append(time.perf_counter() - begun)
 
