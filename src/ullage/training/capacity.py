@@ -29,10 +29,11 @@ from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.mixers.at_rest import random_states_kept
 from ullage.planning import plan
 from ullage.training import targets
 from ullage.training.agreement import agreement, gather
-from ullage.training.beginning import collated, random_states_kept
+from ullage.training.beginning import collated
 from ullage.training.device_memory import DeviceMemory
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
@@ -206,7 +207,7 @@ class CapacityFinder:
         values = {id(each): (each, each.detach().clone()) for each in model.buffers()}
         device = self._trainer.args.device
         try:
-            with random_states_kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with random_states_kept([device] if device.type == "cuda" else []):
                 yield
         finally:
             for module, training, plain, buffers in modules:

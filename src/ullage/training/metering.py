@@ -1,7 +1,6 @@
 """Metrics of a training run: tokens, padding, imbalance and FLOPs, by the names under which they are logged.
 
-docs/training.md lists every name with its meaning and unit. The Trainer, ``ullage train`` and the trainer over
-``ullage.engines.fsdp`` count with the same class, so a name means the same in all of them.
+docs/training.md lists every name with its meaning and unit.
 """
 
 from __future__ import annotations

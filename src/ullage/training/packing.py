@@ -366,7 +366,8 @@ class Packer:
             return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
-            return shares([microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens)
+            whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
+            return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
         if division == "token_mean":
             return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
         return shares(map(len, batch.microbatches), len(batch.plan.order))

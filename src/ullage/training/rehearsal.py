@@ -22,9 +22,9 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ullage.errors import InputError
+from ullage.mixers.at_rest import random_states_kept
 from ullage.replacing import replaced
 from ullage.training.agreement import agreement, gather
-from ullage.training.beginning import random_states_kept
 from ullage.training.loss.divisions import defining_class
 from ullage.training.reading import BatchReader
 from ullage.training.verifying import forget_trace
@@ -166,7 +166,7 @@ class Rehearsal:
         )
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
-            with random_states_kept(), torch.random.fork_rng(devices=devices):
+            with random_states_kept(devices):
                 yield
         finally:
             forget_trace(trainer.model_wrapped)
