@@ -468,7 +468,7 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
         share = _ShareOfIndices(len(dataset), batch_size, rank, world)
         workers = args.dataloader_num_workers
         loader = EvaluationLoader(
-            dataset,
+            dataset,  # pyright: ignore[reportArgumentType]
             batch_sampler=share,
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,

@@ -104,7 +104,7 @@ def stand_in(
     microbatches: Sequence[RaggedBatch],
     empty: RaggedBatch,
     per_sample: int = 1,
-    counts: Callable[[RaggedBatch], bool] = len,
+    counts: Callable[[RaggedBatch], object] = len,
 ) -> RaggedBatch:
     """The shortest sample of a rank's step that counts, or zeros: what runs for a microbatch in which nothing does.
 

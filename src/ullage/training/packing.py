@@ -403,7 +403,8 @@ class Packer:
             if len(microbatch):
                 return microbatch
             second = (second_label(self._reader.model) or ("",))[0]  # of a head with two losses, counted by sequence
-            return targets.placeholder(microbatch, **{second: IGNORED_LABEL})
+            ignored: dict[str, Any] = {second: IGNORED_LABEL}
+            return targets.placeholder(microbatch, **ignored)
         if self._share_of_step > 0:
             return microbatch
         counts = len if division == "sequence_mean" else self._reader.num_labels
@@ -425,7 +426,7 @@ class Packer:
 
         Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
         """
-        engine = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        engine: Any = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         asked = self.options is not None and self.options.coalesce_gradients and self._zero_stage in (1, 2, 3)
         # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
         # them, as it does at stage 0.

@@ -69,8 +69,9 @@ class PackingProof:
         """Tokens of a row; None where nothing is to be proved."""
         options = self._packer.options
         # Whoever shards a model by hand looks at its parts; rows of a trial are whole on every rank.
-        is_open = options is not None and options.verify and sharding_of(self._trainer.model) is None
-        return options.capacity if is_open else None
+        if options is None or not options.verify or sharding_of(self._trainer.model) is not None:
+            return None
+        return options.capacity
 
     def before_step(self, model: nn.Module, batch: PackedBatch) -> None:
         """Prove the packing of the model before it trains on its first batch. Collective.
