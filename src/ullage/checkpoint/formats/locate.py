@@ -17,7 +17,7 @@ from ullage.errors import CheckpointError
 _LONGEST_TAG = 4096
 #: In a target: the folder in which a conversion notes what is done, and the file that says that all is there.
 JOURNAL, COMPLETE = ".journal", "ullage.json"
-#: In a checkpoint of ``ullage.engines.fsdp.Trainer``, the folder of torch's format with model and optimizer.
+#: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded: the folder with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 TRAINER_STATE = "trainer_state.json"
