@@ -17,7 +17,6 @@ from ullage.replacing import replacing
 _KNOWN_BY = {
     "page": b'<meta name="generator" content="ullage">',
     "plan": b'{"format": "ullage plan ',
-    "table": b"`ullage audit --all --output ",
 }
 _FIRST_BYTES = 4096
 
@@ -28,7 +27,7 @@ def write_output(
     """Write a file; returns the line that says so.
 
     Args:
-        kind: ``page``, ``plan`` or ``table``.
+        kind: ``page`` or ``plan``.
         path: where to; its folder is made.
         fill: writes into the file that it is given.
         inputs: what the verb reads, as it was typed.

@@ -7,21 +7,19 @@ other; with the same samples in another order nothing breaks, and samples are tr
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
-from ullage.errors import DistributedError, InputError, require_one_of
+from ullage.errors import DistributedError, InputError, listed, require_one_of
 from ullage.exchange.source import fingerprint
+from ullage.mixers.at_rest import random_states_kept
 from ullage.training import counting
 from ullage.training.agreement import agreement, gather
 from ullage.training.background import is_asked_for
@@ -75,10 +73,9 @@ class RunCheck:
         first = int(large[0])
         if self._collated_length(dataset, first) <= options.capacity:
             return  # what is stored is padded, or cut by the collator: the steps will tell
-        more = f" and {len(large) - 1:,} more" if len(large) > 1 else ""
         truncates = self._packer.truncates
         error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=truncates)
-        raise error.at(f"train_dataset[{first}]{more}")
+        raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
 
     def _collated_length(self, dataset: Any, index: int) -> int:
         """Tokens of a sample as the collator gives it; 0 if that is not known."""
@@ -197,18 +194,6 @@ def _ends(dataset: Any, main_input: str) -> str:
     if size <= 2 * _ENDS:
         return lengths(range(size))
     return f"{lengths(range(_ENDS))}, ..., {lengths(range(size - _ENDS, size))}"
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Whatever a data set draws within the block, it draws again afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what data sets draw from
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping[str, Any]]) -> None:
