@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from ullage.cli import VERBS
-from ullage.cli.train.options import FIRST, OTHERS, Option, options
+from ullage.cli.train.help import FIRST, OTHERS, Option, options
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 MARK = "<!-- Everything below is written by docs/site/list_options.py. -->\n"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.support.launch import ROOT
 from ullage.cli import VERBS
 from ullage.cli.group import app
-from ullage.cli.train import options as train_options
+from ullage.cli.train import help as train_options
 
 SHELLS = ("bash", "zsh", "fish")
 

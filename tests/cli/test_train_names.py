@@ -1,18 +1,18 @@
-"""What a name means to ``ullage train``: a folder, the cache, or the hub, which is one on loopback here."""
+"""What a name means to ``ullage train``: what lies here, the cache, or the hub, which is one on loopback here."""
 
 from __future__ import annotations
 
-import json
 import os
-from functools import partial
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
-from ullage.cli.train import names
-from ullage.cli.train.names import locate, model_files, tokenizer_files
+from ullage.cli.train.model import locate, told
 from ullage.errors import InputError
 
 MODEL = {
@@ -20,23 +20,16 @@ MODEL = {
     "model.safetensors": b"weights",
     "tokenizer.json": b"{}",
     "evil.py": b"x",
+    "pytorch_model.bin": b"pickle",
     "README.md": b"",
 }
-INDEX = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
-SHARDED = {
-    "config.json": b"{}",
-    "model.safetensors.index.json": INDEX,
-    "model-1-of-2.safetensors": b"1",
-    "model-2-of-2.safetensors": b"2",
-}
-PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "tf_model.h5": b""}
+FILES = ("*.json", "model*.safetensors")
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(names, "_user_allows_hub", False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "hub"
@@ -44,124 +37,90 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def online(cache, monkeypatch):
-    """Turns the hub on as ``make_ready`` leaves it where the user said nothing: off but for names."""
-
     def turn_on(address: str) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
         )
-        monkeypatch.setattr(names, "_user_allows_hub", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
     return turn_on
 
 
-def test_a_folder_wins_then_the_cache_and_nothing_is_asked_for_either(cache, online):
-    with hub_of({"org/tiny": MODEL, "gpt2": MODEL}) as (address, seen):
+def found(name: str, kind: str = "model", **revisions: str) -> tuple[Path, Any]:
+    command: Any = SimpleNamespace(revisions=revisions)
+    return locate(command, kind, name, kind, FILES), command
+
+
+def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(cache, online):
+    with hub_of({"org/tiny": MODEL}) as (address, seen):
         online(address)
         snapshot = put_in_cache(cache, "org/tiny", MODEL)
-        put_in_cache(cache, "gpt2", MODEL)
-        found = locate("org/tiny", "model", model_files)
-        assert (found.path, found.source, found.revision) == (snapshot, "cache", COMMIT)
-        assert str(found) == "org/tiny from the cache, revision 0123456789ab"
-        assert locate("gpt2", "model", model_files).source == "cache"
-        for revision in ("main", COMMIT, COMMIT[:7]):
-            assert locate(f"org/tiny@{revision}", "model", model_files) == found
-            assert locate("org/tiny", "model", model_files, revision=revision) == found
+        for name, before in ((f"org/tiny@{COMMIT}", {}), ("org/tiny", {"model": f"org/tiny@{COMMIT}"})):
+            path, command = found(name, **before)
+            assert (path, command.revisions) == (snapshot, {"model": f"org/tiny@{COMMIT}"})
+            assert told(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
         Path("org/tiny").mkdir(parents=True)
-        assert locate("org/tiny", "model", model_files) == names.Located("org/tiny", Path("org/tiny"), "disk")
-        assert str(locate("org/tiny", "model", model_files)) == "org/tiny"
+        path, command = found("org/tiny")
+        assert (path, command.revisions, told(command, "model", "org/tiny")) == (Path("org/tiny"), {}, "org/tiny")
         assert seen == []
 
 
-def test_the_hub_is_asked_once_and_gives_only_what_is_wanted(cache, online):
-    with hub_of({"org/tiny": MODEL, "org/many": {**SHARDED, "modeling.py": b""}}) as (address, seen):
+def test_the_hub_gives_only_what_is_wanted(cache, online):
+    with hub_of({"org/tiny": MODEL}) as (address, _):
         online(address)
-        found = locate("org/tiny", "model", model_files)
-        assert (found.source, found.revision) == ("hub", COMMIT)
-        assert sorted(os.listdir(found.path)) == ["config.json", "model.safetensors", "tokenizer.json"]
-        assert (found.path / "model.safetensors").read_bytes() == b"weights"
-        assert constants.HF_HUB_OFFLINE  # off again for everything else
-        asked = len(seen)
-        assert locate("org/tiny", "model", model_files).source == "cache"
-        assert locate("org/tiny", "tokenizer", tokenizer_files).path == found.path
-        assert len(seen) == asked
-        coded = locate("org/many", "model", partial(model_files, code=True))
-        assert sorted(os.listdir(coded.path)) == sorted([*SHARDED, "modeling.py"])
-
-
-def test_a_snapshot_that_lacks_a_shard_is_not_taken(cache, online):
-    part = {name: content for name, content in SHARDED.items() if "2-of" not in name}
-    put_in_cache(cache, "org/many", part)
-    with pytest.raises(InputError, match=r"not all files of it there: 0123456789ab\. Get it .* hf download org/many$"):
-        locate("org/many", "model", model_files)
-    with hub_of({"org/many": SHARDED}) as (address, _):
-        online(address)
-        assert locate("org/many", "model", model_files).source == "hub"
-    put_in_cache(cache, "org/whole", SHARDED)
-    assert locate("org/whole", "model", model_files).source == "cache"
-
-
-def test_pickled_weights_are_taken_only_if_asked_for(cache, online):
-    with hub_of({"org/old": PICKLED}) as (address, seen):
-        online(address)
-        with pytest.raises(
-            InputError, match=r"pickled.*org/old.*expected safetensors, found pytorch_model.bin.*--allow_"
-        ):
-            locate("org/old", "model", model_files)
-        assert not any("resolve" in path for path in seen)
-        found = locate("org/old", "model", partial(model_files, pickle=True))
-        assert sorted(os.listdir(found.path)) == ["config.json", "pytorch_model.bin"]
-        assert locate("org/old", "model", partial(model_files, pickle=True)).source == "cache"
+        path, command = found("org/tiny")
+        assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (path / "model.safetensors").read_bytes() == b"weights"
+        assert command.revisions == {"model": f"org/tiny@{COMMIT}"}
 
 
 def test_what_the_hub_does_not_give_is_said_in_one_line(cache, online):
-    with hub_of({"org/tiny": MODEL, "org/closed": MODEL, "org/data": {"a.csv": b""}}, gated=["org/closed"]) as (
-        address,
-        _,
-    ):
+    with hub_of({"org/tiny": MODEL, "org/closed": MODEL}, gated=["org/closed"]) as (address, _):
         online(address)
-        for name, message in (
-            (
-                "org/none",
-                "there is no such model: no folder, nothing in the Hugging Face cache, and nothing on the hub",
-            ),
-            ("org/closed", f"this model is gated (org/closed). Accept its terms at {address}/org/closed, then hf auth"),
-            ("org/tiny@v9", f"the model org/tiny has no such revision ({address}/org/tiny): found v9"),
-            ("org/data", f"there is no model in it ({address}/org/data): expected config.json, found a.csv"),
-            ("/no/such/folder", "there is no such model (/no/such/folder): expected a folder, or a name on the hub"),
+        for name, why in (
+            ("org/none", r"\(org/none\): found .*Repository Not Found.*hf download org/none"),
+            ("org/closed", r"\(org/closed\): found .*gated"),
+            ("org/tiny@v9", r"\(org/tiny@v9\): found .*Revision Not Found"),
+            ("/no/such/folder", r"\(/no/such/folder\): found Repo id must be"),
         ):
-            with pytest.raises(InputError) as error:
-                locate(name, "model", model_files)
-            assert str(error.value).startswith(message)
+            with pytest.raises(InputError, match=f"^there is no such model here, and none from the hub {why}"):
+                found(name)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_machine_without_a_network_says_so_at_once_or_takes_what_the_cache_holds(cache, online, offline, monkeypatch):
     online("http://127.0.0.1:1")  # nobody listens there
-    with pytest.raises(
-        InputError, match=r"cannot be fetched from the hub \(.*/org/far\).*hf download org/far --revision v2"
-    ):
-        locate("org/far@v2", "model", model_files)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    begun = time.monotonic()
+    with pytest.raises(InputError, match=r"none from the hub \(org/far@v2\): found .*hf download org/far$"):
+        found("org/far@v2")
+    with pytest.raises(InputError, match=r"no such dataset .* hf download org/far --repo-type dataset$"):
+        found("org/far", "dataset")
+    snapshot = put_in_cache(cache, "org/near", MODEL, refs=("main", "v1"))
+    for name in ("org/near", "org/near@v1", f"org/near@{COMMIT}"):
+        assert found(name)[0] == snapshot
+    assert time.monotonic() - begun < 10
 
 
-def test_the_users_own_word_about_the_network_stands(cache, online, monkeypatch):
-    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(variable, raising=False)
-    names.keep_off_hub()
-    assert (os.environ["HF_HUB_OFFLINE"], names._user_allows_hub) == ("1", True)
-    for value in ("0", "1"):
-        monkeypatch.setenv("HF_HUB_OFFLINE", value)
-        names.keep_off_hub()
-        assert (os.environ["HF_HUB_OFFLINE"], names._user_allows_hub) == (value, False)
-    with pytest.raises(InputError, match=r"the hub is turned off \(org/tiny\): found HF_HUB_OFFLINE is set\. Get it"):
-        locate("org/tiny", "model", model_files)
-
-
-def test_a_data_set_lies_in_a_cache_of_its_own(cache):
-    def csv(files):
-        if not any(name.endswith(".csv") for name in files):
-            raise InputError("no csv")
-        return [name for name in files if name.endswith(".csv")]
-
-    put_in_cache(cache, "org/texts", MODEL)
-    with pytest.raises(InputError, match="hf download org/texts --repo-type dataset"):
-        locate("org/texts", "dataset", csv)
-    folder = put_in_cache(cache, "org/texts", {"data/train.csv": b"text\n"}, kind="datasets")
-    assert locate("org/texts", "dataset", csv).path == folder
+def test_a_name_that_is_nearly_one_of_here_is_never_sent_to_the_hub(cache, online):
+    Path("data").mkdir()
+    for path in ("t.jsonl", "data/texts"):
+        Path(path).write_text("")
+    with hub_of({}) as (address, seen):
+        online(address)
+        for kind, name, near in (
+            ("dataset", "t.jsnl", "t.jsonl"),
+            ("dataset", "data/text", "data/texts"),
+            ("model", "lsmt", "lstm"),
+            ("model", "lama-64x2", "llama"),
+            ("model", "llama-64x2x9", "llama"),
+        ):
+            with pytest.raises(
+                InputError, match=rf"^unknown {kind} '{name}'\. Did you mean {near}\? The hub's is {name}@"
+            ):
+                found(name, kind)
+        assert seen == []
+        with pytest.raises(InputError, match="Repository Not Found"):
+            found("lsmt@main")
+        assert seen

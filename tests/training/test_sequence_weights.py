@@ -13,7 +13,7 @@ from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
-from ullage.cli.train.record import settings_of
+from ullage.cli.train.folder import settings_of
 from ullage.engines.fsdp.trained import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments

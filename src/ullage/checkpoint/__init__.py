@@ -11,9 +11,8 @@ Only numpy is needed: neither torch nor DeepSpeed is imported.
 
 from __future__ import annotations
 
-from ullage.checkpoint.conversion.converting import convert
+from ullage.checkpoint.conversion.converting import Report, convert
 from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
-from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem

@@ -17,10 +17,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.files.positions import open_to_read, read_into
 from ullage.checkpoint.inventory import Inventory, Slice, Tensor
 from ullage.checkpoint.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
-from ullage.checkpoint.remote.paths import is_remote, key_of, store_at
+from ullage.checkpoint.remote.paths import is_remote, key_of, open_to_read, read_into, store_at
 from ullage.checkpoint.remote.store import Held
 from ullage.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources
-from ullage.errors import CheckpointError
+from ullage.errors import CheckpointError, listed
 from ullage.layout import Int64
 
 
@@ -160,8 +160,7 @@ def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
                 names.append(f"{tensor.name} ({tensor.key})")
     names = names or _module_names(inventory, file, low)
     who = inventory.files[file]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    what = f"parameter {listed}" if names else f"the record of {size} bytes at {low}"
+    what = f"parameter {listed(names)}" if names else f"the record of {size} bytes at {low}"
     return CheckpointError(
         "corrupted: the data fails its checksum",
         where=f"{inventory.folder / who.name}, rank {who.dp_rank}, {what}",

@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
-from ullage.checkpoint.conversion.report import Report
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
@@ -29,7 +28,46 @@ from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
 from ullage.checkpoint.remote.paths import is_remote, path_of
+from ullage.display import Shown, counted
 from ullage.errors import CheckpointError
+
+
+@dataclass(repr=False)
+class Report(Shown):
+    """The report of a conversion. Bytes count tensors and descriptions; seconds are wall time."""
+
+    source: str
+    target: str
+    format: str
+    num_tensors: int = 0
+    num_files: int = 0
+    num_bytes: int = 0
+    bytes_resumed: int = 0
+    records_checked: int = 0
+    seconds: float = 0.0
+    workers: int = 1
+    #: (parameter, state key, elements that are NaN or Inf)
+    not_finite: list[tuple[str, str, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes written by this run, without those of an interrupted one, over its wall time."""
+        return (self.num_bytes - self.bytes_resumed) / self.seconds if self.seconds else 0.0
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.format}{', dry run' if self.dry_run else ''}"
+        yield counted(self.num_tensors, "tensor")
+        yield f"{counted(self.num_bytes, 'byte')} in {counted(self.num_files, 'file')}"
+        yield f"{self.seconds:.2f} s"
+        if self.not_finite:
+            yield f"{counted(len(self.not_finite), 'tensor')} with NaN or Inf"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return asdict(self)
+
 
 #: By what the twins are: what it means that they differ, and what to do.
 _TWINS = {

@@ -229,7 +229,7 @@ def run_units(
     targets: list[Target],
     partial: Path,
     units: list[Unit],
-    journal: Journal,
+    journal: Journal | None,
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> dict[int, dict[str, Any]]:
@@ -240,7 +240,7 @@ def run_units(
         targets: all files of the target.
         partial: the folder in which they are written.
         units: the units to do.
-        journal: gets a line per finished unit.
+        journal: gets a line per finished unit, if there is one.
         workers: threads; each holds one chunk of memory and its own open files.
         progress: called with the bytes of each finished unit, never by two threads at once.
     """
@@ -258,7 +258,8 @@ def run_units(
             with lock:
                 made.append(worker)
         line = worker.run(unit)
-        journal.add(line, unit.num_bytes)
+        if journal is not None:
+            journal.add(line, unit.num_bytes)
         if "runs" in line:  # 32 bytes a run, not 300
             line["runs"] = np.array(line["runs"], np.int64)
         if progress is not None:

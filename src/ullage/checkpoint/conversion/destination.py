@@ -13,6 +13,7 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.errors import InputError
+from ullage.replacing import replacing
 
 #: Bytes of the longest path of a file.
 _LONGEST_PATH = 4095
@@ -89,13 +90,8 @@ def point_to(target: Path, name: str) -> None:
     pointer = target.parent / name
     if name == "latest" and pointer.exists():
         return
-    # Written aside and renamed, so that a loader never reads half a name.
-    new = pointer.with_name(f".{name}.{os.getpid()}")
-    try:
-        new.write_text(target.name)
-        os.replace(new, pointer)
-    finally:
-        new.unlink(missing_ok=True)
+    with replacing(pointer) as file:  # a loader never reads half a name
+        file.write(target.name)
 
 
 def disk_error(error: OSError, where: Path, advice: str) -> InputError:

@@ -30,8 +30,9 @@ from ullage.checkpoint.files.torchfile import TorchFile, read_bytes, read_torch_
 from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef, Unpickler
 from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.formats.table import STAGES, universal_files
+from ullage.checkpoint.formats.table import STAGES
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
+from ullage.checkpoint.formats.universal import universal_targets
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
 from ullage.checkpoint.problem import Problem
@@ -112,6 +113,21 @@ class FileComparison:
     def _add(self, what: str, file: str, found: object = None, expected: object = None) -> None:
         self.problems.append(Problem(what, file, expected=_text(expected), found=_text(found)))
 
+    def _is_there(self, name: str) -> bool:
+        """Whether the target has a file; it is a problem where not."""
+        there = (self.folder / name).is_file()
+        if not there:
+            self._add("a file is missing in the target", name)
+        return there
+
+    def _archive(self, name: str) -> TorchFile | None:
+        """The description of an archive; None, and a problem, where it cannot be read."""
+        try:
+            return read_torch_file(self.folder / name)
+        except CheckpointError as error:
+            self._add(error.what, name, found=error.found)
+            return None
+
     def _walk(self, planned: Target, source: TorchFile, name: str, known: bool) -> None:
         """Compare the description in a file with the planned one; ``known``: its main tensor is in the inventory."""
         walk = Walk(source, planned.stored)
@@ -139,7 +155,7 @@ class FileComparison:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        plan = universal_files(self.ours)
+        plan = universal_targets(self.ours)
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
         for planned in plan:
             path = self.folder / planned.name
@@ -149,10 +165,8 @@ class FileComparison:
             elif planned.copy_of is not None:
                 self._copy(planned, path)
             else:
-                try:
-                    source = read_torch_file(path)
-                except CheckpointError as error:
-                    self._add(error.what, planned.name, found=error.found)
+                source = self._archive(planned.name)
+                if source is None:
                     continue
                 if not self.options and isinstance(source.root, TensorRef) and isinstance(planned.root, dict):
                     continue  # DeepSpeed's at stage 3: the tensor alone, which the inventory has
@@ -186,15 +200,9 @@ class FileComparison:
         options = {key: self.options.get(key) for key in ("ranks", "dtype")}
         targets = zero_targets(self.ours, stage=stage, optimizer=bool(self.options.get("optimizer")), **options)
         for planned in targets:
-            if not (self.folder / planned.name).is_file():
-                self._add("a file is missing in the target", planned.name)
-                continue
-            try:
-                source = read_torch_file(self.folder / planned.name)
-            except CheckpointError as error:
-                self._add(error.what, planned.name, found=error.found)
-                continue
-            self._walk(planned, source, planned.name, known=False)
+            source = self._archive(planned.name) if self._is_there(planned.name) else None
+            if source is not None:
+                self._walk(planned, source, planned.name, known=False)
 
     # Safetensors
 
@@ -208,10 +216,7 @@ class FileComparison:
         for which, stem in stems.items():
             self._indexed(stem, said[which])
         for planned in safetensors.companions(self.ours):
-            path = self.folder / planned.name
-            if not path.is_file():
-                self._add("a file is missing in the target", planned.name)
-            elif path.read_bytes() != planned.texts[0][1]:
+            if self._is_there(planned.name) and (self.folder / planned.name).read_bytes() != planned.texts[0][1]:
                 self._add("the file is not the source's", planned.name)
 
     def _indexed(self, stem: str, said: dict[str, str]) -> None:
@@ -254,12 +259,8 @@ class FileComparison:
     def trainer(self) -> None:
         """The archives beside the weights, object by object, with the optimizer's tensors."""
         for planned in trainer_folder.trainer_targets(self.ours):
-            if planned.root is None:
-                continue
-            if not (self.folder / planned.name).is_file():
-                self._add("a file is missing in the target", planned.name)
-                continue
-            self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
+            if planned.root is not None and self._is_there(planned.name):
+                self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
 
     # Megatron-Core's
 

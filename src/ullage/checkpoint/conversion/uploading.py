@@ -20,11 +20,13 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.destination import disk_error, require_room
@@ -116,11 +118,10 @@ class Upload:
                 return sum(b.num_bytes for b in batches)
             found = self._noted(batches, there)
             resumed = self._done = sum(batches[number].num_bytes for number in found)
-            _require_room(spool, [b for b in batches if b.number not in found])
             try:
-                for number, lines in self._convert([b for b in batches if b.number not in found], spool):
-                    found[number] = lines
-                self._finish(judged(_numbered(found)), pointer=pointer)
+                found |= self._convert([b for b in batches if b.number not in found], spool)
+                every = (line for number in sorted(found) for line in found[number].values())
+                self._finish(judged(dict(enumerate(every))), pointer=pointer)
             except CheckpointError as error:
                 if not isinstance(error, Unreadable):  # refused now, refused later: nothing is kept
                     with suppress(OSError):
@@ -185,27 +186,30 @@ class Upload:
 
     # Making and uploading
 
-    def _convert(self, batches: list[Batch], spool: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
-        """The lines of each batch, once it is in the store: one is made while the one before is uploaded."""
-        waiting: tuple[Batch, dict[int, dict[str, Any]], Future[None]] | None = None
+    def _convert(self, batches: list[Batch], spool: Path) -> dict[int, dict[int, dict[str, Any]]]:
+        """Make and upload batches; returns their lines. One is made while the one before is uploaded."""
+        # So two neighbouring ones must fit into the spool.
+        sizes = [batch.num_bytes for batch in batches]
+        needed = max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+        require_room(spool, needed, hint="free some space, or set TMPDIR to a folder with more of it")
+        found, waiting = {}, None
         with ThreadPoolExecutor(1) as sender:
             for batch in batches:
-                lines = self._make(batch, spool / str(batch.number))
+                folder = spool / str(batch.number)
+                lines = found[batch.number] = self._make(batch, folder)
                 if waiting is not None:
-                    waiting[2].result()
-                    yield waiting[0].number, waiting[1]
-                waiting = batch, lines, sender.submit(self._send, batch, spool / str(batch.number), lines)
+                    waiting.result()
+                waiting = sender.submit(self._send, batch, folder, lines)
             if waiting is not None:
-                waiting[2].result()
-                yield waiting[0].number, waiting[1]
+                waiting.result()
+        return found
 
     def _make(self, batch: Batch, folder: Path) -> dict[int, dict[str, Any]]:
         """Make the files of a batch in the spool; returns the lines of its units."""
         targets = self.targets[batch.first : batch.last]
         units = split(targets)
         copying.prepare(folder, targets)
-        journal: Any = _NoJournal()
-        lines = copying.run_units(self.inventory, targets, folder, units, journal, self.workers, None)
+        lines = copying.run_units(self.inventory, targets, folder, units, None, self.workers, None)
         checksums.fill_checksums(targets, folder, units, lines)
         # Targets are numbered within the batch so far, and through all of them in the journal.
         for line in lines.values():
@@ -216,28 +220,27 @@ class Upload:
     def _send(self, batch: Batch, folder: Path, lines: dict[int, dict[str, Any]]) -> None:
         """Upload a batch, note it, and free its part of the spool."""
         targets = self.targets[batch.first : batch.last]
+
+        def one(target: Target) -> None:
+            if target.num_bytes <= _SMALL_BYTES:
+                self._store.write(self._key(target.name), (folder / target.name).read_bytes())
+            else:
+                self._store.upload(folder / target.name, self._key(target.name))
+            with self._lock:
+                self._done += target.num_bytes
+                self.progress(self._done)
+
         with ThreadPoolExecutor(PARALLEL) as pool:
-            small = [pool.submit(self._send_small, t, folder) for t in targets if t.num_bytes <= _SMALL_BYTES]
+            small = pool.map(one, [target for target in targets if target.num_bytes <= _SMALL_BYTES])
             # Large ones one after the other: the driver sends several parts of one at a time, each held in memory.
             for target in targets:
                 if target.num_bytes > _SMALL_BYTES:
-                    self._store.upload(folder / target.name, self._key(target.name))
-                    self._sent(target)
-            for future in small:
-                future.result()
-        plain = [line | {"runs": _plain(line["runs"])} if "runs" in line else line for line in lines.values()]
-        text = json.dumps({"batch": [batch.first, batch.last], "lines": plain}, separators=(",", ":"))
+                    one(target)
+            list(small)
+        said = {"batch": [batch.first, batch.last], "lines": list(lines.values())}
+        text = json.dumps(said, separators=(",", ":"), default=np.ndarray.tolist)
         self._store.write(self._key(batch.note), text.encode())
         shutil.rmtree(folder)
-
-    def _send_small(self, target: Target, folder: Path) -> None:
-        self._store.write(self._key(target.name), (folder / target.name).read_bytes())
-        self._sent(target)
-
-    def _sent(self, target: Target) -> None:
-        with self._lock:
-            self._done += target.num_bytes
-            self.progress(self._done)
 
     def _finish(self, summary: str, *, pointer: str | None) -> None:
         """Compare all sizes with what the store lists, then mark the target as complete."""
@@ -268,18 +271,6 @@ class Upload:
         self._store.remove([self._key(_PLAN)])
 
 
-class _NoJournal:
-    """In place of a local journal: batches are noted in the store."""
-
-    def add(self, line: dict[str, Any], num_bytes: int) -> None:
-        """Nothing."""
-
-
-def _plain(runs: Any) -> list[Any]:
-    """Runs as plain lists."""
-    return runs.tolist() if hasattr(runs, "tolist") else list(runs)
-
-
 def batches_of(targets: list[Target]) -> list[Batch]:
     """The batches of a conversion, the same for the same targets."""
     batches: list[Batch] = []
@@ -293,18 +284,6 @@ def batches_of(targets: list[Target]) -> list[Batch]:
     if targets:
         batches.append(Batch(len(batches), first, len(targets), held))
     return batches
-
-
-def _numbered(found: dict[int, dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The lines of all batches under numbers of their own."""
-    return dict(enumerate(line for number in sorted(found) for line in found[number].values()))
-
-
-def _require_room(spool: Path, batches: list[Batch]) -> None:
-    """Raise ``InputError`` where two neighbouring batches do not fit into the spool."""
-    sizes = [b.num_bytes for b in batches]
-    needed = max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
-    require_room(spool, needed, hint="free some space, or set TMPDIR to a folder with more of it")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ machine is read as ever, by descriptors.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ullage.checkpoint.files.positions import read_at
 from ullage.checkpoint.remote.store import Held, Store, store_of
 from ullage.errors import CheckpointError, InputError
 from ullage.extras import needed_by
@@ -182,3 +182,32 @@ def reached(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot read: {error.strerror or error}", where=str(error.filename or path)) from error
+
+
+# Reads at a position of an open file, on every system: Windows has neither ``pread`` nor ``preadv``.
+
+# A position that is set and a read that follows it belong together, whichever thread they are of.
+_LOCK = threading.Lock()
+
+
+def open_to_read(path: str | os.PathLike[str]) -> int:
+    """The descriptor of a file, which no child process inherits."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+
+
+def read_at(fd: int, num_bytes: int, offset: int) -> bytes:
+    """Bytes from ``offset`` on: at most ``num_bytes``, none at the end of the file."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, num_bytes, offset)
+    with _LOCK:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, num_bytes)
+
+
+def read_into(fd: int, into: memoryview, offset: int) -> int:
+    """Fill ``into`` from ``offset`` on; returns the number of bytes read, 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [into], offset)
+    got = read_at(fd, len(into), offset)
+    into[: len(got)] = got
+    return len(got)

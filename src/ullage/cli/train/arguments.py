@@ -19,9 +19,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.bounds import require_bounds, usage
-from ullage.cli.train.record import taken_over
-from ullage.cli.train.services import require_hub, require_trackers
+from ullage.cli.train.folder import taken_over
+from ullage.cli.train.process import said
 from ullage.cli.train.settings import (
     DataArguments,
     ModelArguments,
@@ -30,8 +29,7 @@ from ullage.cli.train.settings import (
     RunArguments,
     TrainCommand,
 )
-from ullage.cli.train.trials import require_json, require_trainable
-from ullage.errors import UsageError
+from ullage.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
@@ -60,32 +58,34 @@ DEFAULTS: dict[str, Any] = {
 def parse(argv: Sequence[str]) -> TrainCommand:
     """Parse the arguments of a call. Raises ``UsageError``, with near matches of an unknown name."""
     parser = Parser()
-    before, rest = _split_config(argv)
     flags: list[str] = []
-    for path in before:
+    for path in parser.given(argv).pop("config", ()):
         parser.where = path
         flags += parser.flags_of(_read_config(Path(path)))
         parser.parse_known_args(flags)  # while ``where`` is set, so that the error of a wrong value names the file
     parser.where = None
-    flags += rest
+    flags += argv
     given = parser.given(flags)
-    require_bounds(given)
-    require_trackers(given.get("report_to"))
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
-    require_json(given)
     try:
         *parts, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
-    except (ValueError, ImportError) as error:  # what TrainingArguments finds by itself
-        raise usage(error) from error
+    except InputError as error:
+        raise UsageError(
+            error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint
+        ) from error
+    except (ValueError, TypeError, ImportError) as error:  # what TrainingArguments finds by itself
+        raise UsageError("an argument cannot be used", found=said(error)) from error
     if unknown:
         name = unknown[0].partition("=")[0]
         hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"
         raise UsageError(f"unknown argument {name}", hint=hint)
-    require_hub(parts[5])
-    require_trainable(parts[5], parts[4])
+    metric = parts[5].metric_for_best_model
+    if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
+        where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"
+        raise UsageError("this run has no such metric", where=where, expected="loss", found=metric, hint=hint)
     return TrainCommand(*parts[:6], given=frozenset(given))
 
 
@@ -119,17 +119,6 @@ def _zero(given: dict[str, Any]) -> list[str]:
     return [f"--deepspeed={json.dumps({**settings, **dict.fromkeys(auto, 'auto')})}"]
 
 
-def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``--config`` values, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action="append", default=[])
-    try:
-        known, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise UsageError(str(error)) from error
-    return known.config, rest
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -156,7 +145,9 @@ class Parser(HfArgumentParser):
         self.where: str | None = None
         self.emptied: set[str] = set()
         super().__init__(cast(Any, KINDS), prog="ullage train", add_help=False, allow_abbrev=False)
-        self.add_argument("--config", metavar="FILE", help="a YAML file of these arguments; the command line wins")
+        self.add_argument(
+            "--config", action="append", metavar="FILE", help="a YAML file of these arguments; the command line wins"
+        )
         self._by_name = {action.dest: action for action in self._actions if action.option_strings}
         # A bare --resume_from_checkpoint means the last one.
         resume = self._by_name["resume_from_checkpoint"]
@@ -172,12 +163,12 @@ class Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, where=self.where, hint="see ullage train --help")
 
-    def given(self, flags: list[str]) -> dict[str, Any]:
+    def given(self, flags: Sequence[str]) -> dict[str, Any]:
         """The values of ``flags``, without defaults; ``None`` in a config file counts as said."""
         # argparse fills in no default where the namespace has a value, so what is not given keeps this mark.
         unsaid = object()
-        names = argparse.Namespace(**dict.fromkeys(self._by_name, unsaid))
-        said, _ = self.parse_known_args(flags, namespace=names)
+        names = {**dict.fromkeys(self._by_name, unsaid), "config": []}
+        said, _ = self.parse_known_args(flags, namespace=argparse.Namespace(**names))
         return {name: value for name, value in vars(said).items() if value is not unsaid}
 
     def near(self, name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.names import Located, is_repository, locate, pinned_commit
+from ullage.cli.train.model import locate, told
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.datasets.chats import (
@@ -26,8 +26,7 @@ from ullage.datasets.chats import (
     tokenize_chats,
     use_template,
 )
-from ullage.datasets.folders import CARD, ENDINGS, TRAIN, chosen_files, require_listed
-from ullage.datasets.tables import read_table
+from ullage.datasets.tables import ENDINGS, read_table
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 from ullage.errors import InputError
 
@@ -134,11 +133,9 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
         if split is not None or data.data_config is not None:
             raise InputError("there is no split of the docstrings", where="--data", expected="a name", found="none")
         return TakenSamples(docstrings(), "texts", DOCSTRINGS)
-    found = _located(sources, data.data_config, split, command.revisions.get(argument))
-    if found is not None and found.pinned is not None:
-        command.revisions[argument] = found.pinned
-    name = ", ".join(sources) if found is None else str(found)
-    table = read_table(sources if found is None else [found.path], data.data_config, split)
+    local = _local(command, argument, sources)
+    name = ", ".join(told(command, argument, source) for source in sources)
+    table = read_table(local, data.data_config, split)
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
     rows = chats_of(table, data.text_column, name)
     if rows is None:
@@ -156,29 +153,15 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     return taken
 
 
-def _located(sources: Sequence[str], config: str | None, split: str | None, before: str | None) -> Located | None:
-    """Where the files of a data set of the hub are; ``None`` for files, folders and patterns. Collective for a name.
+def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any]:
+    """The files, folders and patterns of ``sources``; a name of the hub is the folder of its files. Collective for one.
 
-    ``before``: ``repository@commit`` that the run has taken already, and takes again.
+    A name with the ending of a file is none of the hub's, so that reading it says that it is not there.
     """
-    name = sources[0]
     is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
-    if is_here or len(sources) > 1 or Path(name.partition("@")[0]).suffix.lower() in ENDINGS:
-        return None
-    if not is_repository(name):
-        return None  # which reading says, as of a file that is not there
-    splits = [part.partition("[")[0].strip() for part in (split or TRAIN).split("+")]
-    card = locate(name, "dataset", lambda names: [CARD] if CARD in names else [], revision=pinned_commit(name, before))
-    path = card.path / CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    for one in splits:
-        require_listed(text, config, one)
-
-    def wanted(names: Sequence[str]) -> list[str]:
-        files = [file for one in splits for file in chosen_files(names, text, config, one)]
-        return [*([CARD] if CARD in names else []), *dict.fromkeys(files)]
-
-    return locate(name, "dataset", wanted, revision=card.revision)
+    if is_here or len(sources) > 1 or Path(sources[0].partition("@")[0]).suffix.lower() in ENDINGS:
+        return list(sources)
+    return [locate(command, argument, sources[0], "dataset", ["README.md", *(f"*{ending}" for ending in ENDINGS)])]
 
 
 def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> TokenDataset:

@@ -8,17 +8,20 @@ continues an unfinished run and reports a finished one; a call with others is re
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.record import RECORD, read_record, settings_of, write_record
+from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
+from ullage.cli.train.process import REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
-from ullage.errors import CheckpointError, InputError, UllageError
+from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
+from ullage.replacing import replacing
 from ullage.training.agreement import agreement, several_ranks
 from ullage.training.resuming import newest_whole, require_whole, state_notes
 from ullage.training.saving import (
@@ -31,6 +34,50 @@ from ullage.training.saving import (
     step_of,
 )
 
+#: The settings that decide the numbers of a run, and its summary once it has ended.
+RECORD = "ullage_run.json"
+#: Trainer's arguments that decide a run's numbers.
+_DECIDING = (
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "optim_args",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+    "seed",
+    "data_seed",
+    "full_determinism",
+    "dataloader_drop_last",
+    "train_sampling_strategy",
+    "packing_capacity",
+    "packing_plan_strategy",
+    "packing_oversize",
+    "packing_loss_weighting",
+    "world_size",
+)
+#: Not numbers, but what a person who continues a run expects to stay as it was.
+_KEPT = (
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_strategy",
+    "per_device_eval_batch_size",
+    "empty_step",
+)
+_ALLOWED = ("allow_missing_weights", "allow_pickle_weights", "trust_remote_code")
 _LAST = ("true", "last")
 #: Endings of files, and names of folders, that schedulers, launchers and trackers put into an output folder.
 _BESIDE = (".log", ".out", ".err", ".yaml", ".yml", ".sh", "log", "logs", "runs", "wandb", "trackio", "mlruns")
@@ -86,11 +133,10 @@ def look_at(command: TrainCommand) -> Situation:
         situation = _look_at(command)
     if situation.checkpoint is None:
         return situation
-    situation = _whole(situation, command, several)
+    checkpoint, lines = _whole(situation, command, several)
     stop = command.run.stop_at_step
-    if stop is None or situation.checkpoint is None or step_of(situation.checkpoint) < stop:
-        return situation
-    return replace(situation, there=True)
+    there = stop is not None and step_of(checkpoint) >= stop
+    return replace(situation, checkpoint=checkpoint, notes=(*lines, *situation.notes), there=there)
 
 
 def outlook(command: TrainCommand) -> str | None:
@@ -106,8 +152,8 @@ def outlook(command: TrainCommand) -> str | None:
     return None
 
 
-def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situation:
-    """The situation with a checkpoint that is whole: the named one, or the newest in the folder. Collective."""
+def _whole(situation: Situation, command: TrainCommand, several: bool) -> tuple[Path, list[str]]:
+    """The checkpoint that is whole, the named one or the newest in the folder, and lines to be printed. Collective."""
     checkpoint, allow = situation.checkpoint, command.run.allow_changed_checkpoint
     assert checkpoint is not None
     if situation.named:
@@ -119,9 +165,7 @@ def _whole(situation: Situation, command: TrainCommand, several: bool) -> Situat
         assert newest is not None  # there was one
         checkpoint = newest
     lines.append(f"{situation.reason}continues from {checkpoint}")
-    if not command.parallel.asked:
-        lines += state_notes(checkpoint, several)
-    return replace(situation, checkpoint=checkpoint, notes=(*lines, *situation.notes))
+    return checkpoint, lines if command.parallel.asked else [*lines, *state_notes(checkpoint, several)]
 
 
 def _look_at(command: TrainCommand) -> Situation:
@@ -205,24 +249,25 @@ def no_empty_folder(command: TrainCommand) -> Iterator[None]:
 def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Any) -> Iterator[None]:
     """Take back the settings of a run that an error ends before its first step, so that a better call is not refused.
 
-    ``checkpoint``: where the run continues from; its settings stay. ``trainer``: asked for its state when the error has
-    come, because training begins with a new one.
+    What a library refuses there is said in one line. ``checkpoint``: where the run continues from; its settings stay.
+    ``trainer``: asked for its state when the error has come, because training begins with a new one.
     """
     try:
         yield
-    except Exception:
+        if trainer.state.max_steps < 1:
+            where = "--num_train_epochs or --max_steps"
+            raise InputError("the run has no step", where=where, expected="at least one", found="none")
+    except Exception as error:
         state = trainer.state
         # Whatever the steps are: a checkpoint without its settings would be continued with others.
         begun = checkpoint is not None or state.global_step > 0 or checkpoints_in(command.folder)
         if not begun and state.is_world_process_zero:
             with contextlib.suppress(OSError):
                 (command.folder / RECORD).unlink()
-        raise
-
-
-def finish(command: TrainCommand, summary: dict[str, Any]) -> None:
-    """Write down that the run is finished; one rank calls it."""
-    write_record(command.folder, command, summary)
+        if state.global_step or "log_level" in command.given:  # which shows where an error comes from
+            raise
+        with one_line_of("the run cannot begin", kinds=REFUSALS):
+            raise error
 
 
 def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
@@ -292,12 +337,11 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
         )
     others = sorted(path.name for path in folder.iterdir() if not _belongs_to_run(path)) if folder.is_dir() else []
     if others:
-        rest = f" and {len(others) - 4} more" if len(others) > 4 else ""
         raise InputError(
             "the output folder holds other files, and no run",
             where=str(folder),
             expected="an empty folder, or none",
-            found=", ".join(others[:4]) + rest,
+            found=listed(others, 4),
             hint="give another --output_dir; --overwrite_output_dir writes between these files and deletes none",
         )
 
@@ -309,3 +353,99 @@ def _belongs_to_run(path: Path) -> bool:
     """
     beside = path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE
     return beside or is_unfinished(path)
+
+
+def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
+    """Raise ``CheckpointError`` for a checkpoint that this kind of run, with an axis flag or without, cannot continue.
+
+    The engine takes a plain Trainer's as well as its own; the Trainer takes the engine's only converted. ``asked``: the
+    run has such a flag.
+    """
+    if checkpoint is None:
+        return
+    # Only the engine saves a folder of this name; the Trainer saves weights and optimizer in files of their own.
+    is_engines = (checkpoint / MODEL_AND_OPTIMIZER).is_dir()
+    if asked and not is_engines and (checkpoint / "latest").is_file():
+        raise CheckpointError(
+            "a checkpoint of DeepSpeed's is not continued with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="continue it without them on one process, whose checkpoints they take, or convert it for fsdp.load "
+            "with ullage convert --to dcp",
+        )
+    if is_engines and not asked:
+        raise CheckpointError(
+            "this checkpoint was written with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="give them again, in any layout (--dp 1 for one process), or make one that goes on without them: "
+            f"ullage convert {checkpoint} OTHER/{checkpoint.name} --to trainer",
+        )
+
+
+# The record
+
+
+def settings_of(command: TrainCommand) -> dict[str, Any]:
+    """The settings that decide the numbers of a run, as they are written to JSON."""
+    training = {name: getattr(command.training, name) for name in _DECIDING}
+    # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
+    training["world_size"] = command.parallel.data_ranks(command.training.world_size)
+    settings = {**asdict(command.data), **asdict(command.model), **training}
+    # What a call allows, it allows for itself: it decides no numbers, and a record is no place to grant it from.
+    for name in _ALLOWED:
+        del settings[name]
+    # As they come back from JSON (tuples as lists, enums as text), so that records compare equal.
+    return json.loads(json.dumps(settings, default=str))
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record that the run in ``folder`` wrote; None if none can be read."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("settings"), dict) else None
+
+
+def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | None) -> None:
+    """Write down the settings, and the summary of a finished run; the file is replaced whole or stays as it was."""
+    kept = {name: getattr(command.training, name) for name in _KEPT}
+    record = {
+        "settings": settings_of(command),
+        "kept": json.loads(json.dumps(kept, default=str)),
+        "revisions": command.revisions,
+        "summary": summary,
+    }
+    with replacing(folder / RECORD) as file:
+        file.write(json.dumps(record, indent=1) + "\n")
+
+
+def taken_over(folder: Path, given: set[str], world_size: int) -> dict[str, Any]:
+    """The settings of the run in ``folder`` for a call that resumes it and gave ``given`` itself.
+
+    ``world_size``: ranks that read different sequences. The global batch stays what it was: on another number of them
+    each takes another part of it. Raises ``UsageError`` where it cannot be shared evenly.
+    """
+    record = read_record(folder)
+    if record is None:
+        return {}
+    settings = {**record.get("kept", {}), **record["settings"]}
+    there = settings.pop("world_size", world_size)
+    batch = settings.get("per_device_train_batch_size")
+    if batch is not None and there != world_size and "per_device_train_batch_size" not in given:
+        if batch * there % world_size:
+            raise UsageError(
+                f"the run's global batch of {batch * there} does not divide over {world_size} processes",
+                where=str(folder / RECORD),
+                hint="give --per_device_train_batch_size, and expect other losses; or take another number of processes",
+            )
+        # The product of the two stays: the global batch, on which the losses depend.
+        settings["per_device_train_batch_size"] = batch * there // world_size
+    return {name: value for name, value in settings.items() if name not in given and value is not None}
+
+
+def revisions_before(command: TrainCommand, checkpoint: Path | None) -> dict[str, str]:
+    """By argument, what the run in the output folder, or of the checkpoint, took from the cache or the hub."""
+    if checkpoint is None and command.output.overwrite_output_dir:
+        return {}
+    folder = command.folder if checkpoint is None else checkpoint.parent
+    return (read_record(folder) or {}).get("revisions") or {}

@@ -1,20 +1,30 @@
 """Help and completion of ``ullage train``, drawn by typer as for every other verb.
 
 The verb passes its arguments on to transformers' parser. For help and completion a command is made that has all of
-them as options of typer's; it is never called.
+them as options of typer's; it is never called. Reading them from the parser takes the import of torch and
+transformers, about three seconds; so they are kept in the user's cache folder for as long as nothing that they come
+from has changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
+import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from ullage.cli.train.options import Option, options
+from ullage.replacing import replacing
 
 ABOUT = """\
 Train a causal language model on texts of unequal length, without padding.
@@ -37,6 +47,156 @@ _HELP_ALL = inspect.Parameter(
     default=False,
     annotation=Annotated[bool, typer.Option(_ALL, help="Show every argument and exit.")],
 )
+#: The section of all that nobody named below: Trainer's own.
+OTHERS = "Other arguments of the Hugging Face Trainer"
+#: The arguments that people use first, by section, in the order of the help.
+FIRST = {
+    "Data": ("data", "text_column", "eval_data", "max_length"),
+    "Model": ("model",),
+    "Training": (
+        "num_train_epochs",
+        "max_steps",
+        "dry_run",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "packing_capacity",
+        "bf16",
+        "seed",
+    ),
+    "Output": (
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "logging_steps",
+        "save_steps",
+        "report_to",
+        "config",
+    ),
+    "Several processes": ("zero", "dp", "cp", "tp"),
+}
+#: The sections of what the dataclasses of ``settings`` hold beside those.
+_SECTIONS = {
+    "DataArguments": "Data",
+    "ModelArguments": "Model",
+    "OutputArguments": "Output",
+    "RunArguments": "Training",
+    "ParallelArguments": "Several processes",
+}
+#: What stands for the value of arguments of which the type says little.
+_METAVARS = {"model": "MODEL", "output_dir": "FOLDER", "packing_capacity": "TOKENS", "report_to": "NAMES"}
+#: Choices are shown instead of a word where they are not longer than this.
+_SHOWN_CHOICES = 16
+#: Defaults that are not the same on every machine, or say nothing by themselves.
+_TOLD = {"use_cpu": "True where there is no accelerator"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument.
+
+    ``first``: whether the short help shows it. ``metavar``: empty for a flag without a value. ``values``: what can be
+    completed. ``negates``: the argument that this one turns off, which help does not list by itself.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+    section: str
+    first: bool
+    metavar: str
+    help: str
+    default: str | None
+    values: tuple[str, ...]
+    negates: str | None
+
+
+def options() -> list[Option]:
+    """All arguments, by section, those that people use first at the head of each."""
+    path, key = _cache(), _key()
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            return [Option(**{**one, **{n: tuple(one[n]) for n in ("spellings", "values")}}) for one in kept["options"]]
+    found = _read()
+    # A home that cannot be written costs time, no more.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            json.dump({"key": key, "options": [dataclasses.asdict(one) for one in found]}, file)
+    return found
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ullage" / "train_options.json"
+
+
+def _key() -> list[str]:
+    """What the arguments come from: versions, and the times of our own files."""
+    room = Path(__file__).parent
+    files = [*sorted(room.glob("*.py")), *sorted((room.parents[1] / "training").glob("*.py"))]
+    times = [f"{file}:{file.stat().st_mtime_ns}" for file in files]
+    return [sys.version, *(f"{name} {version(name)}" for name in ("transformers", "torch")), *times]
+
+
+def _read() -> list[Option]:
+    """The arguments of the parser itself."""
+    import transformers
+
+    from ullage.cli.train.arguments import KINDS, Parser
+
+    upstream = transformers.TrainingArguments.__dataclass_fields__
+    sections = {name: section for section, names in FIRST.items() for name in names}
+    first = set(sections)
+    for kind in KINDS:
+        for name in kind.__dataclass_fields__:
+            # What we added to Trainer's arguments is about training too.
+            ours = _SECTIONS.get(kind.__name__, "Training" if name not in upstream else OTHERS)
+            sections.setdefault(name, ours)
+    order = [name for names in FIRST.values() for name in names]
+    found = [
+        _option(action, sections[action.dest], action.dest in first)
+        for action in Parser()._actions
+        if action.option_strings
+    ]
+    rank = {name: place for place, name in enumerate([*FIRST, OTHERS])}
+    return sorted(found, key=lambda one: (rank[one.section], order.index(one.name) if one.first else len(order)))
+
+
+def _option(action: Any, section: str, first: bool) -> Option:
+    name = action.option_strings[0].lstrip("-")
+    negates = action.dest if name != action.dest else None
+    values = tuple(map(str, action.choices)) if action.choices is not None else ()
+    metavar = _metavar(action)
+    text = " ".join((action.help or "").split())
+    if values and metavar not in (said := "|".join(values)) and "one of" not in text:
+        text = f"{text.rstrip('.')}. One of {said.replace('|', ', ')}"
+    if getattr(action.type, "__name__", "") == "string_to_bool":
+        values = ("true", "false")
+    empty = action.nargs == 0 or action.default in (None, "", "==SUPPRESS==") or action.default == []
+    return Option(
+        name=name,
+        spellings=tuple(action.option_strings),
+        section=section,
+        first=first and negates is None,
+        metavar=metavar,
+        help=(text[:1].upper() + text[1:]).rstrip(".") + ".",
+        default=_TOLD.get(name, None if empty else str(action.default)),
+        values=values,
+        negates=negates,
+    )
+
+
+def _metavar(action: Any) -> str:
+    if action.nargs == 0:
+        return ""
+    words = {"int": "N", "float": "X", "string_to_bool": "BOOL"}
+    choices = "|".join(map(str, action.choices or ()))
+    word = words.get(getattr(action.type, "__name__", ""), "VALUE")
+    if choices:
+        word = choices if len(choices) <= _SHOWN_CHOICES else "NAME"
+    word = _METAVARS.get(action.dest) or action.metavar or word
+    return {"?": f"[{word}]", "+": f"{word}...", "*": f"[{word}...]"}.get(action.nargs, word)
 
 
 class TrainVerb(TyperCommand):

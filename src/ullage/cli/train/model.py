@@ -1,124 +1,339 @@
-"""The model that ``--model`` means, built: a preset by name, a config, or the weights of a folder."""
+"""The model and the tokenizer that a call names: found, read, and built by transformers.
+
+A name is a file or folder here, a new model (a cell or llama, with sizes), or a repository of the Hugging Face hub
+(``gpt2``, ``org/name``, either with ``@revision``), in this order. The hub's own library fetches the last into its
+cache before anything is read: transformers would ask again for each file, and wait half a minute for each where there
+is no network. A name that is nearly one of the first two is never sent to the hub.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.integrations import deepspeed as integration
 
-from ullage.cli.train.drawing import drawn
+from ullage.cli.train.folder import read_record
 from ullage.cli.train.limits import require_causal
+from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.cli.train.weights import load_weights, read_config, require_decoder, trust_hint, why_not
-from ullage.errors import CheckpointError, InputError, first_line
+from ullage.datasets.text import byte_tokenizer
+from ullage.errors import CheckpointError, InputError, listed
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
+from ullage.training.agreement import agreement, gather, rank_here, several_ranks
 from ullage.training.saving import WEIGHT_FILES
 
 if TYPE_CHECKING:
-    from ullage.cli.train.names import Located
     from ullage.cli.train.summary import Voice
 
+#: The word of ``--tokenizer`` for transformers' byte tokenizer.
+BYTES = "bytes"
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
 #: What a name of a new model, or flags beside it, may say of its size.
-SIZES = ("hidden_size", "num_hidden_layers", "dropout")
+_SIZES = ("hidden_size", "num_hidden_layers", "dropout")
 _DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
+#: Small files of a repository: configs, tokenizers, templates. Weights are safetensors, unless pickles are allowed.
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe")
+_TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    "tekken.json",
+)
+#: How many names of weights a line holds.
+_NAMED = 4
 
 
-def is_preset(name: str) -> bool:
+@dataclass(frozen=True)
+class Chosen:
+    """What the names of a call mean.
+
+    ``model``: the folder or config; None for a new model by name, and where a checkpoint says everything.
+    """
+
+    model: Path | None
+    tokenizer: Any
+
+
+# Names
+
+
+def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Sequence[str]) -> Path:
+    """The file or folder that a name means, fetched if it is a repository's. Collective: if one rank fails, all raise.
+
+    Args:
+        command: takes down the commit, by ``argument``, and holds the one that its run took before.
+        argument: that the name was given for.
+        name: as it was typed.
+        kind: "model", "tokenizer" or "dataset".
+        files: patterns of those that are needed of a repository.
+    """
+    several = several_ranks()
+    path, commit = Path(name), None
+    for is_turn in (rank_here(several) == 0, rank_here(several) != 0):  # the first rank says what is wrong, for all
+        with agreement(several, f"finding the {kind} {name}"):
+            if is_turn and not path.exists():
+                path = _snapshot(name, kind, files, command.revisions.get(argument))
+                commit = path.name
+    if len(set(gather(commit, several))) > 1:
+        raise InputError(f"the {kind} is not the same on all machines", where=name, found="other files, or revisions")
+    if commit is not None:
+        command.revisions[argument] = f"{name.partition('@')[0]}@{commit}"
+    return path
+
+
+def told(command: TrainCommand, argument: str, name: str) -> str:
+    """A name as it is printed: with the revision of what came from the cache or the hub."""
+    repository, _, commit = command.revisions.get(argument, "").partition("@")
+    return f"{repository}, revision {commit[:12]}" if commit and repository == name.partition("@")[0] else name
+
+
+def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) -> Path:
+    """The folder of a repository in the cache, with what is new on the hub if that can be asked."""
+    repository, _, revision = name.partition("@")
+    if not revision and before is not None and before.partition("@")[0] == repository:
+        revision = before.partition("@")[2]
+    settings: dict[str, Any] = {
+        "repo_type": "dataset" if kind == "dataset" else "model",
+        "revision": revision or None,
+        "allow_patterns": list(files),
+    }
+    download = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
+    what, hint = f"there is no such {kind} here, and none from the hub", f"get it where there is a network: {download}"
+    with one_line_of(what, where=name, hint=hint):
+        try:
+            here = Path(snapshot_download(repository, local_files_only=True, **settings))
+        except (OSError, ValueError):
+            here = None
+        # A commit is what it was. Of all else the hub may have a newer one; where it cannot be asked, this is taken.
+        if here is not None and here.name == revision:
+            return here
+        if here is None and "@" not in name:
+            _refuse_near(name, kind)
+        return Path(snapshot_download(repository, **settings))
+
+
+def _refuse_near(name: str, kind: str) -> None:
+    """Raise ``InputError`` for a name that is nearly that of a file here, or of a new model."""
+    path = Path(name)
+    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = [str(path.with_name(one)) for one in difflib.get_close_matches(path.name, there, n=2, cutoff=0.8)]
+    if kind == "model" and "/" not in name:
+        near += difflib.get_close_matches(name.partition("-")[0], (*CELLS, "llama"), n=2, cutoff=0.7)
+    if near:
+        raise InputError(
+            f"unknown {kind} {name!r}",
+            hint=f"did you mean {' or '.join(near)}? The hub's is {name}@main",
+        )
+
+
+def _is_new(name: str) -> bool:
     """Whether ``name`` is that of a new model: a cell or llama, with sizes or without."""
     match = _NAME.fullmatch(name)
-    return match is not None and match["cell"] in (*CELLS, "llama")
+    # It gives way to a folder that holds a model, not to one that happens to have its name.
+    is_folder = any((Path(name) / file).is_file() for file in ("config.json", *WEIGHT_FILES))
+    return match is not None and match["cell"] in (*CELLS, "llama") and not is_folder
 
 
-def unknown_model(name: str, absent: InputError | None = None) -> InputError:
-    """The error for a name that means no model, with the presets that are near, or else with what ``absent`` says."""
-    near = difflib.get_close_matches(name, (*CELLS, "llama"), n=2)
-    return InputError(
-        f"unknown model {name!r}",
-        expected=f"one of {', '.join(CELLS)}, llama, with sizes such as gru-512x2, or a folder, a config .json or "
-        "a name on the Hugging Face hub",
-        found=None if absent is None else f"none of them: {absent.what}: {absent.found or absent.where}",
-        hint=f"did you mean {' or '.join(near)}?" if near else None if absent is None else absent.hint,
+# The model's folder, and the tokenizer
+
+
+def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen:
+    """Find the model and the tokenizer of a call, and say what they are. Collective where a name is not on the disk.
+
+    A run that continues takes the revisions that it took before, which the command holds, and the tokenizer of its
+    checkpoint unless the call names another. Raises ``InputError`` for a name that means nothing, and for a model with
+    weights that comes without a tokenizer where the call names none.
+    """
+    model, name, code = None, command.model.model, command.model.trust_remote_code
+    # A checkpoint has the config and the weights, and from most trainers the tokenizer.
+    whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
+    if (not whole or not _says_same_model(command, checkpoint)) and not _is_new(name):
+        weights = ["model*.safetensors"] + ["pytorch_model*.bin"] * command.model.allow_pickle_weights
+        model = locate(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
+        say(f"model: {told(command, 'model', name)}")
+        if not (model / "adapter_config.json").is_file():
+            _config_from(model, command.model)  # before the tokenizer's reader speaks of it
+    tokenizer, note = _tokenizer(command, model, checkpoint)
+    say(f"tokenizer: {note}")
+    return Chosen(model, tokenizer)
+
+
+def _says_same_model(command: TrainCommand, checkpoint: Path | None) -> bool:
+    """Whether the run of the checkpoint was started with the model arguments of this call, or the call has none."""
+    assert checkpoint is not None
+    settings = (read_record(checkpoint.parent) or {}).get("settings", {})
+    names = ("model", *_SIZES)
+    return command.given.isdisjoint(names) or (
+        "model" in settings and all(settings.get(name) == getattr(command.model, name) for name in names)
     )
 
 
-def load_model(
-    command: TrainCommand, found: Located | None, tokenizer: Any, checkpoint: Path | None, say: Voice
-) -> Any:
-    """A new model, or that of ``found`` with its weights; on resuming, the checkpoint's config decides.
+def _tokenizer(command: TrainCommand, model: Path | None, checkpoint: Path | None) -> tuple[Any, str]:
+    """The tokenizer, and what is said of it."""
+    asked, code = command.data.tokenizer, command.model.trust_remote_code
+    if checkpoint is not None and "tokenizer" not in command.given and _has_tokenizer(checkpoint):
+        return _read_tokenizer(checkpoint, code), "that of the checkpoint"
+    if asked == BYTES and not Path(asked).exists():
+        return byte_tokenizer(), "bytes"
+    if asked is not None:
+        folder = locate(command, "tokenizer", asked, "tokenizer", [*_TEXTS, *["*.py"] * code])
+        return _read_tokenizer(folder, code), told(command, "tokenizer", asked)
+    if model is not None and _has_tokenizer(model):
+        return _read_tokenizer(model, code), "the model's own"
+    if model is None or not _has_weights(model):
+        return byte_tokenizer(), "bytes, for a new model (--tokenizer NAME takes another)"
+    raise InputError(
+        "this model comes without a tokenizer",
+        where=str(model),
+        expected=" or ".join(_TOKENIZER_FILES[:2]),
+        found="none",
+        hint="name the one that it was trained with, --tokenizer FOLDER or NAME, or train it on bytes, "
+        f"--tokenizer {BYTES}",
+    )
 
-    Args:
-        command: the arguments of the call.
-        found: where the model of the call is; None for a preset.
-        tokenizer: says the size of a preset's vocabulary.
-        checkpoint: where the run continues from, if anywhere.
-        say: takes a line about weights that were made new or are not used.
 
-    Raises ``InputError`` for a folder that holds no model or lacks weights of it, and for a model that attends in both
-    directions; ``CheckpointError`` if model arguments contradict the checkpoint.
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHT_FILES)
+
+
+def _read_tokenizer(folder: Path, code: bool) -> Any:
+    with one_line_of("the tokenizer cannot be read", where=str(folder)):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
+
+
+# The model
+
+
+def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, say: Voice) -> Any:
+    """A new model, or that of ``chosen`` with its weights; on resuming, the checkpoint's config decides.
+
+    ``say`` takes a line about weights that were made new or are not used. Raises ``InputError`` for a folder that
+    holds no model or lacks weights of it, and for a model that attends in both directions; ``CheckpointError`` if model
+    arguments contradict the checkpoint.
     """
-    arguments = command.model
+    arguments, found = command.model, chosen.model
     if checkpoint is not None:
         config = _config_from(checkpoint, arguments)
         # Model arguments of a call that resumes are not used, but must not contradict the checkpoint either.
-        if found is not None or (is_preset(arguments.model) and not command.given.isdisjoint(("model", *SIZES))):
-            _require_same(_config(arguments, found, tokenizer), config, checkpoint)
+        if found is not None or (_is_new(arguments.model) and not command.given.isdisjoint(("model", *_SIZES))):
+            _require_same(_config(arguments, chosen), config, checkpoint)
         model = _new(config, arguments)
-    elif found is not None and any((found.path / name).is_file() for name in WEIGHT_FILES):
+    elif found is not None and _has_weights(found):
         _refuse_sizes(arguments)
-        model = load_weights(found.path, arguments, say)
+        model = load_weights(found, arguments, say)
     else:
-        config = _config(arguments, found, tokenizer)
-        model = drawn(lambda: _new(config, arguments))
+        config = _config(arguments, chosen)
+        model = _drawn(lambda: _new(config, arguments))
     require_causal(model)
     return model
 
 
-def _new(config: Any, arguments: ModelArguments) -> Any:
-    try:
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
-    except (ValueError, AssertionError) as error:
-        if isinstance(error, InputError):
-            raise
-        require_decoder(config.to_dict(), arguments.model)
+def load_weights(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
+    """The causal language model in ``folder``, with its weights.
+
+    A head that was not saved, because the folder is another kind of model's, starts new, and a line says so; so do
+    other missing weights where ``--allow_missing_weights`` asks for it. Weights that nobody reads are named too.
+    Raises ``InputError`` for missing weights, for those of another size, and for pickled ones that were not asked for.
+    """
+    adapter = (folder / "adapter_config.json").is_file()
+    if not adapter:
+        _require_decoder(_config_from(folder, arguments), str(folder))
+    pickled = not arguments.allow_pickle_weights and any(folder.glob("pytorch_model*.bin"))
+    hint = "--allow_pickle_weights takes pytorch_model.bin; torch then reads tensors only" if pickled else None
+    with one_line_of("the model cannot be loaded", where=str(folder), hint=hint):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=arguments.trust_remote_code,
+            use_safetensors=None if arguments.allow_pickle_weights else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, all of them
+        )
+    model, info = loaded
+    if not adapter:
+        _judge(folder, model, info, allowed=arguments.allow_missing_weights, say=say)
+    return model
+
+
+def _judge(folder: Path, model: Any, info: dict[str, Any], *, allowed: bool, say: Callable[[str], Any]) -> None:
+    """Raise for weights that the folder ought to hold; say what started new and what is not used."""
+    missing = set(info["missing_keys"])
+    head: set[str] = set()
+    # A backbone, or a model for another task, has no head to be missed.
+    if type(model).__name__ not in (getattr(model.config, "architectures", None) or [type(model).__name__]):
+        head = {name for name in missing if not name.startswith(f"{model.base_model_prefix}.")}
+    sizes = {f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]}
+    kinds = (("without", missing - head), ("of another size", sizes))
+    lost = "; ".join(f"{word} {_some(names)}" for word, names in kinds if names)
+    if lost and not allowed:
         raise InputError(
-            "this config does not describe a causal language model",
-            where=arguments.model,
-            found=why_not(error),
-            hint=trust_hint(error),
-        ) from error
+            "the model's files lack weights",
+            where=str(folder),
+            expected=f"all {len(model.state_dict())} tensors of {type(model).__name__}",
+            found=lost,
+            hint="get the whole model again, or let these start new with --allow_missing_weights",
+        )
+    if head or lost:
+        new = missing | {name for name, *_ in info["mismatched_keys"]}
+        say(f"{folder} lacks weights, which start new: {_some(new)}")
+    if info["unexpected_keys"]:
+        say(f"{folder} holds weights that {type(model).__name__} does not use: {_some(info['unexpected_keys'])}")
 
 
-def _config(arguments: ModelArguments, found: Located | None, tokenizer: Any) -> Any:
-    if found is not None:
+def _some(names: Any) -> str:
+    return listed(sorted(names), _NAMED)
+
+
+def _require_decoder(config: Any, where: str) -> None:
+    """Raise ``InputError`` for the config of an encoder with a decoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            "this model reads one text and writes another",
+            where=where,
+            expected="a causal language model",
+            found=f"an encoder with a decoder, of type {config.model_type}",
+            hint="train it in Python, with ullage.training.Seq2SeqTrainer",
+        )
+
+
+def _new(config: Any, arguments: ModelArguments) -> Any:
+    _require_decoder(config, arguments.model)
+    with one_line_of("this config does not describe a causal language model", where=arguments.model):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+
+
+def _config(arguments: ModelArguments, chosen: Chosen) -> Any:
+    if chosen.model is not None:
         _refuse_sizes(arguments)
-        return _config_from(found.path, arguments)
+        return _config_from(chosen.model, arguments)
     match = _NAME.fullmatch(arguments.model)
-    if match is None or not is_preset(arguments.model):
-        raise unknown_model(arguments.model)
-    return _by_name(arguments, match, tokenizer)
-
-
-def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) -> Any:
+    assert match is not None
     recurrent = match["cell"] in CELLS
     sizes: dict[str, Any] = {"hidden_size": _DEFAULT_HIDDEN_SIZE, "num_hidden_layers": 1 if recurrent else 4}
-    for name in ("hidden_size", "num_hidden_layers"):
+    for name in sizes:
         flag = getattr(arguments, name)
         if match[name] is not None and flag is not None and flag != int(match[name]):
             raise InputError(f"two values for {name}", where="--model", expected=int(match[name]), found=flag)
         # A size may stand in the name or in a flag; in both only if they agree.
-        chosen = flag if flag is not None else match[name]
-        if chosen is not None:
-            sizes[name] = int(chosen)
-    ids: dict[str, Any] = {
-        f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")
-    }
-    ids["vocab_size"] = len(tokenizer)
+        given = flag if flag is not None else match[name]
+        if given is not None:
+            sizes[name] = int(given)
+    kinds = ("pad", "bos", "eos")
+    ids: dict[str, Any] = {f"{kind}_token_id": getattr(chosen.tokenizer, f"{kind}_token_id", None) for kind in kinds}
+    ids["vocab_size"] = len(chosen.tokenizer)
     if recurrent:
         return RecurrentConfig(cell=match["cell"], dropout=arguments.dropout or 0.0, **sizes, **ids)
     if arguments.dropout is not None:
@@ -128,8 +343,12 @@ def _by_name(arguments: ModelArguments, match: re.Match[str], tokenizer: Any) ->
 
 def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> LlamaConfig:
     """Config of a llama in usual proportions: heads of 64, half as many for keys and values, a feed-forward of 8/3."""
-    if hidden_size % 2:
-        raise InputError("a llama's hidden size must be even", where="--hidden_size", found=hidden_size)
+    if hidden_size % 2 or hidden_size < 1 or num_hidden_layers < 1:
+        raise InputError(
+            "a llama's hidden size must be even, and it needs a layer",
+            where="--model",
+            found=f"hidden size {hidden_size}, {num_hidden_layers} layers",
+        )
     # At most one head per 64, and of an even size: rotary embeddings turn pairs of elements.
     heads = next(heads for heads in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * heads) == 0)
     return LlamaConfig(
@@ -144,24 +363,17 @@ def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> Lla
 
 
 def _refuse_sizes(arguments: ModelArguments) -> None:
-    given = [name for name in SIZES if getattr(arguments, name) is not None]
+    given = [name for name in _SIZES if getattr(arguments, name) is not None]
     if given:
         raise InputError(f"--{given[0]} is for a new model given by name", where=f"--model {arguments.model}")
 
 
 def _config_from(path: Path, arguments: ModelArguments) -> Any:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise InputError("this folder holds no model", where=str(path), expected="config.json", found="none")
-    read_config(file)
     code = arguments.trust_remote_code
-    try:
+    with one_line_of("the model config cannot be read", where=str(path)):
         # The code of a config lies beside it, which transformers finds by the folder alone.
-        return AutoConfig.from_pretrained(file.parent if code else file, local_files_only=True, trust_remote_code=code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            "the model config cannot be read", where=str(file), found=first_line(error), hint=trust_hint(error)
-        ) from error
+        place = path.parent if code and path.is_file() else path
+        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=code)
 
 
 def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
@@ -175,3 +387,41 @@ def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
                 found=theirs.get(name),
                 hint="leave out the model arguments to continue with the checkpoint's own",
             )
+
+
+def _drawn(make: Callable[[], Any]) -> Any:
+    """The model that ``make`` makes, its weights from one seed the same under ZeRO 3 as without. Collective under it.
+
+    There transformers takes each layer apart as soon as it is made, and draws the weights afterwards, from another
+    place in the stream of random numbers. So the first rank also builds the model as a whole, in the memory of its
+    host, and its weights take the place of those. Source: ``PreTrainedModel._from_config`` and
+    ``initialize_weights_zero3`` of transformers 5.23.
+    """
+    if not integration.is_deepspeed_zero3_enabled():
+        return make()
+    import deepspeed
+
+    several, whole = several_ranks(), None
+    with agreement(several, "drawing the weights of a new model"):
+        if rank_here(several) == 0:
+            # What the other ranks draw next, this one draws too.
+            with torch.random.fork_rng(devices=[]), _without_zero3():
+                whole = dict(make().named_parameters(remove_duplicate=False))
+    model = make()
+    for name, parameter in model.named_parameters():
+        # Whole on every rank within the block; what rank 0 leaves in it is what all go on with.
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            if whole is not None:
+                parameter.copy_(whole[name])
+    return model
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Let transformers build as if no configuration of DeepSpeed were there."""
+    held: Any = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(held())

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 import socket
 import sys
-import traceback
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.names import keep_off_hub
-from ullage.errors import TrainingError, UsageError, first_line
+from ullage.errors import InputError, UllageError, UsageError, first_line
 
 
 def make_ready(argv: list[str]) -> None:
-    """Set up the environment before torch loads: no hub but for names, and no messages of libraries without
-    ``--log_level``."""
+    """Set up the environment before torch loads: no messages of libraries without ``--log_level``."""
     _form_group_of_one(argv)
     # Tokenizers complain in every worker of a data loader that is forked after they have used threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["PATH"] = path_of_environment(os.environ.get("PATH", os.defpath))
     # Threads that spin while they wait cost a recurrent model's many small kernels a factor of 20 on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    keep_off_hub()
     if any(argument.startswith(("--log_level", "--log-level")) for argument in argv):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -51,6 +48,39 @@ def path_of_environment(path: str) -> str:
     return os.pathsep.join([own, *others] if sys.prefix != sys.base_prefix else [*others, own])
 
 
+#: What libraries raise where they refuse an argument: a wrong number, a tracker that is not installed.
+REFUSALS = (ValueError, TypeError, ArithmeticError, ImportError, RuntimeError)
+
+
+def said(error: Exception) -> str:
+    """The message of a library as a part of a line, or else the class of its error."""
+    return textwrap.shorten(str(error), 300, placeholder=" ...").removesuffix(".") or type(error).__name__
+
+
+@contextlib.contextmanager
+def one_line_of(
+    what: str,
+    *,
+    where: str | None = None,
+    hint: str | None = None,
+    kinds: tuple[type[Exception], ...] = (Exception,),
+) -> Iterator[None]:
+    """Turn what a library refuses within the block into one line: ``what``, and why.
+
+    ``kinds``: the errors that are refusals. All are where a file is read: a torn one raises whatever its reader raises.
+    """
+    try:
+        yield
+    except UllageError:
+        raise
+    except kinds as error:
+        match = re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error))
+        found = f"{match[1]}, which is no causal language model's" if match is not None else said(error)
+        if "trust_remote_code" in str(error):
+            hint = "--trust_remote_code runs the Python files of its folder"
+        raise InputError(what, where=where, found=found, hint=hint) from error
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn errors about a process group that cannot be formed into one line that says what to do."""
@@ -65,19 +95,6 @@ def one_line_errors() -> Iterator[None]:
             where=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
             found=None if busy else first_line(error),
             hint="start them with torchrun --standalone, which finds a free one, or set MASTER_PORT" if busy else None,
-        ) from error
-    except RuntimeError as error:
-        compiler = os.environ.get("CXX", "c++")
-        built = _failed_to_build(error)
-        if shutil.which(compiler) is not None or built is None:
-            raise
-        raise TrainingError(
-            "DeepSpeed compiles the optimizer that its configuration asks for, and there is no C++ compiler",
-            where="--deepspeed",
-            expected=f"{compiler!r} on the path",
-            found=built,
-            hint="install one (Debian: apt install g++), or leave optimizer and offload_optimizer out of the "
-            "configuration, which then trains with torch's own",
         ) from error
 
 
@@ -94,16 +111,6 @@ def compiling_notes(training: Any) -> list[str]:
     if any("adam" in path.name for depth in ("*/*.so", "*/*/*.so") for path in root.glob(depth)):
         return []
     return ["DeepSpeed compiles the optimizer that its configuration asks for, once: a minute or two without a word"]
-
-
-def _failed_to_build(error: BaseException | None) -> str | None:
-    """Torch's message about an operator of DeepSpeed that could not be built, if ``error`` comes from one."""
-    while error is not None:
-        # The error is torch's, of any extension; what tells is that DeepSpeed's builder is on the stack.
-        if any("op_builder" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            return first_line(error).partition(": ")[0]
-        error = error.__cause__
-    return None
 
 
 def _form_group_of_one(argv: list[str]) -> None:

@@ -1,16 +1,21 @@
-"""Progress bar of a training run, and the callback that ends a run early."""
+"""What a run shows: its bar and its log while it trains, its page at the end; and the callback that ends it early."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from ullage.cli.train.settings import TrainCommand
+from ullage.errors import UllageError
 from ullage.training.metering import TokenMeter
+from ullage.training.run_log import RunLog
 from ullage.training.stopping import EarlyEnd
 from ullage.units import rate
 
@@ -108,3 +113,48 @@ class Stop(EarlyEnd):
         # At the last step the run ends by itself, and is not one that was stopped.
         if self._step is not None and self._step <= state.global_step < state.max_steps:
             self.end(control)
+
+
+def run_log(command: TrainCommand, trainer: Any) -> RunLog:
+    """The callback that writes the log of the run."""
+    return RunLog(trainer.meter, layout=_axes(command))
+
+
+def _axes(command: TrainCommand) -> str | None:
+    """The axes of a run over ``ullage.engines.fsdp``, in words; None for one of the Trainer's."""
+    parallel, number = command.parallel, command.training.world_size
+    if not parallel.asked:
+        return None
+    sizes = {"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp, "dp_replicate": parallel.dp_replicate}
+    axes = " ".join(f"{name} {size}" for name, size in sizes.items() if size is not None and size != 1)
+    return f"{number} process{'es' if number != 1 else ''}, FSDP{f', {axes}' if axes else ''}"
+
+
+def show_log(command: TrainCommand) -> None:
+    """Show the library's own records where ``--log_level`` asks for them; transformers' are its own affair."""
+    logger = logging.getLogger("ullage")
+    if "log_level" not in command.given or logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(command.training.get_process_log_level())
+    logger.propagate = False
+
+
+def leave_page(command: TrainCommand, first: bool, say: Callable[[str], None]) -> None:
+    """Write the page of the run into its folder, and say where; one rank does. What fails is said and ends nothing."""
+    if not first:
+        return
+    try:
+        from ullage.report.run import read_run
+        from ullage.report.run_page import PAGE, write_run_page
+
+        page = command.folder / PAGE
+        write_run_page([read_run(command.folder)], page)
+    except UllageError as error:
+        say(f"no report was written: {error}")
+    except Exception as error:  # a picture that cannot be drawn is no reason to fail a run that went well
+        say(f"no report was written: {type(error).__name__}: {error}")
+    else:
+        say(f"report: {page}")

@@ -1,15 +1,17 @@
 """``ullage train --dry_run``: the model, the data, the first steps, and what they take, without training.
 
 The first steps are drawn and planned as the run draws and plans them. Forward and backward of one batch are run and
-timed; what the optimizer, the exchange, evaluations and saves take is not in the time. Nothing is written: the trainer
-gets a temporary folder in the place of the output folder.
+timed; what the optimizer, the exchange, evaluations and saves take is not in the time. Over ``--dp``, ``--cp`` and
+``--tp`` whole steps are run. Nothing is written: the trainer gets a temporary folder in the place of the output folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 
 from ullage.batch import RaggedBatch
 from ullage.cli.train.folder import outlook
-from ullage.cli.train.rehearsal_axes import of_steps
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.datasets.text import TokenDataset
@@ -28,10 +29,11 @@ from ullage.training.capacity import state_bytes
 from ullage.training.device_memory import DeviceMemory
 from ullage.training.metering import num_parameters
 from ullage.training.packed_batch import PackedBatch
-from ullage.units import memory_size
+from ullage.units import duration, memory_size
 
-#: Steps that are planned, and batches that are timed, at most.
-_STEPS, _TIMED = 4, 3
+#: Steps that are planned, and steps or batches that are run, at most.
+_STEPS, _RUN = 4, 3
+_UNMEASURED = "the memory of a step cannot be measured on this system"
 
 
 def rehearse(
@@ -71,10 +73,7 @@ def rehearse(
         try:
             trainer, progress = make_trainer()
             progress.close()
-            if command.parallel.asked:
-                of_steps(told, trainer)
-            else:
-                _of_steps(told, trainer, model)
+            _of_steps(told, trainer, model, command.parallel.asked)
         finally:
             arguments.output_dir, arguments.push_to_hub = written, pushes
     return told
@@ -105,8 +104,8 @@ def _of_data(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def _of_steps(told: dict[str, Any], trainer: Any, model: Any) -> None:
-    """Plan the first steps, run a part of one, and put both into ``told``."""
+def _of_steps(told: dict[str, Any], trainer: Any, model: Any, sharded: bool) -> None:
+    """Plan the first steps, run a part of them, and put both into ``told``."""
     args, notes = trainer.args, told["notes"]
     options = trainer._packer.options
     if options is not None and options.is_open and not _is_cut(model):
@@ -118,33 +117,45 @@ def _of_steps(told: dict[str, Any], trainer: Any, model: Any) -> None:
     a_step = args.gradient_accumulation_steps
     per_epoch = max(math.ceil(len(loader) / a_step), 1)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
-    plan: dict[str, Any] = {"steps": steps, "steps_per_epoch": per_epoch, "epochs": steps / per_epoch}
-    told["plan"] = plan
+    told["plan"] = {"steps": steps, "steps_per_epoch": per_epoch, "epochs": steps / per_epoch}
     if options is not None and options.is_open:
         notes.append("packing_capacity='auto' is found when training begins under ZeRO 3: no steps are planned")
         return
-    drawn: list[list[Any]] = []
+    if sharded:
+        trainer._prepare_for_training(steps, loader, None)
     batches = iter(loader)
-    for _ in range(min(_STEPS, steps)):
-        samples, _ = trainer.get_batch_samples(batches, a_step, args.device)
-        if not samples:
-            break
-        drawn.append(samples)
-    several = args.world_size > 1
-    packed = [samples[0] for samples in drawn if isinstance(samples[0], PackedBatch)]
-    plan |= {"planned": len(drawn), "packed": bool(packed)}
-    own = [sum(batch.numel() for batch in _rows(samples)) for samples in drawn]
-    each = np.asarray(gather(own, several)).reshape(-1, len(drawn))
-    plan["tokens_per_step"] = float(each.sum(0).mean())
-    plan["sequences_per_step"] = sum(gather(sum(map(_sequences, drawn)), several)) / len(drawn)
-    if packed:
-        plan |= _of_plans(packed)
+    found = (trainer.get_batch_samples(batches, a_step, args.device) for _ in range(min(_STEPS, steps)))
+    drawn: list[tuple[list[Any], Any]] = list(itertools.takewhile(lambda one: one[0], found))
+    told["plan"] |= _of_drawn([samples for samples, _ in drawn], args.world_size > 1)
+    if sharded:
+        if trainer.get_cp_size() > 1:
+            told["plan"]["ranks_per_row"] = trainer.get_cp_size()
+        _run_steps(told, trainer, drawn, steps)
     else:
-        longest = [max((int(row.max_seqlen) for row in _rows(samples)), default=0) for samples in drawn]
-        plan["padding_avoided"] = _padding_avoided(drawn)
-        plan["longest"] = max(gather(max(longest), several))
-    # The rank with most tokens ends last.
-    _estimate(told, trainer, model, drawn, float(each.max(0).mean()), steps)
+        _run_batches(told, trainer, model, [samples for samples, _ in drawn], steps)
+
+
+def _of_drawn(drawn: list[list[Any]], several: bool) -> dict[str, Any]:
+    """The mean of the first steps: the samples of each, over all ranks, and how they are packed or padded."""
+    plans = [samples[0].plan for samples in drawn if isinstance(samples[0], PackedBatch)]
+    plan: dict[str, Any] = {"planned": len(drawn), "packed": bool(plans)}
+    if plans:
+        found = [each.statistics() for each in plans]
+        means = {
+            "tokens_per_step": [each.num_tokens for each in found],
+            "sequences_per_step": [each.num_sequences for each in found],
+            "rows_per_rank": [each.num_microbatches for each in plans],
+            "capacity_unused": [each.ullage for each in found],
+            "imbalance": [each.rank_imbalance for each in found],
+        }
+        plan |= {name: float(np.mean(values)) for name, values in means.items()}
+        return {**plan, "capacity": plans[0].capacity}
+    rows = [row for samples in drawn for row in _rows(samples)]
+    longest = max((int(row.max_seqlen) for row in rows), default=0)
+    padded, tokens = sum(len(row) * int(row.max_seqlen) for row in rows), sum(row.numel() for row in rows)
+    plan["tokens_per_step"] = sum(gather(tokens, several)) / len(drawn)
+    plan["sequences_per_step"] = sum(gather(sum(map(len, rows)), several)) / len(drawn)
+    return {**plan, "padding_avoided": 1 - tokens / padded if padded else 0.0, "longest": max(gather(longest, several))}
 
 
 def _is_cut(model: Any) -> bool:
@@ -157,33 +168,11 @@ def _rows(samples: list[Any]) -> list[RaggedBatch]:
     return [row for row in rows if len(row)]
 
 
-def _sequences(samples: list[Any]) -> int:
-    return sum(len(row) for row in _rows(samples))
-
-
-def _padding_avoided(drawn: list[list[Any]]) -> float:
-    rows = [row for samples in drawn for row in _rows(samples)]
-    padded = sum(len(row) * int(row.max_seqlen) for row in rows)
-    return 1 - sum(row.numel() for row in rows) / padded if padded else 0.0
-
-
-def _of_plans(packed: list[PackedBatch]) -> dict[str, Any]:
-    found = [each.plan.statistics() for each in packed]
-    return {
-        "capacity": packed[0].plan.capacity,
-        "rows_per_rank": sum(each.plan.num_microbatches for each in packed) / len(packed),
-        "capacity_unused": sum(each.ullage for each in found) / len(found),
-        "imbalance": sum(each.rank_imbalance for each in found) / len(found),
-    }
-
-
-def _estimate(
-    told: dict[str, Any], trainer: Any, model: Any, drawn: list[list[Any]], tokens: float, steps: int
-) -> None:
+def _run_batches(told: dict[str, Any], trainer: Any, model: Any, drawn: list[list[Any]], steps: int) -> None:
     """Run the largest batch of the first steps, then time a few; extrapolate to the run."""
     args, notes = trainer.args, told["notes"]
+    told["memory"] = _held(trainer, model)
     if _is_cut(model):
-        told["memory"] = _held(trainer, model)
         notes.append("under ZeRO 3 no step is run: memory is without activations, and there is no estimate of time")
         return
     rows = [row for samples in drawn for row in _rows(samples)]
@@ -198,18 +187,61 @@ def _estimate(
                 peak = trainer._capacity.peak_of(model, row, DeviceMemory(args.device))
             except InputError:  # a system that does not tell
                 trainer._capacity.seconds_of(model, row)
-                notes.append("the memory of a step cannot be measured on this system")
-            for each in rows[:_TIMED]:
+                notes.append(_UNMEASURED)
+            for each in rows[:_RUN]:
                 seconds += trainer._capacity.seconds_of(model, each)
                 timed += each.numel()
-    told["memory"] = {**_held(trainer, model), "step": max(gather(peak, several)), "step_tokens": largest}
-    told["memory"]["total"] = sum(told["memory"][name] for name in ("weights", "gradients", "optimizer", "step"))
+    told["memory"] |= {"step": max(gather(peak, several)), "step_tokens": largest}
+    own = [sum(row.numel() for row in _rows(samples)) for samples in drawn]
+    # The rank with most tokens ends last.
+    tokens = float(np.asarray(gather(own, several)).reshape(-1, len(drawn)).max(0).mean())
     rate = max(gather(seconds / timed if timed else 0.0, several))
-    told["time"] = {
-        "seconds_per_step": rate * tokens,
-        "seconds": rate * tokens * steps,
-        "tokens_per_second": told["plan"]["tokens_per_step"] / (rate * tokens) if rate * tokens else None,
-    }
+    _extrapolate(told, rate * tokens, steps)
+
+
+def _run_steps(told: dict[str, Any], trainer: Any, drawn: list[tuple[list[Any], Any]], steps: int) -> None:
+    """Run whole steps of a sharded model, with the optimizer, on weights that are thrown away. Collective.
+
+    The ranks share weights and rows, so that no batch runs on one of them alone.
+    """
+    args, several = trainer.args, trainer.args.world_size > 1
+    memory: DeviceMemory | None = None
+    try:
+        memory = DeviceMemory(args.device)
+        memory.settle()
+        memory.begin()
+    except InputError:  # a system that does not tell
+        told["notes"].append(_UNMEASURED)
+    seconds: list[float] = []
+    for samples, count in drawn[:_RUN]:
+        begun = time.perf_counter()
+        trainer.training_step(trainer.model, samples[0], count)
+        trainer._clip_grad_norm(trainer.model)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(max(gather(time.perf_counter() - begun, several)))
+    held = _held(trainer, trainer.model)
+    told["memory"] = {name: max(gather(size, several)) for name, size in held.items()}
+    if memory is not None:
+        beside = memory.taken() - held["gradients"] - held["optimizer"]
+        largest = max((row.numel() for samples, _ in drawn for row in _rows(samples)), default=0)
+        told["memory"] |= {"step": max(0, *gather(beside, several)), "step_tokens": max(gather(largest, several))}
+    # The first step compiles, and makes the state of the optimizer.
+    usual = seconds[1:] or seconds
+    _extrapolate(told, sum(usual) / len(usual), steps)
+    told["time"]["whole_steps"] = True
+    told["notes"].append("steps were run with the optimizer and the exchange between ranks, on weights thrown away")
+
+
+def _extrapolate(told: dict[str, Any], seconds: float, steps: int) -> None:
+    """Put the sum of the memory, and the time of the run at ``seconds`` a step, into ``told``."""
+    memory = told["memory"]
+    if "step" in memory:
+        memory["total"] = sum(memory[name] for name in ("weights", "gradients", "optimizer", "step"))
+    rate = told["plan"]["tokens_per_step"] / seconds if seconds else None
+    told["time"] = {"seconds_per_step": seconds, "seconds": seconds * steps, "tokens_per_second": rate}
 
 
 def _held(trainer: Any, model: Any) -> dict[str, int]:
@@ -217,23 +249,33 @@ def _held(trainer: Any, model: Any) -> dict[str, int]:
     args = trainer.args
     plugin = trainer.accelerator.state.deepspeed_plugin
     stage = 0 if plugin is None else int(plugin.zero_stage)
-    sizes = [(getattr(each, "ds_numel", None) or each.numel(), each) for each in model.parameters()]
+    sharded = any(hasattr(each, "to_local") for each in model.parameters())
+    sizes = [(_numel(each), each) for each in model.parameters()]
     trained = sum(size for size, each in sizes if each.requires_grad)
     # DeepSpeed trains in half precision with weights in full beside it.
     half = plugin is not None and (args.bf16 or args.fp16)
     weights = sum(size * (2 if half else each.element_size()) for size, each in sizes)
     gradients = sum(size * (2 if half else each.element_size()) for size, each in sizes if each.requires_grad)
     try:
-        optimizer: Any = trainer.create_optimizer()
+        optimizer: Any = trainer.optimizer or trainer.create_optimizer()
+        while hasattr(optimizer, "optimizer"):  # what accelerate puts around it
+            optimizer = optimizer.optimizer
         state = state_bytes(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 8.0
     except Exception:  # one that DeepSpeed makes, or that is not installed: as Adam
         state = 8.0
-    if plugin is None and args.world_size > 1:
+    if plugin is None and args.world_size > 1 and not sharded:
         gradients *= 2  # the buckets of DDP
     shares = [args.world_size if stage >= least else 1 for least in (3, 2, 1)]
     parts = (weights, gradients, int((state + 4 * half) * trained))
     sizes_here = [-(-part // share) for part, share in zip(parts, shares, strict=True)]
     return dict(zip(("weights", "gradients", "optimizer"), sizes_here, strict=True))
+
+
+def _numel(parameter: Any) -> int:
+    """Elements of the shard of this rank, or of the whole where ZeRO 3 has cut it, which is counted by its stage."""
+    if hasattr(parameter, "to_local"):
+        return parameter.to_local().numel()
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 
 def tell(told: dict[str, Any], say: Voice, as_json: bool) -> None:
@@ -292,7 +334,7 @@ def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
     if time is not None and time["tokens_per_second"]:
         what = "" if time.get("whole_steps") else " for forward and backward"
         lines["time, about"] = (
-            f"{_duration(time['seconds'])}{what}, {time['seconds_per_step']:.2g} s a step, "
+            f"{duration(time['seconds'])}{what}, {time['seconds_per_step']:.2g} s a step, "
             f"{time['tokens_per_second']:,.0f} tokens per second"
         )
     return lines
@@ -301,10 +343,3 @@ def _plan_lines(told: dict[str, Any]) -> dict[str, str]:
 def _sharing(plan: dict[str, Any]) -> str:
     ranks = plan.get("ranks_per_row", 1)
     return "rank" if ranks == 1 else f"{ranks} ranks, which share them"
-
-
-def _duration(seconds: float) -> str:
-    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.1f} s"

@@ -4,170 +4,156 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ullage.errors import InputError
 from ullage.training import TrainingArguments
+
+
+def _option(default: Any, help: str, **shown: Any) -> Any:
+    """A field as HfArgumentParser reads it; ``shown``: its metavar, aliases or choices."""
+    return field(default=default, metadata={"help": help, **shown})
 
 
 @dataclass
 class DataArguments:
     """The sequences to train on."""
 
-    data: list[str] | None = field(
-        default=None,
-        metadata={
-            "metavar": "DATA",
-            "aliases": ["--dataset_name"],
-            "help": "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, or .txt with one text per line), a pattern, a "
-            "folder, or the name of a data set on the hub (org/name, perhaps with @revision); chats and prompts with "
-            "completions too; without it, the docstrings of this Python's standard library",
-        },
+    data: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, or .txt with one text per line), a pattern, a "
+        "folder, or the name of a data set on the hub (org/name, perhaps with @revision); chats and prompts with "
+        "completions too; without it, the docstrings of this Python's standard library",
+        metavar="DATA",
+        aliases=["--dataset_name"],
     )
-    data_config: str | None = field(
-        default=None,
-        metadata={"metavar": "NAME", "aliases": ["--dataset_config"], "help": "configuration of a folder or data set"},
+    data_config: str | None = _option(
+        None,
+        "configuration of a folder or data set",
+        metavar="NAME",
+        aliases=["--dataset_config"],
     )
-    data_split: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "SPLIT",
-            "aliases": ["--dataset_train_split"],
-            "help": "the split to train on, or a part of it: train[:10%]; without it, train",
-        },
+    data_split: str | None = _option(
+        None,
+        "the split to train on, or a part of it: train[:10%]; without it, train",
+        metavar="SPLIT",
+        aliases=["--dataset_train_split"],
     )
-    text_column: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "NAME",
-            "help": "the column that holds the texts, lists of token ids, or chats; without it 'messages', 'prompt' "
-            "and 'completion', 'input_ids', 'text', or the only one",
-        },
+    text_column: str | None = _option(
+        None,
+        "the column that holds the texts, lists of token ids, or chats; without it 'messages', 'prompt' and "
+        "'completion', 'input_ids', 'text', or the only one",
+        metavar="NAME",
     )
-    eval_data: list[str] | None = field(
-        default=None, metadata={"metavar": "DATA", "help": "data to evaluate on, instead of a part of --data"}
+    eval_data: list[str] | None = _option(None, "data to evaluate on, instead of a part of --data", metavar="DATA")  # noqa: RUF009
+    eval_split: str | None = _option(
+        None,
+        "the split to evaluate on, of --eval_data, or else of --data",
+        metavar="SPLIT",
+        aliases=["--dataset_test_split"],
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "SPLIT",
-            "aliases": ["--dataset_test_split"],
-            "help": "the split to evaluate on, of --eval_data, or else of --data",
-        },
+    chat_template: str | None = _option(
+        None,
+        "a file with the template that makes text of chats, or chatml; without it the tokenizer's own",
+        metavar="FILE",
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "FILE",
-            "help": "a file with the template that makes text of chats, or chatml; without it the tokenizer's own",
-        },
+    completion_only_loss: bool | None = _option(
+        None,
+        "train on completions alone, not on prompts; without it, yes where there are prompts",
     )
-    completion_only_loss: bool | None = field(
-        default=None,
-        metadata={"help": "train on completions alone, not on prompts; without it, yes where there are prompts"},
+    assistant_only_loss: bool = _option(False, "train on the assistant's turns of a chat alone, not on all of it")
+    held_out: float = _option(
+        0.05,
+        "the fraction of samples that is evaluated on and not trained on, chosen by a hash of each",
     )
-    assistant_only_loss: bool = field(
-        default=False, metadata={"help": "train on the assistant's turns of a chat alone, not on all of it"}
+    max_length: int = _option(1024, "cut sequences that are longer, in tokens; 0 cuts none (said in the output)")
+    tokenizer: str | None = _option(
+        None,
+        "a folder with a tokenizer, a name as for --model, or bytes, transformers' byte tokenizer; without it the"
+        " model's own, or bytes for a new model",
+        metavar="NAME",
     )
-    held_out: float = field(
-        default=0.05,
-        metadata={"help": "the fraction of samples that is evaluated on and not trained on, chosen by a hash of each"},
-    )
-    max_length: int = field(
-        default=1024, metadata={"help": "cut sequences that are longer, in tokens; 0 cuts none (said in the output)"}
-    )
-    tokenizer: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "NAME",
-            "help": "a folder with a tokenizer, a name as for --model, or bytes, transformers' byte tokenizer; without "
-            "it the model's own, or bytes for a new model",
-        },
-    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise _out_of_range("held_out", "at least 0 and below 1", self.held_out)
+        if self.max_length < 0:
+            raise _out_of_range("max_length", "at least 0", self.max_length)
+
+
+def _out_of_range(name: str, expected: str, found: float) -> InputError:
+    return InputError("this argument is out of range", where=f"--{name}", expected=expected, found=found)
 
 
 @dataclass
 class ModelArguments:
     """The model to train."""
 
-    model: str = field(
-        default="lstm",
-        metadata={
-            "help": "a folder with a model or its config, a config .json, a new model by name (lstm, gru, rnn_tanh, "
-            "rnn_relu, mingru, minlstm, llama, with sizes if you like: gru-512, llama-256x4), or one of the Hugging "
-            "Face cache or hub (gpt2, ORG/NAME, ORG/NAME@REVISION); in this order"
-        },
+    model: str = _option(
+        "lstm",
+        "a folder with a model or its config, a config .json, a new model by name (lstm, gru, rnn_tanh, rnn_relu,"
+        " mingru, minlstm, llama, with sizes if you like: gru-512, llama-256x4), or one of the Hugging Face cache"
+        " or hub (gpt2, ORG/NAME, ORG/NAME@REVISION); in this order",
     )
-    hidden_size: int | None = field(default=None, metadata={"help": "hidden size of a new model (256)"})
-    num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new model (1)"})
-    dropout: float | None = field(default=None, metadata={"help": "dropout of a new recurrent model (0)"})
-    allow_missing_weights: bool = field(
-        default=False,
-        metadata={"help": "train also where the model's files lack some of its weights, which then start new"},
+    hidden_size: int | None = _option(None, "hidden size of a new model (256)")
+    num_hidden_layers: int | None = _option(None, "layers of a new model (1)")
+    dropout: float | None = _option(None, "dropout of a new recurrent model (0)")
+    allow_missing_weights: bool = _option(
+        False,
+        "train also where the model's files lack some of its weights, which then start new",
     )
-    allow_pickle_weights: bool = field(
-        default=False, metadata={"help": "take weights that are not safetensors: pytorch_model.bin"}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "run the Python files that come with a model or a tokenizer"}
-    )
+    allow_pickle_weights: bool = _option(False, "take weights that are not safetensors: pytorch_model.bin")
+    trust_remote_code: bool = _option(False, "run the Python files that come with a model or a tokenizer")
 
 
 @dataclass
 class OutputArguments:
     """The files to write, and those to overwrite."""
 
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "start over in a folder that holds a run: its checkpoints are deleted"}
-    )
-    json: bool = field(default=False, metadata={"help": "the closing summary as one line of JSON on stdout"})
+    overwrite_output_dir: bool = _option(False, "start over in a folder that holds a run: its checkpoints are deleted")
+    json: bool = _option(False, "the closing summary as one line of JSON on stdout")
 
 
 @dataclass
 class RunArguments:
     """The length of the run, and its machines."""
 
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "read the data, plan and run the first steps, estimate memory and time; write and train nothing"
-        },
+    dry_run: bool = _option(
+        False,
+        "read the data, plan and run the first steps, estimate memory and time; write and train nothing",
     )
-    stop_at_step: int | None = field(
-        default=None,
-        metadata={"help": "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there"},
+    stop_at_step: int | None = _option(
+        None,
+        "save a checkpoint after this step and stop; --resume_from_checkpoint goes on from there",
     )
-    allow_changed_checkpoint: bool = field(
-        default=False,
-        metadata={"help": "resume also where files of the checkpoint are not what was written, but can be read"},
+    allow_changed_checkpoint: bool = _option(
+        False,
+        "resume also where files of the checkpoint are not what was written, but can be read",
     )
-    zero: int | None = field(
-        default=None,
-        metadata={
-            "choices": [1, 2, 3],
-            "help": "train under DeepSpeed ZeRO at this stage with plain settings; --deepspeed FILE for others",
-        },
+    zero: int | None = _option(
+        None,
+        "train under DeepSpeed ZeRO at this stage with plain settings; --deepspeed FILE for others",
+        choices=[1, 2, 3],
     )
+
+    def __post_init__(self) -> None:
+        if self.stop_at_step is not None and self.stop_at_step < 1:
+            raise _out_of_range("stop_at_step", "at least 1", self.stop_at_step)
 
 
 @dataclass
 class ParallelArguments:
     """Axes over which the model is spread; any of them selects torch's own engine, packed."""
 
-    dp: int | None = field(
-        default=None,
-        metadata={"metavar": "N", "help": "ranks that share data and weights (FSDP2); all that --cp and --tp leave"},
+    dp: int | None = _option(
+        None,
+        "ranks that share data and weights (FSDP2); all that --cp and --tp leave",
+        metavar="N",
     )
-    cp: int | None = field(
-        default=None, metadata={"metavar": "N", "help": "ranks that share each packed row (context parallel)"}
-    )
-    tp: int | None = field(
-        default=None, metadata={"metavar": "N", "help": "ranks that share each layer (tensor parallel)"}
-    )
-    dp_replicate: int = field(
-        default=1, metadata={"metavar": "N", "help": "groups of dp ranks that each hold all weights (HSDP)"}
-    )
-    cp_method: str = field(
-        default="auto", metadata={"help": "how cp shares attention: auto, ulysses (heads) or gather (keys)"}
-    )
+    cp: int | None = _option(None, "ranks that share each packed row (context parallel)", metavar="N")
+    tp: int | None = _option(None, "ranks that share each layer (tensor parallel)", metavar="N")
+    dp_replicate: int = _option(1, "groups of dp ranks that each hold all weights (HSDP)", metavar="N")
+    cp_method: str = _option("auto", "how cp shares attention: auto, ulysses (heads) or gather (keys)")
 
     @property
     def asked(self) -> bool:

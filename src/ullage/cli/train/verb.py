@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,8 @@ import typer
 
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
-from ullage.cli.train.process import compiling_notes, make_ready, one_line_errors
-from ullage.errors import InputError, TrainingError, UllageError
+from ullage.cli.train.process import REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
+from ullage.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+#: Slots a rank holds in a microbatch unless --packing_capacity is given: over axes every run is packed.
+_CAPACITY = 8192
 #: Seconds that the first rank has to say what is wrong with a call or its data, which every rank finds by itself.
 _FIRST_SPEAKS = 10.0
 
@@ -59,15 +60,20 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.choosing import revisions_before
     from ullage.cli.train.data import datasets_of, samples_of
-    from ullage.cli.train.folder import Situation, begin, finish, look_at, no_empty_folder
-    from ullage.cli.train.layout import require_layout_of
+    from ullage.cli.train.folder import (
+        Situation,
+        begin,
+        look_at,
+        no_empty_folder,
+        require_layout_of,
+        revisions_before,
+        write_record,
+    )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
-    from ullage.cli.train.picture import leave_page
+    from ullage.cli.train.progress import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
-    from ullage.cli.train.script import sample_of, script_of
-    from ullage.cli.train.summary import Voice, save_and_summarize
+    from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
     from ullage.training.metering import num_parameters
 
     command = parse(argv)
@@ -84,9 +90,9 @@ def _run(argv: list[str], first: bool) -> None:
         return
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
-    command = replace(command, revisions=revisions_before(command, situation.checkpoint))
+    command.revisions.update(revisions_before(command, situation.checkpoint))
     samples = samples_of(command, say)  # read before the weights, which may take minutes
-    command, tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
+    tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
     training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
@@ -115,28 +121,24 @@ def _run(argv: list[str], first: bool) -> None:
         summary = {**save_and_summarize(command, trainer, progress), "code": code}
     with _written(command):
         if first:
-            finish(command, summary)
+            write_record(command.folder, command, summary)
     leave_page(command, first, say)
     say.result(summary)
 
 
 def _model_of(
     command: TrainCommand, checkpoint: Path | None, samples: Sequence[TakenSamples], say: Voice
-) -> tuple[TrainCommand, Any, Any]:
-    """The call with the revisions that it takes, the tokenizer, fit for ``samples``, and the model."""
+) -> tuple[Any, Any]:
+    """The tokenizer, fit for ``samples``, and the model."""
     from transformers import set_seed
 
-    from ullage.cli.train.choosing import choose
     from ullage.cli.train.data import require_tokenizable
-    from ullage.cli.train.model import load_model
+    from ullage.cli.train.model import choose, load_model
 
-    chosen = choose(command, checkpoint)
-    for note in chosen.notes:
-        say(note)
+    chosen = choose(command, checkpoint, say)
     require_tokenizable(samples, command, chosen.tokenizer)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
-    model = load_model(command, chosen.model, chosen.tokenizer, checkpoint, say)
-    return replace(command, revisions=chosen.revisions), chosen.tokenizer, model
+    return chosen.tokenizer, load_model(command, chosen, checkpoint, say)
 
 
 @contextlib.contextmanager
@@ -168,9 +170,7 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
-    from ullage.cli.train.layout import parallel_trainer
-    from ullage.cli.train.picture import run_log, show_log
-    from ullage.cli.train.progress import Progress
+    from ullage.cli.train.progress import Progress, run_log, show_log
     from ullage.training import RaggedCollator, Trainer
 
     arguments = command.training
@@ -180,7 +180,8 @@ def _trainer(
     given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
     given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
     trainer: Any
-    trainer = parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
+    with one_line_of("the run cannot begin", kinds=REFUSALS):
+        trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -189,6 +190,24 @@ def _trainer(
     show_log(command)
     trainer.add_callback(run_log(command, trainer))
     return trainer, progress
+
+
+def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
+    """The trainer of a model that is spread over the axes that the call asks for; ``others`` as for the trainer."""
+    import torch
+
+    from ullage.engines import fsdp
+    from ullage.training import Trainer
+    from ullage.training.arguments import form_process_group
+
+    sizes, arguments = command.parallel, command.training
+    form_process_group(arguments)  # before the axes are made of its ranks
+    if arguments.packing_capacity is None:
+        arguments.packing_capacity = _CAPACITY
+    topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
+    dtype = torch.bfloat16 if arguments.bf16 else None
+    options: dict[str, Any] = {"cp_method": sizes.cp_method, "dp_replicate": sizes.dp_replicate, "dtype": dtype}
+    return Trainer(fsdp.parallelize(model, topology, **options), arguments, **others)
 
 
 def _train(
@@ -205,8 +224,7 @@ def _train(
         say: the voice of the first rank.
     """
     from ullage.cli.train.folder import never_begun
-    from ullage.cli.train.picture import leave_page
-    from ullage.cli.train.progress import Stop
+    from ullage.cli.train.progress import Stop, leave_page
     from ullage.training.saving import checkpoints_in
     from ullage.training.stopping import StopOnSignal, takes_sigterm
 
@@ -218,21 +236,22 @@ def _train(
     # transformers' own way of saving at SIGTERM stands alone.
     signals = [signal.SIGINT] if takes_sigterm(trainer.args) else [signal.SIGTERM, signal.SIGINT]
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
-    try:
-        with signalled, never_begun(command, checkpoint, trainer):
-            trainer.train(
-                resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
-                allow_changed_checkpoint=command.run.allow_changed_checkpoint,
-            )
-    except RuntimeError as error:
-        if not signalled.number or isinstance(error, TrainingError):
-            raise
-        # Asked to stop, and a rank that was to agree is gone.
-        why = str(error).partition("\n")[0]
-        typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
-        sys.exit(signalled.exit_status)
-    finally:
-        progress.close()
+    with never_begun(command, checkpoint, trainer):
+        try:
+            with signalled:
+                trainer.train(
+                    resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None,
+                    allow_changed_checkpoint=command.run.allow_changed_checkpoint,
+                )
+        except RuntimeError as error:
+            if not signalled.number or isinstance(error, TrainingError):
+                raise
+            # Asked to stop, and a rank that was to agree is gone.
+            why = first_line(error)
+            typer.echo(f"ullage (rank {os.environ.get('RANK', '0')}): stopped at once, without others: {why}", err=True)
+            sys.exit(signalled.exit_status)
+        finally:
+            progress.close()
     folder = trainer.args.output_dir
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ullage.checkpoint.formats.dcp_reading import LAYOUT
+from ullage.checkpoint.formats.dcp import LAYOUT
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.optimizer import (
     DistributedOptimizer,
