@@ -15,10 +15,9 @@ from ullage.checkpoint.files.torchfile import TorchFile
 from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.flat import FlatTensor
 from ullage.checkpoint.zero.partitions import fragments_by_parameter, stage3_group, stage12_group
-from ullage.checkpoint.zero.shards import ModelFile, ShardFile
+from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile
+from ullage.checkpoint.zero.states import Details
 
 #: Bytes before the tensors of a file, a stand-in for the description that is not made.
 _HEADER_BYTES = 4096

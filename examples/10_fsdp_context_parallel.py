@@ -9,16 +9,16 @@ them, with ``--bf16`` in bfloat16.
 """
 
 import argparse
-import time
+import tempfile
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage.datasets.text import byte_tokenizer, docstrings, tokenize
 from ullage.engines import fsdp
-from ullage.exchange import PackedIterator
-from ullage.planning import TransformerCost
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 
 def parse():
@@ -26,62 +26,63 @@ def parse():
     for axis in ("dp", "cp", "tp"):
         parser.add_argument(f"--{axis}", type=int, default=None if axis == "dp" else 1)
     parser.add_argument("--cp_method", default="auto", choices=("auto", "ulysses", "gather"))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="up to this one, also in a run that goes on")
     parser.add_argument("--global_batch_size", type=int, default=32, help="sequences over all ranks")
     parser.add_argument("--capacity", type=int, default=4096, help="tokens a rank holds in a microbatch")
     parser.add_argument("--max_length", type=int, default=2048)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--checkpoint", default=None, metavar="FOLDER", help="go on from it if there; save into it")
+    parser.add_argument("--run", default=None, metavar="FOLDER", help="save a checkpoint into it at the end")
+    parser.add_argument("--resume", default=None, metavar="CHECKPOINT", help="go on from it, in any layout")
     return parser.parse_args()
 
 
-def main():
-    arguments = parse()
-    topology = fsdp.make_topology(dp=arguments.dp, cp=arguments.cp, tp=arguments.tp)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    dataset = tokenize(docstrings(), byte_tokenizer(), arguments.max_length)
+class Losses(transformers.TrainerCallback):
+    """Prints the loss of each step on the first rank."""
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and "loss" in logs:
+            told = f"unused {logs['capacity_unused']:.1%}  imbalance {logs['imbalance']:.3f}"
+            print(f"step {state.global_step:3}  loss {logs['loss']:.5f}  {told}", flush=True)
+
+
+def main():
+    asked = parse()
+    topology = fsdp.make_topology(dp=asked.dp, cp=asked.cp, tp=asked.tp)
     config = LlamaConfig(
         vocab_size=len(byte_tokenizer()),
-        hidden_size=arguments.hidden_size,
-        intermediate_size=2 * arguments.hidden_size,
+        hidden_size=asked.hidden_size,
+        intermediate_size=2 * asked.hidden_size,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model = fsdp.parallelize(
-        model, topology, dtype=torch.bfloat16 if arguments.bf16 else None, cp_method=arguments.cp_method
+    dtype = torch.bfloat16 if asked.bf16 else None
+    model = fsdp.parallelize(LlamaForCausalLM(config), topology, dtype=dtype, cp_method=asked.cp_method)
+    arguments = TrainingArguments(
+        asked.run or f"{tempfile.gettempdir()}/ullage-example",
+        packing_capacity=asked.capacity,
+        per_device_train_batch_size=asked.global_batch_size // topology.dp.size,
+        max_steps=asked.steps,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps" if asked.run else "no",
+        save_steps=asked.steps,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    with PackedIterator(
-        dataset,
-        topology,
-        global_batch_size=arguments.global_batch_size,
-        capacity=arguments.capacity,
-        cost=TransformerCost.from_config(config),
-        shared=True,
-    ) as steps:
-        if arguments.checkpoint and fsdp.is_checkpoint(arguments.checkpoint):
-            fsdp.load(arguments.checkpoint, model, optimizer, steps=steps)
-        began = time.perf_counter()
-        for number, step in zip(range(arguments.steps), steps):
-            result = fsdp.train_step(model, optimizer, step, max_grad_norm=1.0)
-            loss, seconds = float(result.loss), time.perf_counter() - began
-            if first:
-                plan = step.plan.statistics()
-                print(
-                    f"step {number + 1:3}  loss {loss:.5f}  microbatches {step.num_microbatches}  "
-                    f"ullage {plan.ullage:.1%}  imbalance {plan.rank_imbalance:.3f}  "
-                    f"{step.num_tokens / seconds:,.0f} tokens/s",
-                    flush=True,
-                )
-            began = time.perf_counter()
-        if arguments.checkpoint:
-            fsdp.save(arguments.checkpoint, model, optimizer, steps=steps)
+    trainer = Trainer(
+        model,
+        arguments,
+        RaggedCollator(labels_from="input_ids"),
+        tokenize(docstrings(), byte_tokenizer(), asked.max_length),
+        callbacks=[Losses()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=asked.resume)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -45,13 +45,14 @@ from ullage.mixers.proof import prove
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import Way
 from ullage.mixers.wrappers import bare
-from ullage.proofs import audit, catalogue
+from ullage.proofs import audit
 from ullage.proofs.samples import Samples
 from ullage.proofs.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the leaks are those of the tests
 
+from maintenance import models_page  # noqa: E402
 from tests.support import leaks as planted  # noqa: E402
 
 LENGTHS = (41, 5, 72, 9)
@@ -237,8 +238,8 @@ def exact_models(number: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def types(dtype: torch.dtype, every: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Every text type of transformers, and our recurrent models."""
-    for kind, name in catalogue.entries()[::every]:
-        yield f"{kind} {name}", lambda kind=kind, name=name: catalogue.model_of(kind, name, seed=0).to(dtype)
+    for kind, name in models_page.entries()[::every]:
+        yield f"{kind} {name}", lambda kind=kind, name=name: models_page.model_of(kind, name, seed=0).to(dtype)
 
 
 def adapted() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -14,7 +14,7 @@ from benchmarks.campaigns.direct_calls import FAMILIES, UNSEEN, build, calls, di
 from tests.attention import test_attention as attention
 from ullage import InputError, RaggedBatch
 from ullage.attention import require_packing, supports_packing
-from ullage.attention.masks import packed_mask
+from ullage.attention.packed_call import packed_mask
 
 pytestmark = pytest.mark.parity
 

@@ -110,6 +110,18 @@ def test_a_placeholder_counts_nowhere():
     assert row["cu_seq_lens_q"].tolist() == [0, 1]
 
 
+def test_a_placeholder_has_the_lengths_and_values_that_are_asked_for():
+    batch = RaggedBatch.from_samples([{"input_ids": [7, 8], "labels": [7, 8], "reward": 1.0}])
+    silent = batch.placeholder([2, 1], reward=3, absent=5)
+    assert silent.layout.lengths.tolist() == [2, 1]
+    assert silent["input_ids"].tolist() == [0, 0, 0]
+    assert silent["labels"].tolist() == [-100, -100, -100]
+    assert silent["reward"].tolist() == [3.0, 3.0]
+    counted = batch.placeholder([2], counts=True)
+    assert counted["labels"].tolist() == [0, 0]
+    assert counted["reward"].tolist() == [0.0]
+
+
 def test_source_samples_are_not_touched_and_not_shared():
     tokens = torch.tensor([1, 2, 3])
     batch = RaggedBatch.from_samples([{"input_ids": tokens}])

@@ -12,7 +12,6 @@ import ullage
 from ullage.cli import main
 from ullage.datasets import CAPACITIES, WORKLOADS, mock_lengths
 from ullage.datasets.files import ENDINGS
-from ullage.report.plan import timeline
 
 MOCK = {
     "mode": "distribution",
@@ -181,36 +180,15 @@ def test_giants_over_several_ranks(run, tmp_path):
     assert fixed["plan"]["num_shared"] == 6
 
 
-def test_page_and_trace_are_written_whole(run, tmp_path):
-    page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
+def test_page_and_plan_are_written_whole(run, tmp_path):
+    page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
     for _ in range(2):  # its own files are replaced
         figures(
-            run, *("bimodal", "-n", 64, "-r", 4, "--html", page, "--trace", trace),
-            written=[("page", page), ("trace", trace)],
+            run, *("bimodal", "-n", 64, "-r", 4, "--html", page, "--save", plan),
+            written=[("page", page), ("plan", plan)],
         )  # fmt: skip
     assert page.read_text().rstrip().endswith("</html>")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "trace.json"]
-
-
-@pytest.mark.parametrize("sync", ["microbatch", "step"])
-def test_trace_tells_the_timeline(run, tmp_path, sync):
-    path = tmp_path / "trace.json"
-    figures(run, "bimodal", "-n", 64, "-r", 4, "--sync", sync, "--trace", path, written=[("trace", path)])
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    plan = ullage.plan(WORKLOADS["bimodal"](64, 0), ranks=4, capacity=CAPACITIES["bimodal"], sync=sync)
-    times = timeline(plan)
-    whole = [event for event in events if event["ph"] == "X"]
-    sequences = [event for event in whole if event["cat"] == "sequence"]
-    assert sorted(int(event["name"].split()[1]) for event in sequences) == list(range(64))
-    assert sum(event["args"]["length"] for event in sequences) == plan.lengths.sum()
-    assert max(event["ts"] + event["dur"] for event in whole) == pytest.approx(1e6 * times.end / times.ideal, rel=1e-6)
-    waits = sum(event["dur"] for event in whole if event["cat"] == "wait")
-    assert waits / 4 == pytest.approx(1e6 * (times.end / times.ideal - 1), abs=1)
-    for rank in range(4):
-        track = [event for event in whole if event["tid"] == rank and event["cat"] != "sequence"]
-        ends = [event["ts"] + event["dur"] for event in track]
-        assert all(after["ts"] >= end - 0.01 for after, end in zip(track[1:], ends))
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {f"rank {r}" for r in range(4)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +212,7 @@ def test_trace_tells_the_timeline(run, tmp_path, sync):
         (["chat", "-n", "8", "-c", "1,2"], 1, "does not fit into a microbatch"),
         (["chat", "--what"], 2, "--what"),
         (["chat", "-n", "8", "--html", "/dev/null/plan.html"], 1, "cannot be written (/dev/null/plan.html)"),
-        (["chat", "-n", "8", "--trace", "/dev/null/t.json"], 1, "cannot be written (/dev/null/t.json)"),
+        (["chat", "-n", "8", "--save", "/dev/null/t.json"], 1, "cannot be written (/dev/null/t.json)"),
         ([], 2, "LENGTHS"),
     ],
 )
@@ -255,7 +233,7 @@ def test_capacity_is_asked_for_where_nothing_suggests_one(run, tmp_path):
     assert "the capacity is missing" in err
 
 
-@pytest.mark.parametrize("option", ["--html", "--trace", "--save"])
+@pytest.mark.parametrize("option", ["--html", "--save"])
 def test_what_is_not_ours_is_kept(run, tmp_path, option):
     data, other, empty = tmp_path / "data.csv", tmp_path / "notes.txt", tmp_path / "empty"
     data.write_text("5\n6\n7\n")
@@ -276,7 +254,7 @@ def test_what_is_not_ours_is_kept(run, tmp_path, option):
     assert (status, err) == (0, "")
     assert out.splitlines()[-1].endswith(f": {empty}")
     # A file of another kind of ours is not this one.
-    others = {"--html": "--save", "--trace": "--html", "--save": "--trace"}
+    others = {"--html": "--save", "--save": "--html"}
     assert run("plan", data, "-c", 10, others[option], empty)[0] == 1
 
 

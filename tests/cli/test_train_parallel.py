@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.launch import environment
 from ullage import checkpoint
-from ullage.cli.train.layout import require_layout_of
+from ullage.cli.train.folder import require_layout_of
 from ullage.cli.train.verb import _run
 from ullage.errors import CheckpointError, InputError
 from ullage.training.saving import checkpoints_in

@@ -267,7 +267,9 @@ def test_the_maximum_length_is_held_against_the_positions(tmp_path, texts, capsy
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=8, n_layer=1, n_head=1, n_positions=20))
     folder = saved(gpt2, tmp_path / "gpt2")
     common = ["--data", texts, "--model", folder, *TINY]
-    with pytest.raises(InputError, match=r"\(--max_length\): expected at most 20, .* found 21\. Give --max_length 20"):
+    with pytest.raises(
+        InputError, match=r"\(--max_length 21\): expected at most 20 .* found 21\. Give --max_length 20"
+    ):
         here(*common, "--output_dir", tmp_path / "out", "--max_length", 21)
     with pytest.raises(InputError, match=r"\(--max_length 0\): expected at most 20 tokens, .* found 39\. Give"):
         here(*common, "--output_dir", tmp_path / "out", "--max_length", 0)

@@ -34,7 +34,8 @@ def test_two_processes_print_what_one_prints(tmp_path):
     whole = alone("--steps", 4)
     assert len(whole) == 4
     assert whole[-1] < whole[0]
-    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--checkpoint", tmp_path / "there")
-    then = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--tp", 2, "--checkpoint", tmp_path / "there")
+    saved = tmp_path / "there" / "checkpoint-2"
+    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--run", saved.parent)
+    then = torchrun(2, EXAMPLE, *SMALL, "--steps", 4, "--tp", 2, "--resume", saved)
     assert losses(first) + losses(then) == pytest.approx(whole, abs=2e-5)
-    assert ".metadata" in os.listdir(tmp_path / "there")
+    assert ".metadata" in os.listdir(saved / "model_and_optimizer")

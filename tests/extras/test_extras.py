@@ -39,7 +39,7 @@ CALLS = {
     "from ullage import pack_model": "ullage.pack_model needs transformers: pip install 'ullage[hf]'",
     "from ullage import audit": "ullage.audit needs transformers: pip install 'ullage[hf]'",
     "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
-    "from ullage.engines.fsdp import Trainer": "ullage.engines.fsdp.Trainer needs",
+    "from ullage.engines.fsdp import parallelize": "ullage.engines.fsdp.parallelize needs",
     "from ullage.datasets import load_text; load_text(path)": (
         "reading data files needs datasets: pip install 'ullage[hf]'"
     ),

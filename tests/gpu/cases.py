@@ -128,9 +128,8 @@ def zero(folder: str) -> dict[str, Any]:
 
 def sharded(folder: str, **options: Any) -> dict[str, Any]:
     """FSDP2, and context parallel, by our engine."""
-    from ullage.engines.fsdp.mesh import device_type, make_topology
-
     from tests.support.fsdp_cases import train
+    from ullage.engines.fsdp.parallel import device_type, make_topology
 
     make_topology(dp=options["mesh"][0], cp=options["mesh"][1])  # joins the processes
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -13,9 +13,7 @@ TREE = house.read_tree(ROOT / "src", "ullage")
 #: Exceptions that are left, each with its reason. Empty ones are the aim.
 UPWARD: set[tuple[str, str]] = set()
 #: Class names of several modules, with the reason.
-DOUBLED = {
-    "Trainer",  # the same face over two engines: ullage.training's and ullage.engines.fsdp's
-}
+DOUBLED: set[str] = set()
 #: Modules longer than one idea needs, with the reason.
 LONG: set[str] = set()
 
@@ -70,6 +68,27 @@ def test_every_room_is_an_attribute_and_every_public_name_loads():
         star: dict[str, object] = {}
         exec(f"from {package} import *", star)
         assert set(module.__all__) <= star.keys()
+
+
+def bound_twice(text):
+    """Names that a module assigns or defines twice at its top: the second silently changes what uses the first."""
+    names = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names += [] if node.decorator_list else [node.name]  # overloads, and functions that register themselves
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def test_a_module_binds_a_name_once():
+    assert {name: found for name, text in TREE.items() if (found := bound_twice(text))} == {}
+    assert bound_twice("_ROUNDS = 30\n\ndef first(): ...\n\n_ROUNDS: int = 60\n\nclass first: ...\n") == [
+        "_ROUNDS",
+        "first",
+    ]
 
 
 def test_a_module_is_as_long_as_its_idea_and_above_700_lines_says_why():

@@ -10,17 +10,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.launch import environment
-from ullage.cli.report import follow_run, report, updates
+from ullage.cli.report import report
 from ullage.cli.train.verb import _run
 from ullage.errors import InputError
 from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
@@ -152,8 +149,6 @@ def test_any_trainers_state_is_a_run(ran, tmp_path):
     # The loss, what was held out, the learning rate.
     assert run_page([run]).count("<polyline") == 3
     assert read_run(ran / "checkpoint-6").values("loss") == read_run(ran).values("loss")
-    with pytest.raises(InputError, match="no log to follow"):
-        next(updates(tmp_path))
 
 
 def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
@@ -316,47 +311,6 @@ def test_other_ranks_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_is_followed_until_it_ends(tmp_path, capsys):
-    def train() -> None:
-        for event in (begin(0), row(1, 2.0), row(2, 1.5), ("save", 2, {}), ("end", 2, {})):
-            write(tmp_path, event)
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    follow_run(tmp_path, 0.01)
-    thread.join()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:-1]] == ["step 1", "step 2", "step 2"]
-    assert lines[1].endswith("loss 1.5")
-    assert lines[-1].endswith("2 of 9 steps, stopped")
-
-
-def test_a_folder_that_goes_away_ends_the_following(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    write(run, begin(0), row(1, 2.0))
-    seen = updates(run, 0.01)
-    next(seen)
-    shutil.rmtree(run)
-    with pytest.raises(InputError, match="the folder of the run is gone"):
-        next(seen)
-
-
-def test_what_is_shown_live_is_the_last_row_and_its_curve(ran):
-    from ullage.cli.report import _drawn
-
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    run = read_run(ran)
-    console.print(_drawn(run, ran, 100))
-    console.print(_drawn(None, ran, 100))
-    text = console.export_text()
-    assert f"{run.values('loss')[-1][1]:.4g}" in text
-    assert "▁" in text
-    assert f"last checkpoint: step {run.saved[-1]}" in text
-    assert "waiting for the first line" in text
-
-
 @pytest.mark.parametrize(
     ("name", "bf16", "fp16", "peak"),
     [
@@ -405,8 +359,6 @@ def test_the_command(ran, tmp_path):
     assert json.loads(machine.stdout)["runs"] == [run_record(read_run(ran))]
     missing = ullage_report(tmp_path / "nowhere")
     assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
-    wrong = ullage_report(ran, "--follow", "--json")
-    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ LOADED = (
     "deepspeed.runtime.zero.stage3",
     "transformers.integrations.deepspeed",
     "transformers.models.llama.modeling_llama",
-    "ullage.engines.fsdp.trainer",
+    "ullage.engines.fsdp.model",
     "ullage.training.deepspeed",
     "ullage.training.trainer",
 )

@@ -36,7 +36,7 @@ from transformers import (
 from tests.support import packing_script, processes
 from tests.support.launch import full_disk
 from ullage.engines import fsdp
-from ullage.engines.fsdp.clipping import clip_grad_norm
+from ullage.engines.fsdp.optimizer import clip_grad_norm
 from ullage.engines.fsdp.parallel import device_type
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.ranks import Topology

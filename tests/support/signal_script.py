@@ -12,7 +12,6 @@ import threading
 import time
 
 from ullage.cli import main
-from ullage.engines.fsdp import trainer as engine
 from ullage.training import Trainer
 
 case, *arguments = sys.argv[1:]
@@ -48,6 +47,5 @@ def after(function):
 
 
 Trainer.training_step = after(Trainer.training_step)
-engine.train_step = after(engine.train_step)
 sys.argv = ["ullage", "train", *arguments]
 main()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ullage.errors import CheckpointError, InputError
-from ullage.training.deepspeed import load_universal, resume_from_universal
+from ullage.training.deepspeed import checkpoints_loaded_by, load_universal
 from ullage.training.deepspeed.content import prefers_universal, universal_at
 
 
@@ -65,12 +65,12 @@ def test_an_engine_without_zero_is_refused() -> None:
 
 def test_the_trainer_gets_its_own_loader_back(tmp_path: Path) -> None:
     module: Any = import_module("transformers.trainer")
-    original = module.deepspeed_load_checkpoint
-    with resume_from_universal():
+    original, nothing = module.deepspeed_load_checkpoint, lambda engine, path, strict: False
+    with checkpoints_loaded_by(nothing):
         assert module.deepspeed_load_checkpoint is not original
         with pytest.raises(ValueError, match="valid checkpoint"):  # nothing universal there: as ever
             module.deepspeed_load_checkpoint(None, str(tmp_path))
     assert module.deepspeed_load_checkpoint is original
-    with pytest.raises(KeyError), resume_from_universal():
+    with pytest.raises(KeyError), checkpoints_loaded_by(nothing):
         raise KeyError("training failed")
     assert module.deepspeed_load_checkpoint is original

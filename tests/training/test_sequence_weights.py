@@ -8,13 +8,13 @@ import torch
 import transformers as hf
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from trl import SFTConfig, SFTTrainer
-from ullage.engines.fsdp.trainer_arguments import require_supported
 
 from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
 from ullage.cli.train.folder import settings_of
+from ullage.engines.fsdp.trained import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.beginning import describe_arguments
@@ -308,7 +308,7 @@ def test_a_field_that_is_not_there_or_holds_a_number_per_token_is_refused(tmp_pa
         trainer(tmp_path, llama(), unlabelled, collator=RaggedCollator()).train()
 
 
-def test_ranks_and_records_compare_it_and_the_other_engine_refuses_it(tmp_path):
+def test_ranks_and_records_compare_it_and_sharded_models_refuse_it(tmp_path):
     arguments = TrainingArguments(str(tmp_path), packing_capacity=16, packing_loss_weighting="sequence")
     assert describe_arguments(arguments)["packing_loss_weighting"] == "sequence"
     with pytest.raises(InputError, match=r"packing_loss_weighting is not supported over ullage\.engines\.fsdp"):

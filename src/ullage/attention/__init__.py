@@ -14,7 +14,7 @@ with needed_by("ullage.attention", ["transformers"]):
 
 from ullage.attention.context import context_parallel, shard_batch
 from ullage.attention.interface import attention
-from ullage.attention.masks import packed_mask
+from ullage.attention.packed_call import packed_mask
 from ullage.attention.segments import packed_attention
 from ullage.attention.support import (
     NAME,

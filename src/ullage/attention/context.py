@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.attention.gathered import gathered
+from ullage.attention.gathered import gathered, ulysses
 from ullage.attention.packed_call import PackedCall
 from ullage.attention.slices import Slices
-from ullage.attention.ulysses import ulysses
 from ullage.batch import RaggedBatch
 from ullage.errors import DistributedError, InputError, UllageError, require_one_of
 from ullage.layout import Layout

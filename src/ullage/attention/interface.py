@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ullage.attention.context import serving
-from ullage.attention.masks import DeferredMask
-from ullage.attention.packed_call import PackedCall, refusal, require_known_keywords
+from ullage.attention.packed_call import DeferredMask, PackedCall, refusal, require_known_keywords
 from ullage.attention.slices import Slices
 
 _RESTART = "position_ids restart within a row, but no cu_seq_lens_q came to keep its sequences apart"
@@ -49,7 +48,7 @@ def attention(
         module: the attention layer, which names itself in errors.
         query: [batch, query heads, tokens, dim]; batch 1 if packed.
         key, value: [batch, key heads, tokens, dim].
-        attention_mask: what ``masks.packed_mask`` made, or a mask of the model's own.
+        attention_mask: what ``packed_mask`` made, or a mask of the model's own.
         dropout: probability of dropping an attention weight.
         scaling: factor of the scores; 1/√dim if None.
         sliding_window: how many tokens a query sees, itself included; None for all.

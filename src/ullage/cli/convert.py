@@ -8,9 +8,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -27,29 +26,13 @@ not needed: universal_checkpoint_info says how tensor- and pipeline-parallel sli
 checkpoint is converted without it."""
 
 
-class Format(StrEnum):
-    """Formats that ``--to`` takes."""
-
-    universal = "universal"
-    safetensors = "safetensors"
-    dcp = "dcp"
-    torch_dist = "torch_dist"
-    trainer = "trainer"
-    zero1 = "zero1"
-    zero2 = "zero2"
-    zero3 = "zero3"
+#: What ``--to`` and ``--dtype`` take.
+Format = Literal["universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class Dtype(StrEnum):
-    """Dtypes that ``--dtype`` takes."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-def _names(kind: type[StrEnum]) -> str:
-    *most, last = (member.value for member in kind)
+def _names(kind: Any) -> str:
+    *most, last = get_args(kind)
     return f"{', '.join(most)} or {last}"
 
 
@@ -64,7 +47,7 @@ def convert_checkpoint(
     ],
     to: Annotated[
         Format, typer.Option(metavar="FORMAT", help=f"The format of the target: {_names(Format)}.")
-    ] = Format.universal,
+    ] = "universal",
     dtype: Annotated[
         Dtype | None,
         typer.Option(metavar="DTYPE", help=f"Cast weights to {_names(Dtype)} (not in universal and trainer)."),
@@ -90,23 +73,23 @@ def convert_checkpoint(
     from ullage.checkpoint import convert, read
     from ullage.errors import UsageError
 
-    if to in (Format.universal, Format.trainer) and (dtype or weights_only):
+    if to in ("universal", "trainer") and (dtype or weights_only):
         raise UsageError(
-            f"a {to.value} checkpoint keeps its dtypes and its optimizer state",
-            found=f"--dtype {dtype.value}" if dtype else "--weights-only",
+            f"a {to} checkpoint keeps its dtypes and its optimizer state",
+            found=f"--dtype {dtype}" if dtype else "--weights-only",
             hint="use --to safetensors, --to dcp or --to torch_dist",
         )
     storage = storage_options(storage_option)
     inventory = read(source, storage_options=storage)
-    options: dict[str, Any] = {"dtype": dtype.value if dtype else None, "optimizer": not weights_only}
+    options: dict[str, Any] = {"dtype": dtype, "optimizer": not weights_only}
     options |= {"ranks": ranks, "storage_options": storage}
     if dry_run:
-        report = convert(inventory, target, format=to.value, workers=workers, dry_run=True, **options)
+        report = convert(inventory, target, format=to, workers=workers, dry_run=True, **options)
         expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
         _say(expected, as_json, _dry_lines)
         return
     with progress_bar("converting", shown=not as_json) as progress:
-        report = convert(inventory, target, format=to.value, workers=workers, progress=progress, **options)
+        report = convert(inventory, target, format=to, workers=workers, progress=progress, **options)
     _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
 
 

@@ -68,49 +68,33 @@ def inventory_data(inventory: Any, problems: Any) -> dict[str, Any]:
         "format": inventory.format,
         "stage": written_by.stage,
         "optimizer_wrapper": written_by.wrapper,
-        "dp": written_by.dp,
-        "tp": written_by.tp,
-        "pp": written_by.pp,
-        "ep": list(written_by.ep),
-        "experts": list(written_by.experts),
+        **_fields(written_by, "dp", "tp", "pp", "ep", "experts"),
         "num_files": len(inventory.files),
-        "num_file_bytes": inventory.num_file_bytes,
-        "num_bytes": inventory.num_bytes,
-        "padding": inventory.padding,
-        "keys": list(inventory.keys),
+        **_fields(inventory, "num_file_bytes", "num_bytes", "padding", "keys"),
         "steps": {str(group): step for group, step in inventory.steps.items()},
         "aliases": dict(inventory.aliases),
         "groups": [
             {
-                "index": group.index,
-                "model_rank": group.model_rank,
-                "ep_rank": group.ep_rank,
+                **_fields(group, "index", "model_rank", "ep_rank"),
                 "parameters": list(group.names),
-                "size": group.size,
-                "shard_size": group.shard_size,
-                "num_shards": group.num_shards,
-                "padding": group.padding,
+                **_fields(group, "size", "shard_size", "num_shards", "padding"),
                 "padding_by_rank": {str(r): int(n) for r, n in enumerate(group.padding_of()) if n},
             }
             for group in inventory.groups
         ],
         "tensors": [
-            {
-                "name": tensor.name,
-                "key": tensor.key,
-                "kind": tensor.kind,
-                "group": tensor.group,
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "num_bytes": tensor.num_bytes,
-                "num_fragments": tensor.num_fragments,
-            }
+            _fields(tensor, "name", "key", "kind", "group", "shape", "dtype", "num_bytes", "num_fragments")
             for tensor in inventory.tensors
         ],
         "notes": list(inventory.notes),
         "problems": [str(problem) for problem in problems],
         "optimizer_problems": [str(problem) for problem in inventory.optimizer_problems],
     }
+
+
+def _fields(of: Any, *names: str) -> dict[str, Any]:
+    found = {name: getattr(of, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> None:

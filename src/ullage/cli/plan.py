@@ -1,4 +1,4 @@
-"""``ullage plan LENGTHS``: where each sequence would go, in figures, as a page, as a trace, as JSON."""
+"""``ullage plan LENGTHS``: where each sequence would go, in figures, as a page, as JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,6 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Of lengths that are drawn.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON on standard output.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one page.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step as a Chrome trace.")] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the plan itself, for Plan.from_json.")
     ] = None,
@@ -148,7 +147,7 @@ def plan(
         )
     if steps is not None and global_batch_size is None:
         raise UsageError("--steps says nothing without the size of a step", hint="pass --global-batch-size")
-    outputs = {kind: path for kind, path in (("page", html), ("trace", trace), ("plan", save)) if path is not None}
+    outputs = {kind: path for kind, path in (("page", html), ("plan", save)) if path is not None}
     _require_possible(outputs, lengths, strategy)
     settings: dict[str, Any] = {"ranks": ranks, "sync": sync, "pad_to_multiple_of": pad_to_multiple_of}
     settings |= {"context_parallel": _degree(context_parallel), "min_context_parallel": min_context_parallel}
@@ -165,7 +164,7 @@ def plan(
         return
     if outputs:
         raise UsageError(
-            "a page, a trace or a saved plan holds one step",
+            "a page or a saved plan holds one step",
             found=f"{len(batches):,} steps at {len(capacities):,} capacities",
             hint="pass one --capacity, and --steps 1 with --global-batch-size",
         )
@@ -298,11 +297,10 @@ def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> 
 def _write(step: PlannedStep, outputs: dict[str, Path], name: str, source: str) -> list[str]:
     """Write what was asked for; returns a line for each."""
     from ullage.cli.writing import write_output
-    from ullage.report.plan import plan_page, write_trace
+    from ullage.report.plan import plan_page
 
     fill: dict[str, Callable[[IO[str]], object]] = {
         "page": lambda file: file.write(plan_page(step.plan, reference=step.reference, source=name)),
-        "trace": lambda file: write_trace(step.plan, file),
         "plan": lambda file: file.write(step.plan.to_json()),
     }
     return [write_output(kind, path, fill[kind], [source]) for kind, path in outputs.items()]

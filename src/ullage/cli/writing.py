@@ -16,9 +16,7 @@ from ullage.replacing import replacing
 #: What each kind of file holds within its first bytes, and is known by.
 _KNOWN_BY = {
     "page": b'<meta name="generator" content="ullage">',
-    "trace": b'{"displayTimeUnit": "ms", "otherData": {"one second": ',
     "plan": b'{"format": "ullage plan ',
-    "table": b"`ullage audit --all --output ",
 }
 _FIRST_BYTES = 4096
 
@@ -29,7 +27,7 @@ def write_output(
     """Write a file; returns the line that says so.
 
     Args:
-        kind: ``page``, ``trace``, ``plan`` or ``table``.
+        kind: ``page`` or ``plan``.
         path: where to; its folder is made.
         fill: writes into the file that it is given.
         inputs: what the verb reads, as it was typed.

@@ -11,9 +11,13 @@ from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage.datasets.chats import tokenize_chats as tokenize_chats, use_template as use_template
-    from ullage.datasets.lengths import CAPACITIES as CAPACITIES, WORKLOADS as WORKLOADS, mock_lengths as mock_lengths
+    from ullage.datasets.lengths import (
+        CAPACITIES as CAPACITIES,
+        WORKLOADS as WORKLOADS,
+        MockSamples as MockSamples,
+        mock_lengths as mock_lengths,
+    )
     from ullage.datasets.packing import PackReport as PackReport, pack_dataset as pack_dataset, pack_file as pack_file
-    from ullage.datasets.samples import MockSamples as MockSamples
     from ullage.datasets.tables import read_table as read_table
     from ullage.datasets.text import (
         TokenDataset as TokenDataset,
@@ -28,9 +32,8 @@ else:
         __name__,
         {
             "chats": ["tokenize_chats", "use_template"],
-            "lengths": ["CAPACITIES", "WORKLOADS", "mock_lengths"],
+            "lengths": ["CAPACITIES", "WORKLOADS", "MockSamples", "mock_lengths"],
             "packing": ["PackReport", "pack_dataset", "pack_file"],
-            "samples": ["MockSamples"],
             "tables": ["read_table"],
             "text": ["TokenDataset", "byte_tokenizer", "docstrings", "load_text", "split_held_out", "tokenize"],
         },

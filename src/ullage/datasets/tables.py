@@ -126,7 +126,7 @@ def _splits_of(folder: Path, config: str | None) -> dict[str, list[Path]]:
     with quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as cache:
         try:
             builder = datasets.load_dataset_builder(str(folder), name=config, cache_dir=cache)
-        except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        except FileNotFoundError as error:
             there = listed(sorted(path.name for path in folder.iterdir()), 4) or "no files"
             raise InputError("there are no files of data", expected=", ".join(ENDINGS), found=there) from error
         except Exception as error:  # of a card, or of a configuration: it has no class of its own

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ullage.mixers.forwards import CheckpointedRow
+from ullage.replacing import replaced
 
 #: Parts of the names of probabilities and scales of noise, as modules and configs hold them.
 _CHANCES = ("drop", "jitter")
@@ -82,14 +83,12 @@ def random_states_kept(devices: list[torch.device] | None = None) -> Iterator[No
 def own_attention(model: nn.Module) -> Iterator[None]:
     """Give a packed model the attention back that it had before, for what has to be told without ours."""
     name = "_attn_implementation_internal"
-    put_in = [(config, vars(config)[name]) for config in _configs(model) if hasattr(vars(config).get(name), "before")]
-    for config, value in put_in:
-        vars(config)[name] = value.before
-    try:
+    with ExitStack() as stack:
+        for config in _configs(model):
+            value = vars(config).get(name)
+            if hasattr(value, "before"):
+                stack.enter_context(replaced(config, name, value.before))
         yield
-    finally:
-        for config, value in put_in:
-            vars(config)[name] = value
 
 
 @dataclass
@@ -132,9 +131,7 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
 
     So they can where embeddings are frozen, gathered or sharded. ``model``: bare.
     """
-    inputs = EmbeddedInputs()
-
-    lookups = _Lookups()
+    inputs, lookups = EmbeddedInputs(), _Lookups()
 
     def taken(name: str, module: nn.Module, given: Any, named: dict[str, Any], output: Any) -> Any:
         ids, lookups.ids = lookups.ids, None
@@ -265,15 +262,12 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _numbers_kept(model: nn.Module) -> Iterator[None]:
     """Put the numbers of all configs back."""
-    configs = [
-        (each, {name: value for name, value in vars(each).items() if isinstance(value, float)})
-        for each in _configs(model)
-    ]
+    kept = [(vars(each), {k: v for k, v in vars(each).items() if isinstance(v, float)}) for each in _configs(model)]
     try:
         yield
     finally:
-        for config, numbers in configs:
-            vars(config).update(numbers)
+        for values, numbers in kept:
+            values.update(numbers)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

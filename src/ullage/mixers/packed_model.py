@@ -8,7 +8,7 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -162,9 +162,6 @@ def call_equally_often(model: nn.Module) -> bool:
 # Ways tried on the model itself, from the finest on: the first that the proof accepts is taken.
 
 
-_logger = logging.getLogger(__name__)
-
-
 class SequencesMeet(InputError):
     """In every way in which a model could be packed, its sequences do not get what they get alone."""
 
@@ -223,13 +220,7 @@ def _place(reason: str) -> str | None:
 
 
 def _adverb(way: Way) -> str:
-    return (
-        "natively"
-        if way.kind == "native"
-        else f"with its {way.kind} by lengths"
-        if way.kind != "whole"
-        else "as a whole"
-    )
+    return {"native": "natively", "whole": "as a whole"}.get(way.kind, f"with its {way.kind} by lengths")
 
 
 # What a way puts into a model, and how it is taken out again.
@@ -278,7 +269,8 @@ def take_out(model: nn.Module) -> None:
         function = vars(module).get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointedRow):
             vars(module)["_gradient_checkpointing_func"] = function.function
-    for hidden in _hidden_forwards(model):
+    hidden = _hidden_forward(model)
+    if hidden is not None:
         hidden.is_off = True
     take_out_attention(model)
 
@@ -288,7 +280,8 @@ def forward_of(model: nn.Module) -> ModelForward | None:
     forward = vars(model).get("forward")
     if isinstance(forward, ModelForward):
         return forward
-    return next((each for each in _hidden_forwards(model) if not each.is_off), None)
+    hidden = _hidden_forward(model)
+    return None if hidden is None or hidden.is_off else hidden
 
 
 def is_put_in(model: nn.Module) -> bool:
@@ -296,8 +289,7 @@ def is_put_in(model: nn.Module) -> bool:
     return forward_of(model) is not None or is_attention_put_in(model)
 
 
-def _hidden_forwards(model: nn.Module) -> Iterator[ModelForward]:
-    """Forwards of ours that accelerate has wrapped in autocast: it keeps what it found as an attribute."""
+def _hidden_forward(model: nn.Module) -> ModelForward | None:
+    """A forward of ours that accelerate has wrapped in autocast: it keeps what it found as an attribute."""
     hidden: Any = vars(model).get("_original_forward")
-    if isinstance(hidden, ModelForward):
-        yield hidden
+    return hidden if isinstance(hidden, ModelForward) else None

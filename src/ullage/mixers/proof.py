@@ -190,7 +190,7 @@ def prove(
             run.with_loss = False  # by a rule of its own, which says nothing of the sequences
             again, alone, packed = _run_all(run, shortest)
         proof.tokens = 2 * sum(sizes) + sizes[shortest]
-        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and _is_routed(model)
+        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _repeated(alone[shortest], again))
         proof.differences = list(_compared(proof, trial, alone, packed, limits, has_ties))
         if agree(not proof.passed):
@@ -305,7 +305,7 @@ def _compared(
     proof.left_out = list(dict.fromkeys(left))
 
 
-def _is_routed(model: nn.Module) -> bool:
+def is_routed(model: nn.Module) -> bool:
     """Whether tokens are routed to experts."""
     return any("expert" in type(module).__name__.lower() for module in model.modules())
 
@@ -362,10 +362,13 @@ def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutco
     names = [name for name in theirs if name in ours]
     yield from _relative({name: _added_up(ours[name], theirs[name]) for name in names})
     # Those by parameter were added up on the way: the first of several calls has the sum.
-    pairs = list(zip(found[0].of_parameters, expected[0].of_parameters))
-    zeros = [next((torch.zeros_like(each) for each in pair if each is not None), None) for pair in pairs]
-    filled = [tuple(zero if each is None else each for each in pair) for pair, zero in zip(pairs, zeros)]
-    yield from _relative({f"parameter {i}": (a, b) for i, (a, b) in enumerate(filled) if a is not None is not b})
+    sums = {}
+    for place, (given, wanted) in enumerate(zip(found[0].of_parameters, expected[0].of_parameters)):
+        like = wanted if given is None else given
+        if like is not None:
+            both = (torch.zeros_like(like) if each is None else each for each in (given, wanted))
+            sums[f"parameter {place}"] = (next(both), next(both))
+    yield from _relative(sums)
 
 
 def _relative(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, float]]:

@@ -18,7 +18,7 @@ that loop overrides ``forward`` and, if need be, ``run_order``, as the cells of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
@@ -81,23 +81,20 @@ class Cell(nn.Module):
         ``state``: [n, hidden] for each name in ``state_names``, in the order given; zeros if ``None``. Final states may
         be ``None`` where the schedule does not keep them. Does not wait for the device.
         """
-        if state is None:
-            state = (values.new_zeros(schedule.num_sequences, self.hidden_size),) * len(self.state_names)
-        else:
-            state = schedule.ranked(state)
-        outputs: list[Tensor] = []
-        ended: list[State] = []
-        for block in values.split(schedule.rows):
-            # In packed order the sequences that have ended are the last rows of the state.
-            if len(block) < len(state[0]):
-                ended.append(tuple(part[len(block) :] for part in state))
-                state = tuple(part[: len(block)] for part in state)
+
+        def step(block: Tensor, rows: int, state: State) -> tuple[Tensor, State]:
             state = self.step(block, state)
-            outputs.append(state[0])
-        # Rows lie by falling length, and the shortest ended first: what runs to the end, then the ended ones in
-        # reverse.
-        final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended)))
-        return torch.cat(outputs), schedule.unranked(final)
+            return state[0], state
+
+        blocks = zip(values.split(schedule.rows), schedule.rows)
+        outputs, final = run_blocks(step, blocks, self.first_state(values, schedule, state))
+        return outputs, schedule.unranked(final)
+
+    def first_state(self, values: Tensor, schedule: Schedule, state: State | None) -> State:
+        """The states [n, hidden] to start from, by falling length; zeros where none are given."""
+        if state is not None:
+            return schedule.ranked(state)
+        return (values.new_zeros(schedule.num_sequences, self.hidden_size),) * len(self.state_names)
 
     def reset_parameters(self) -> None:
         """Draw the parameters that lie in the cell itself; by default they stay as the constructor made them.
@@ -105,3 +102,27 @@ class Cell(nn.Module):
         Draw by ``transformers.initialization``, whose functions leave loaded parameters alone. Submodules are drawn as
         everywhere in transformers.
         """
+
+
+def run_blocks(
+    run: Callable[[Tensor, int, State], tuple[Tensor, State]], blocks: Iterable[tuple[Tensor, int]], state: State
+) -> tuple[Tensor, State]:
+    """Outputs of all blocks end to end and final states, by falling length; each block goes on from the one before.
+
+    Args:
+        run: gives a block's outputs and the states after it, of the rows that run in it
+        blocks: values of each block, and its number of rows, which never grows
+        state: [n, hidden] of all sequences by falling length, before the first block
+    """
+    outputs: list[Tensor] = []
+    ended: list[State] = []
+    for block, rows in blocks:
+        # The shortest sequences are the last rows; those that are not in this block have their final state.
+        if rows < len(state[0]):
+            ended.append(tuple(part[rows:] for part in state))
+            state = tuple(part[:rows] for part in state)
+        output, state = run(block, rows, state)
+        outputs.append(output)
+    # The shortest ended first: what runs to the end, then the ended ones in reverse.
+    final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), final

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn
 from transformers import initialization as init
 
-from ullage.models.cells import Cell, State, register_cell
+from ullage.models.cells import Cell, State, register_cell, run_blocks
 from ullage.models.schedule import RunOrder, Schedule
 from ullage.models.timeloop import gru_loop, rnn_loop
 
@@ -51,10 +51,7 @@ class TorchCell(Cell):
 
     def forward(self, values: Tensor, schedule: Schedule, state: State | None = None) -> tuple[Tensor, State | None]:
         """Outputs [size, hidden] of ``values`` [size, input] in run order, and final states; see :class:`Cell`."""
-        if state is None:
-            state = (values.new_zeros(schedule.num_sequences, self.hidden_size),) * len(self.state_names)
-        else:
-            state = schedule.ranked(state)
+        state = self.first_state(values, schedule, state)
         if schedule.run_order == "staircase":
             outputs, final = self._staircase(values, schedule, state)
         elif schedule.lengths is None:
@@ -66,19 +63,13 @@ class TorchCell(Cell):
 
     def _staircase(self, values: Tensor, schedule: Schedule, state: State) -> tuple[Tensor, State]:
         """One dense call per rectangle, from the state in which the rectangle before it ended."""
-        outputs: list[Tensor] = []
-        ended: list[State] = []
+
+        def run(block: Tensor, rows: int, state: State) -> tuple[Tensor, State]:
+            output, state = self._dense(block.view(-1, rows, block.shape[1]), state)
+            return output.reshape(len(block), -1), state
+
         blocks = values.split([window.steps * window.rows for window in schedule.windows])
-        for window, block in zip(schedule.windows, blocks, strict=True):
-            # The shortest sequences are the last rows; those that are not in this rectangle have their final state.
-            if len(state[0]) > window.rows:
-                ended.append(tuple(s[window.rows :] for s in state))
-                state = tuple(s[: window.rows] for s in state)
-            output, state = self._dense(block.view(window.steps, window.rows, -1), state)
-            outputs.append(output.reshape(len(block), -1))
-        # Rows lie by falling length, and the shortest ended first, so what ended is put together in reverse.
-        final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended)))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), final
+        return run_blocks(run, zip(blocks, (window.rows for window in schedule.windows), strict=True), state)
 
     def _dense(self, values: Tensor, state: State) -> tuple[Tensor, State]:
         """Torch's kernel on a rectangle [steps, rows, input]."""

@@ -59,7 +59,8 @@ class Blocks:
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
         """(sequences, target places, source places) of each block."""
-        return [(len(ids), *widths) for ids, *widths in zip(self.members, self.targets.widths, self.sources.widths)]
+        widths = zip(self.targets.widths, self.sources.widths)
+        return [(len(ids), target, source) for ids, (target, source) in zip(self.members, widths)]
 
     def rows(self, blocks: list[Tensor]) -> Tensor:
         """Weights of the blocks as rows [n, longest target, longest source], zeros in the padding."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -20,7 +19,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutp
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError, require_one_of
-from ullage.layout import Int64
 from ullage.models.causal_lm import next_token_loss
 from ullage.models.cells import Cell
 from ullage.models.configuration import RecurrentConfig
@@ -470,7 +468,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             sources = Sequences.read(rows, attention_mask=memory.mask)
             memory = _Memory(sources.flatten(rows), sources, memory.state)
         assert memory.sequences is not None
-        blocks = Blocks.of(_host_lengths(targets), _host_lengths(memory.sequences), hidden.device)
+        blocks = Blocks.of(targets.host_lengths, memory.sequences.host_lengths, hidden.device)
         contexts, weights = attention(hidden, memory.hidden, blocks)
         return contexts, (blocks.rows(weights)[:, None],) if wanted else None
 
@@ -510,7 +508,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         if isinstance(prompts, Tensor):
             mask = kwargs.get("decoder_attention_mask")
             sequences = Sequences.read(prompts, attention_mask=mask, input_lengths=lengths)
-            prompts = sequences.flatten(prompts).split(_host_lengths(sequences).tolist())
+            prompts = sequences.flatten(prompts).split(sequences.host_lengths.tolist())
         start = self._special_token("decoder_start_token_id", kwargs)
         if start is None:
             start = self._special_token("bos_token_id", kwargs)
@@ -534,9 +532,3 @@ def _given_memory(outputs: Any, mask: Tensor | None) -> _Memory:
             "attention_mask and encoder_outputs disagree", expected=list(hidden.shape[:2]), found=list(mask.shape)
         )
     return _Memory(hidden, None, state, keys, None if mask is None else mask != 0)
-
-
-def _host_lengths(sequences: Sequences) -> Int64:
-    if sequences.lengths is not None:
-        return sequences.lengths
-    return np.full(sequences.num_sequences, sequences.length, np.int64)

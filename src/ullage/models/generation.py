@@ -105,8 +105,7 @@ class RecurrentGenerationMixin(_Base):
             input_lengths=described["input_lengths"],
             cu_seq_lens=described["cu_seq_lens_q"],
         )
-        lengths = [sequences.length] * sequences.num_sequences if sequences.lengths is None else sequences.lengths
-        batch = RaggedBatch({name: sequences.flatten(rows)}, Layout(lengths))
+        batch = RaggedBatch({name: sequences.flatten(rows)}, Layout(sequences.host_lengths))
         padded = batch.to_padded(padding_value=self._special_token("pad_token_id", kwargs) or 0, side=side)
         if state is not None and len(state.layers[0][0]) != batch.layout.num_items:
             raise InputError(

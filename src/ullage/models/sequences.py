@@ -175,6 +175,11 @@ class Sequences:
         return cls._of(shape, np.diff(np.append(begins, shape[0] * shape[1])))
 
     @property
+    def host_lengths(self) -> Int64:
+        """The length of each sequence in tokens, int64 [n], on the host."""
+        return np.full(self.num_sequences, self.length) if self.lengths is None else self.lengths
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, without padding."""
         return self.num_sequences * self.length if self.lengths is None else int(self.lengths.sum())
@@ -217,8 +222,7 @@ class Sequences:
             if not isinstance(labels, PackedSequence):
                 raise InputError(f"{name} and input_ids disagree", expected=expected, found=_shape(labels))
             batch = RaggedBatch.from_packed_sequence(labels, name)  # packed in an order of its own, perhaps
-            own = self.lengths if self.lengths is not None else np.full(self.num_sequences, self.length)
-            if not np.array_equal(batch.layout.lengths, own):
+            if not np.array_equal(batch.layout.lengths, self.host_lengths):
                 found = batch.layout.lengths.tolist()[:8]
                 raise InputError(f"{name} and input_ids disagree", expected=expected, found=f"lengths {found}")
             return batch[name]
@@ -256,7 +260,7 @@ class Sequences:
 
     def locate(self, token: int) -> tuple[int, int]:
         """The sequence of a flat token, and the token's position in it."""
-        layout = Layout(self.lengths if self.lengths is not None else [self.length] * self.num_sequences)
+        layout = Layout(self.host_lengths)
         sequence = int(layout.item_ids()[token])
         return sequence, token - int(layout.starts[sequence])
 

@@ -1,7 +1,7 @@
 """Proofs on the models themselves: whether a packed row gives each sequence what it gets alone.
 
-``audit(model)`` compares a model with itself; :mod:`ullage.proofs.catalogue` does it for every text type of the
-installed transformers, with tiny models that :mod:`ullage.proofs.tiny` builds.
+``audit(model)`` compares a model with itself; :mod:`ullage.proofs.tiny` builds a tiny one of any text type of the
+installed transformers.
 """
 
 from __future__ import annotations

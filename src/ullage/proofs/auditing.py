@@ -233,7 +233,8 @@ def compare(samples: Samples) -> Iterator[Check]:
 
 def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **options: Any) -> Iterator[Check]:
     """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit."""
-    found = prove(bare(samples.model), samples.trial(row), training=False, **options).differences
+    model = samples.model
+    found = prove(bare(model), samples.trial(row), call=model, training=False, **options).differences
     for kind, name in names.items():
         of_kind = [each for each in found if each.kind == kind]
         if of_kind:

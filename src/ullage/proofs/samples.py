@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ullage.attention.heads import loss_shifts, works_by_sequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.mixers.proof import is_routed
 from ullage.mixers.trial import Trial
 from ullage.schema import IGNORED_LABEL
 
@@ -81,7 +83,7 @@ class Samples:
     @property
     def is_routed(self) -> bool:
         """Whether tokens are routed to experts."""
-        return any("expert" in type(module).__name__.lower() for module in self.model.modules())
+        return is_routed(self.model)
 
     def draw(self, lengths: Sequence[int]) -> list[Sample]:
         """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts."""
@@ -269,8 +271,6 @@ class Samples:
         return keywords
 
     def _without_cache(self) -> dict[str, Any]:
-        import inspect
-
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
 
 

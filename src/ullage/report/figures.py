@@ -50,7 +50,7 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
     theirs = None if reference is None else reference.statistics()
     bound = bound_ullage(plan, ours)
     table = [
-        Figure(name, *(_text(part, form) for part in (value(ours), theirs and value(theirs), least)), ideal)
+        Figure(name, _text(value(ours), form), _text(theirs and value(theirs), form), _text(least, form), ideal)
         for name, form, value, least, ideal in (
             (
                 "microbatches per rank",

@@ -8,21 +8,21 @@ very large plan only the first ranks and microbatches are drawn, so that a page 
 *Histogram*: above the axis stand the sequences, below it hangs what they cost; few long sequences that cost more than
 all others are the reason for a planner. *List*: every sequence by its id, folded into runs of consecutive ids, so that
 one is found in two clicks, or by the browser's search. *Timeline*: time is cost, a rank runs a microbatch in the time
-of its load; the page and the trace are drawn from this one table.
+of its load; its drawing is made of this table.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ullage.display import counted
+from ullage.errors import listed
 from ullage.layout import Int64
 from ullage.planning import Plan
 from ullage.report.curves import round_numbers, tick_texts
@@ -361,9 +361,7 @@ def _title(plan: Plan, ids: Int64) -> str:
     tokens = int(plan.lengths[ids].sum())
     if len(ids) == 1:
         return f"sequence {ids[0]}: {tokens:,} tokens"
-    named = ", ".join(map(str, ids[:_NAMED].tolist()))
-    rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return f"{len(ids)} sequences: {named}{rest}: {tokens:,} tokens"
+    return f"{len(ids)} sequences: {listed(ids.tolist(), _NAMED)}: {tokens:,} tokens"
 
 
 _BUCKETS = 48
@@ -539,55 +537,3 @@ def timeline(plan: Plan) -> Timeline:
     # Both figures are "time of the step over the ideal time", so the ideal time follows from the end.
     critical = plan.statistics().critical_path if plan.sync == "microbatch" else plan.statistics().rank_imbalance
     return Timeline(start, duration, meetings, end, end / critical if critical else end)
-
-
-def write_trace(plan: Plan, file: IO[str]) -> None:
-    """Write the step as a Chrome trace (chrome://tracing, Perfetto): a track per rank, sequences within microbatches.
-
-    One second of the trace is the ideal time of the step. Format: the JSON object form of the Trace Event Format.
-    """
-    file.write(
-        '{"displayTimeUnit": "ms", "otherData": {"one second": "the ideal time of the step"}, "traceEvents": [\n'
-    )
-    for number, event in enumerate(_events(plan)):
-        file.write((",\n" if number else "") + json.dumps(event))
-    file.write("\n]}\n")
-
-
-def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    times = timeline(plan)
-    # A trace counts microseconds: the ideal step is 1e6 of them.
-    scale = 1e6 / times.ideal if times.ideal else 1.0
-    for rank in range(plan.ranks):
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        for microbatch in range(plan.num_microbatches):
-            start, duration = float(times.start[microbatch, rank]), float(times.duration[microbatch, rank])
-            if duration:
-                yield from _microbatch_events(plan, microbatch, rank, start * scale, duration * scale)
-            if len(times.meetings) and times.meetings[microbatch] > start + duration:
-                wait = float(times.meetings[microbatch]) - start - duration
-                yield _event("waiting", "wait", rank, (start + duration) * scale, wait * scale)
-        # Ranks that meet once per step wait once, after their last microbatch.
-        busy = float(times.start[-1, rank] + times.duration[-1, rank]) if plan.num_microbatches else 0.0
-        if not len(times.meetings) and times.end > busy:
-            yield _event("waiting", "wait", rank, busy * scale, (times.end - busy) * scale)
-
-
-def _microbatch_events(
-    plan: Plan, microbatch: int, rank: int, start: float, duration: float
-) -> Iterator[dict[str, Any]]:
-    members = plan.members(microbatch, rank)
-    layout = plan.layout(microbatch, rank)
-    facts = {"tokens": layout.num_tokens, "slots": layout.size, "degree": plan.degree(microbatch, rank)}
-    yield _event(f"microbatch {microbatch}", "microbatch", rank, start, duration, **facts)
-    costs = plan.costs[members]
-    # Within a microbatch, sequences share its time by cost.
-    widths = costs * (duration / max(1, int(costs.sum())))
-    begins = start + np.cumsum(widths) - widths
-    for i, begin, width, length, slot in zip(members, begins, widths, layout.lengths, layout.slots):
-        yield _event(f"sequence {i}", "sequence", rank, begin, width, length=int(length), slot=int(slot))
-
-
-def _event(name: str, kind: str, rank: int, start: float, duration: float, **facts: Any) -> dict[str, Any]:
-    times = {"ts": round(float(start), 3), "dur": round(float(duration), 3)}
-    return {"ph": "X", "pid": 0, "tid": rank, "name": name, "cat": kind, **times, "args": facts}

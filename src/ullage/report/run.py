@@ -55,7 +55,6 @@ class Run:
         plan: of one packed step, with the number of the step.
         max_steps: the step at which the run is to end, where known.
         seconds: from the beginning to the last row, without the time between processes; None without a log of ours.
-        written: time of the last entry, seconds since 1970.
         has_ended: whether training came to its end, or was stopped.
         settings: those that decide the numbers of a run of ``ullage train``.
     """
@@ -71,7 +70,6 @@ class Run:
     plan: tuple[int, Plan] | None = None
     max_steps: int | None = None
     seconds: float | None = None
-    written: float | None = None
     has_ended: bool = False
     settings: Row = field(default_factory=dict)
 
@@ -97,10 +95,10 @@ class Run:
         return next((each for each in self.spans if each.start < step <= each.stop), None)
 
 
-def read_run(folder: str | Path, *, with_plan: bool = True) -> Run:
+def read_run(folder: str | Path) -> Run:
     """Read the run in an output folder, or that which led to a checkpoint.
 
-    ``with_plan``: whether the plan of a step is read too. Raises ``InputError`` if there is no run.
+    Raises ``InputError`` if there is no run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -134,10 +132,9 @@ def read_run(folder: str | Path, *, with_plan: bool = True) -> Run:
         [each["step"] for each in begins] or [0],
         sorted({each["step"] for each in events if each["event"] == "save"}),
         _checkpoints(folder),
-        _plan(folder, events) if with_plan else None,
+        _plan(folder, events),
         _max_steps(begins, state),
         _seconds(events),
-        events[-1]["time"] if events else None,
         bool(ends) and events.index(ends[-1]) > events.index(begins[-1]) if begins else bool(closing),
         _settings(folder),
     )

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ullage.errors import DistributedError
+from ullage.errors import DistributedError, listed
 from ullage.ranks import Axis, together
 from ullage.ranks.wire import gather_objects
-
-#: How many different values an error lists.
-_LISTED = 8
+from ullage.replacing import replaced
 
 #: Of a thread with a group of its own: ``axis``.
 _here = threading.local()
 
 
-@contextmanager
-def meeting_over(axis: Axis) -> Iterator[None]:
+def meeting_over(axis: Axis) -> AbstractContextManager[None]:
     """Within it, this thread meets the other ranks over ``axis``: all of them, in a group that no other thread uses."""
-    _here.axis = axis
-    try:
-        yield
-    finally:
-        del _here.axis
+    return replaced(_here, "axis", axis)
 
 
 def gather(value: Any, several: bool) -> list[Any]:
@@ -67,10 +59,9 @@ def require_same_folder(folder: Path, several: bool) -> Path:
     if len(ranks) == 1:
         return folder
     named = [f"{path} on rank {', '.join(who)}" for path, who in ranks.items()]
-    more = f"; and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
     raise DistributedError(
         "the ranks name different folders for one checkpoint",
         expected="the same path on every rank",
-        found="; ".join(named[:_LISTED]) + more,
+        found=listed(named, 8, "; "),
         hint="make the name on rank 0 and broadcast it, or take a fixed one",
     )

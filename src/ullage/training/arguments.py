@@ -239,7 +239,9 @@ def peak_flops_of(arguments: Any) -> float | None:
     peak = getattr(arguments, "packing_peak_flops", None)
     if peak is not None and not peak > 0:
         raise InputError("packing_peak_flops must be positive", expected="FLOP/s of one device, or None", found=peak)
-    return peak if peak is not None else peak_of_arguments(arguments)
+    if peak is not None or arguments.use_cpu or not torch.cuda.is_available():
+        return peak
+    return published_peak(torch.cuda.get_device_name(), bf16=arguments.bf16, fp16=arguments.fp16)
 
 
 def _refuse_own_packing(arguments: Any) -> None:
@@ -350,10 +352,3 @@ def published_peak(device_name: str, *, bf16: bool, fp16: bool) -> float | None:
         return None
     listed = _PEAKS + (() if bf16 else _FLOAT16_ONLY)
     return next((peak for needed, peak in listed if words.issuperset(needed)), None)
-
-
-def peak_of_arguments(arguments: Any) -> float | None:
-    """The published peak of the device that a run with these arguments trains on; None where it is not known."""
-    if arguments.use_cpu or not torch.cuda.is_available():
-        return None
-    return published_peak(torch.cuda.get_device_name(), bf16=arguments.bf16, fp16=arguments.fp16)

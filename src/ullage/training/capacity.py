@@ -29,13 +29,15 @@ from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError
 from ullage.layout import Layout
+from ullage.mixers.at_rest import random_states_kept
 from ullage.planning import plan
 from ullage.training import targets
 from ullage.training.agreement import agreement, gather
-from ullage.training.beginning import collated, random_states_kept
+from ullage.training.beginning import collated
 from ullage.training.device_memory import DeviceMemory
 from ullage.training.packing import Packer
 from ullage.training.reading import BatchReader
+from ullage.training.verifying import within_engine
 from ullage.units import memory_size
 
 logger = logging.get_logger(__name__)
@@ -187,7 +189,7 @@ class CapacityFinder:
     def _forward_and_backward(self, model: nn.Module, row: RaggedBatch) -> None:
         trainer = self._trainer
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
-        module: Any = model.module if _is_wrapper(model) else model
+        module = within_engine(model)
         module.train()
         inputs = trainer._prepare_inputs(targets.apart(row))
         labels = self._reader.label_elements(inputs)
@@ -205,7 +207,7 @@ class CapacityFinder:
         values = {id(each): (each, each.detach().clone()) for each in model.buffers()}
         device = self._trainer.args.device
         try:
-            with random_states_kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with random_states_kept([device] if device.type == "cuda" else []):
                 yield
         finally:
             for module, training, plain, buffers in modules:
@@ -241,10 +243,6 @@ class CapacityFinder:
             return gradients  # its state is there already
         held = [each for group in optimizer.param_groups for each in group["params"]]
         return gradients + int(state_bytes(optimizer) * sum(each.numel() for each in held))
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerState
 
 from ullage.checkpoint import Inventory, read
 from ullage.errors import CheckpointError
 from ullage.training import fsdp
-from ullage.training.agreement import agreement, gather
+from ullage.training.agreement import agreement, gather, rank_here
 from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
@@ -131,17 +130,6 @@ def _from_plain(folder: Path, inventory: Inventory | None, here: ZeroConfig) -> 
     return Conversion(folder, ZeroConfig(0, inventory.written_by.dp), here)
 
 
-def _agreed(checkpoint: str | Path, here: ZeroConfig) -> Conversion | None:
-    """As :func:`conversion_for`, read by the first rank for all. Collective."""
-    if here.ranks == 1:
-        return conversion_for(checkpoint, here)
-    found = None
-    with agreement(True, "reading the checkpoint"):
-        if dist.get_rank() == 0:
-            found = conversion_for(checkpoint, here)
-    return gather(found, True)[0]
-
-
 class Continuation:
     """Choice and loading of the checkpoint that ``trainer`` continues from."""
 
@@ -190,7 +178,11 @@ class Continuation:
         here = ZeroConfig(0 if plugin is None else int(plugin.zero_stage), self._trainer.args.world_size)
         if self._trainer.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
             return None
-        conversion = _agreed(checkpoint, here)
+        conversion, several = None, here.ranks > 1
+        with agreement(several, "reading the checkpoint"):
+            if rank_here(several) == 0:
+                conversion = conversion_for(checkpoint, here)
+        conversion = gather(conversion, several)[0]
         if conversion is not None and not conversion.here.stage and self._trainer.is_fsdp_enabled:
             raise CheckpointError(
                 "a checkpoint of DeepSpeed's cannot be continued under accelerate's FSDP",

@@ -20,7 +20,7 @@ import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from ullage.attention.heads import package_of
@@ -183,7 +183,7 @@ class Evaluator:
         first = len(trainer.accelerator._models) == 0
         start = time.time()
         fsdp.shard_for_evaluation(trainer)
-        prepare(_Nothing(), description, True)
+        prepare(DataLoader([]), description, True)  # pyright: ignore[reportArgumentType]
         model = trainer.model_wrapped if first else trainer._wrap_model(trainer.model, training=False)
         trainer.model_preparation_time = round(time.time() - start, 4) if first else 0.0
         return model
@@ -361,18 +361,6 @@ def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
         yield ahead.pop(), True
 
 
-class _Nothing:
-    """A dataloader without batches."""
-
-    dataset = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
 def _fields_of(inputs: Any) -> list[str]:
     """The fields of a batch that are tensors with one row per sample, or that are told apart by sample."""
     if isinstance(inputs, RaggedBatch):
@@ -448,36 +436,6 @@ class EvaluationLoader(DataLoader):
         """Samples that all ranks read at once, under the name that accelerate gives it."""
         return self.share.batch_size * self.share.world
 
-    @classmethod
-    def over(
-        cls, dataset: Dataset, batch_size: int, rank: int, world: int, num_workers: int, **options: Any
-    ) -> EvaluationLoader:
-        """Make the loader of one rank.
-
-        A dataset without indices is read in this process: worker processes would each read all of it.
-
-        Args:
-            dataset: the whole evaluation dataset, the same on every rank.
-            batch_size: samples per batch of a rank.
-            rank: of this process.
-            world: number of ranks.
-            num_workers: worker processes, for a dataset with indices.
-            options: further keywords of ``DataLoader``.
-        """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            # Options that need worker processes.
-            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"):
-                options.pop(name, None)
-            share = _ShareOfStream(dataset, batch_size, rank, world)
-            loader = cls(share, batch_size=batch_size, **options)
-        else:
-            share = _ShareOfIndices(len(dataset), batch_size, rank, world)  # pyright: ignore[reportArgumentType]
-            if num_workers == 0:
-                options.pop("persistent_workers", None)
-            loader = cls(dataset, batch_sampler=share, num_workers=num_workers, **options)
-        loader.share = share
-        return loader
-
 
 def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: int) -> EvaluationLoader:
     """This rank's evaluation batches of a trainer's data set, collated and loaded as its arguments say.
@@ -500,14 +458,23 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
         dataset = trainer._remove_unused_columns(dataset, description=description)
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description=description)
-    return EvaluationLoader.over(
-        dataset,  # pyright: ignore[reportArgumentType]
-        batch_size,
-        *data_ranks(trainer),
-        args.dataloader_num_workers,
-        collate_fn=collator,
-        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-        persistent_workers=args.dataloader_persistent_workers,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        prefetch_factor=args.dataloader_prefetch_factor,
-    )
+    rank, world = data_ranks(trainer)
+    options = {"collate_fn": collator, "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available()}
+    # A dataset without indices is read in this process: worker processes would each read all of it.
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        share = _ShareOfStream(dataset, batch_size, rank, world)
+        loader = EvaluationLoader(share, batch_size=batch_size, **options)
+    else:
+        share = _ShareOfIndices(len(dataset), batch_size, rank, world)
+        workers = args.dataloader_num_workers
+        loader = EvaluationLoader(
+            dataset,
+            batch_sampler=share,
+            num_workers=workers,
+            persistent_workers=args.dataloader_persistent_workers and workers > 0,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            **options,
+        )
+    loader.share = share
+    return loader

@@ -1,7 +1,6 @@
 """Metrics of a training run: tokens, padding, imbalance and FLOPs, by the names under which they are logged.
 
-docs/training.md lists every name with its meaning and unit. The Trainer, ``ullage train`` and the trainer over
-``ullage.engines.fsdp`` count with the same class, so a name means the same in all of them.
+docs/training.md lists every name with its meaning and unit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import nn
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.planning import Plan, RecurrentCost, TransformerCost
-from ullage.planning.cost import Cost
 from ullage.planning.plans import Statistics
 
 
@@ -237,16 +235,3 @@ def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost:
         return TransformerCost.from_config(config)
     except InputError:  # a model we have no formula for: its matrices cost every token the same
         return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
-
-
-def model_flops(cost: Cost, num_parameters: int, microbatches: Sequence[RaggedBatch]) -> int:
-    """FLOPs of microbatches, forward and backward: of real tokens, with the causal half of attention.
-
-    Without a formula for the model, six times parameters times tokens.
-    """
-    tokens = sum(microbatch.numel() for microbatch in microbatches)
-    if not isinstance(cost, TransformerCost):
-        # Two FLOPs per parameter and token forward, four backward.
-        return 6 * tokens * num_parameters
-    squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in microbatches)
-    return int(cost.training_flops(tokens, squares))

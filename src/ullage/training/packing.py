@@ -29,7 +29,7 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.mixers.wrappers import refuse_learned_prompt
-from ullage.planning import Plan, plan
+from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.replacing import replaced
@@ -38,37 +38,17 @@ from ullage.training import targets
 from ullage.training.arguments import PackingOptions
 from ullage.training.loss.divisions import Division, division_of, shares
 from ullage.training.loss.sequence_weights import SequenceWeigher
-from ullage.training.metering import StepTimes, cost_of, model_flops, num_parameters
+from ullage.training.metering import StepTimes, cost_of, num_parameters
 from ullage.training.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.packed_batch import PackedBatch, stand_in
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import Sharding, sharding_of
 from ullage.training.trl.known import padded_loss_of
-from ullage.training.trl.metrics import CallMetrics
+from ullage.training.trl.metrics import CallMetrics, Taken
 from ullage.training.trl.padded import PaddedLoss
 from ullage.training.verifying import PackingProof
 
 logger = logging.get_logger(__name__)
-
-
-@contextlib.contextmanager
-def gradients_meet_once(engine: Any) -> Iterator[bool]:
-    """Make a DeepSpeed engine reduce and step once, after the block, where it can; yields whether it does.
-
-    ``engine``: None for none. Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
-    """
-    optimizer = getattr(engine, "optimizer", None)
-    # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for them,
-    # as it does at stage 0.
-    if not (hasattr(engine, "coalesce_grad_reduction") and hasattr(optimizer, "_coalesce_grad_reduction")):
-        yield False
-        return
-    # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would have
-    # made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
-    with engine.coalesce_grad_reduction():
-        yield True
-    engine.set_gradient_accumulation_boundary(is_boundary=True)
-    engine.step()
 
 
 @dataclass(frozen=True)
@@ -160,13 +140,8 @@ class Packer:
     def __init__(self, trainer: Any, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self.metrics = CallMetrics(trainer)
-        self._options: PackingOptions | None = None
-        self._are_options_read = False
         #: For packing_capacity='auto', once it is found.
         self.found_capacity: int | None = None
-        # What is known of the model, until the trainer has another.
-        self._cost: Cost | None = None
-        self._num_parameters: int | None = None
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
@@ -175,12 +150,10 @@ class Packer:
         self.weigher = SequenceWeigher(trainer, reader)
         self.proof = PackingProof(trainer, reader, self)
 
-    @property
+    @functools.cached_property
     def options(self) -> PackingOptions | None:
         """The arguments of packing, None without it."""
-        if not self._are_options_read:
-            self._options, self._are_options_read = PackingOptions.of(self._trainer.args, self.found_capacity), True
-        return self._options
+        return PackingOptions.of(self._trainer.args, self.found_capacity)
 
     @property
     def padded_loss(self) -> PaddedLoss | None:
@@ -203,11 +176,13 @@ class Packer:
 
     def forget_options(self) -> None:
         """Read the arguments again: they were changed."""
-        self._are_options_read = False
+        vars(self).pop("options", None)
 
     def forget_model(self) -> None:
         """Forget what was known of the model: the trainer has another."""
-        self._cost = self._num_parameters = self._divided = None
+        self._divided = None
+        for name in ("_cost_of_model", "_num_parameters"):
+            vars(self).pop(name, None)
 
     def require_packable(self) -> None:
         """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
@@ -267,11 +242,13 @@ class Packer:
         topology = Topology.from_groups(dp=dist.group.WORLD) if sharding is None else sharding.topology
         return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
 
-    @property
+    @functools.cached_property
     def _cost_of_model(self) -> Cost:
-        if self._cost is None:
-            self._cost = cost_of(self._reader.model)
-        return self._cost
+        return cost_of(self._reader.model)
+
+    @functools.cached_property
+    def _num_parameters(self) -> int:
+        return num_parameters(self._reader.model)
 
     @property
     def _zero_stage(self) -> int:
@@ -294,10 +271,17 @@ class Packer:
         return self._trainer.accelerator.num_processes if sharding is None else sharding.averaged_over
 
     def flops(self, batch: PackedBatch) -> int:
-        """Model FLOPs of this rank's part of a step, forward and backward."""
-        if self._num_parameters is None:
-            self._num_parameters = num_parameters(self._reader.model)
-        return model_flops(self._cost_of_model, self._num_parameters, batch.microbatches)
+        """Model FLOPs of this rank's part of a step, forward and backward.
+
+        Of real tokens, with the causal half of attention; without a formula for the model, six times parameters times
+        tokens.
+        """
+        tokens, cost = batch.numel(), self._cost_of_model
+        if isinstance(cost, TransformerCost):
+            squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
+            return int(cost.training_flops(tokens, squares))
+        # Two FLOPs per parameter and token forward, four backward.
+        return 6 * tokens * self._num_parameters
 
     def pack(self, batches: list[RaggedBatch]) -> PackedBatch:
         """Plan and exchange the batches of all ranks as one global batch; returns this rank's part. Collective.
@@ -336,8 +320,8 @@ class Packer:
         # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
         # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
         # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
-        metrics = self.metrics.step(inputs.num_tokens)
-        with self._weighed(division), around, metrics as calls, self._gradients_meet_once() as coalesced:
+        calls: list[Taken] = []
+        with self._weighed(division), around, self._gradients_meet_once() as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
@@ -353,6 +337,7 @@ class Packer:
                 weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
                 with self._deferred(model, k < last), self.metrics.taken(calls, "train", weights):
                     losses.append(run(model, batch, count if division == "sum" else None))
+            self.metrics.merge(calls, "train", inputs.num_tokens)
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
         accelerator.gradient_state._set_sync_gradients(True)
         return torch.stack(losses).sum()
@@ -381,7 +366,8 @@ class Packer:
             return self.padded_loss.shares(batch)
         # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
-            return shares([microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens)
+            whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
+            return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
         if division == "token_mean":
             return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
         return shares(map(len, batch.microbatches), len(batch.plan.order))
@@ -433,11 +419,26 @@ class Packer:
             return self._trainer.accelerator.no_sync(model)
         return contextlib.nullcontext()
 
-    def _gradients_meet_once(self) -> contextlib.AbstractContextManager[bool]:
-        """Make ZeRO reduce and step once for all microbatches, where the engine can; gives whether it does."""
+    @contextlib.contextmanager
+    def _gradients_meet_once(self) -> Iterator[bool]:
+        """Make ZeRO reduce and step once for all microbatches, after the block, where its engine can; gives whether.
+
+        Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
+        """
         engine = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         asked = self.options is not None and self.options.coalesce_gradients and self._zero_stage in (1, 2, 3)
-        return gradients_meet_once(engine if asked else None)
+        # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
+        # them, as it does at stage 0.
+        can = hasattr(engine, "coalesce_grad_reduction")
+        if not asked or not can or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+            yield False
+            return
+        # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would
+        # have made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
+        with engine.coalesce_grad_reduction():
+            yield True
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
+        engine.step()
 
     @property
     def adds_auxiliary(self) -> bool:

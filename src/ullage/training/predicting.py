@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
@@ -27,7 +28,6 @@ from ullage.mixers.wrappers import bare
 from ullage.replacing import replaced
 from ullage.schema import IGNORED_LABEL
 from ullage.training import counting, forms
-from ullage.training.forms import SampleRows
 from ullage.training.reading import BatchReader
 from ullage.training.sharding import sharding_of
 from ullage.training.trl.metrics import Taken
@@ -77,30 +77,13 @@ class Frame:
         return Frame(fields, self.starts[first:last], self.width)
 
 
-def padded(value: Any, rows: SampleRows, *, keeps_rows: bool, per_row: bool = False, frame: Frame | None = None) -> Any:
-    """Tensors of a batch with one row per sample [N, L, ...], in tuples and dicts part by part.
-
-    Args:
-        value: tensors in the form of the model.
-        rows: where the samples lie in it.
-        keeps_rows: the batch came as rows, and stays as it is.
-        per_row: settles shapes that may be read in two ways (:meth:`SampleRows.split`).
-        frame: the places in which rows lay before packing.
-    """
+def each_part(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of each part of a value, in tuples and dicts of such."""
     if isinstance(value, Mapping):
-        options: dict[str, Any] = {"keeps_rows": keeps_rows, "per_row": per_row, "frame": frame}
-        return {name: padded(part, rows, **options) for name, part in value.items()}
+        return {name: each_part(function, part) for name, part in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
-        return tuple(padded(part, rows, keeps_rows=keeps_rows, per_row=per_row, frame=frame) for part in value)
-    if isinstance(value, Tensor) and not value.is_nested:
-        if value.ndim == 0:
-            return value[None]  # one for the batch, as transformers keeps it
-        if keeps_rows:
-            return value
-    if not isinstance(value, (Tensor, PackedSequence)):
-        return value
-    entries, ragged = rows.split(value, per_row=per_row)
-    return in_rows(entries, frame) if ragged else torch.stack(entries)
+        return tuple(each_part(function, part) for part in value)
+    return function(value)
 
 
 def in_rows(entries: Sequence[Tensor], frame: Frame | None = None) -> Tensor:
@@ -226,13 +209,12 @@ class Predictor:
     def in_rows(self, value: Any, inputs: Any) -> Any:
         """``value``, in the form of the model, as padded rows; what are rows already stays as it is."""
         rows = self.rows_of(inputs)
-        if isinstance(value, Tensor) and not value.is_nested and value.shape[:1] == (rows.num,):
-            return value
-        if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
-            return tuple(self.in_rows(part, inputs) for part in value)
-        if isinstance(value, Mapping):
-            return {name: self.in_rows(part, inputs) for name, part in value.items()}
-        return self._padded(value, inputs, rows)
+
+        def one(part: Any) -> Any:
+            is_there = isinstance(part, Tensor) and not part.is_nested and part.shape[:1] == (rows.num,)
+            return part if is_there else self._padded(part, inputs, rows)
+
+        return each_part(one, value)
 
     def labels_as_collated(self, labels: Any, inputs: Any) -> Any:
         """Labels that a step gave, as padded rows. Those of a packed row have lost what their batch still has."""
@@ -308,8 +290,22 @@ class Predictor:
         return self._padded(_predictions(outputs, ignore_keys, has_loss), inputs, rows)
 
     def _padded(self, value: Any, inputs: Any, rows: forms.SampleRows) -> Any:
-        lies_otherwise = isinstance(inputs, RaggedBatch) or rows.layout is not None or rows.packed is not None
-        return padded(value, rows, keeps_rows=not lies_otherwise, per_row=self._per_row(inputs), frame=self._frame)
+        """Tensors in the form of the model with one row per sample [N, L, ...], in tuples and dicts part by part.
+
+        ``rows``: where the samples lie in it. A batch that came as rows stays as it is.
+        """
+        keeps_rows = not isinstance(inputs, RaggedBatch) and rows.layout is None and rows.packed is None
+        per_row = self._per_row(inputs)  # settles shapes that may be read in two ways
+
+        def one(part: Any) -> Any:
+            if not isinstance(part, (Tensor, PackedSequence)):
+                return part
+            if isinstance(part, Tensor) and not part.is_nested and (part.ndim == 0 or keeps_rows):
+                return part if part.ndim else part[None]  # one for the batch, as transformers keeps it
+            entries, ragged = rows.split(part, per_row=per_row)
+            return in_rows(entries, self._frame) if ragged else torch.stack(entries)
+
+        return each_part(one, value)
 
     def _per_row(self, inputs: Any) -> bool:
         if self.gives_rows is not None:
@@ -518,11 +514,7 @@ def _as_array(entry: Any) -> Any:
 
 def as_tensors(value: Any, device: torch.device | None = None) -> Any:
     """The result of :meth:`Record.combined` with tensors in the place of arrays; on the host without ``device``."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(as_tensors(part, device) for part in value)
-    if isinstance(value, dict):
-        return {name: as_tensors(part, device) for name, part in value.items()}
-    return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
+    return tree_map(lambda part: torch.from_numpy(part).to(device) if isinstance(part, np.ndarray) else part, value)
 
 
 def missing_labels(label_names: list[str], parameters: list[str], fields: list[str], main_input: str) -> InputError:

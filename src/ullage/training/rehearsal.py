@@ -22,9 +22,9 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ullage.errors import InputError
+from ullage.mixers.at_rest import random_states_kept
 from ullage.replacing import replaced
 from ullage.training.agreement import agreement, gather
-from ullage.training.beginning import random_states_kept
 from ullage.training.loss.divisions import defining_class
 from ullage.training.reading import BatchReader
 from ullage.training.verifying import forget_trace
@@ -36,11 +36,6 @@ _SAMPLES = 4
 #: What trainers of TRL's keep of their evaluations.
 _KEPT = ("_metrics", "_stored_metrics")
 _DOING = "evaluating a few samples before the first step"
-
-
-def verifies(arguments: Any) -> bool:
-    """Whether checks that run the model before the first step are wanted: ``packing_verify``, on by default."""
-    return bool(getattr(arguments, "packing_verify", True))
 
 
 class Rehearsal:
@@ -84,7 +79,7 @@ class Rehearsal:
     @property
     def _is_asked_for(self) -> bool:
         trainer, args, reader = self._trainer, self._trainer.args, self._reader
-        if trainer.eval_dataset is None or not verifies(args) or args.eval_on_start:
+        if trainer.eval_dataset is None or not getattr(args, "packing_verify", True) or args.eval_on_start:
             return False
         # Batches of a loader of the trainer's own may be consumed by a look; a loop of its own does what it likes.
         standard = type(trainer).get_eval_dataloader is transformers.Trainer.get_eval_dataloader
@@ -171,7 +166,7 @@ class Rehearsal:
         )
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
-            with random_states_kept(), torch.random.fork_rng(devices=devices):
+            with random_states_kept(devices):
                 yield
         finally:
             forget_trace(trainer.model_wrapped)

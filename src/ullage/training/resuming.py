@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ullage.errors import CheckpointError
+from ullage.errors import CheckpointError, listed
 from ullage.training.agreement import gather, rank_here
 from ullage.training.damage import Finding, examine, remember
 from ullage.training.saving import checkpoints_in, missing_states, require_checkpoint, step_of
@@ -70,7 +70,7 @@ def state_notes(checkpoint: Path, several: bool) -> list[str]:
     notes = []
     if lacking:
         held = f"random states of {count} {'process' if count == 1 else 'processes'}" if count else "no random states"
-        who = ", ".join(lacking[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        who = listed(lacking, 8)
         others = len(lacking) == len(told) != count  # of a run with more processes, or with fewer
         none = "" if not count else f", not of {len(told)}" if others else f", none for rank {who}"
         notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")

@@ -23,11 +23,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
+from ullage.replacing import replaced
 from ullage.training import fsdp
 from ullage.training.agreement import agreement
-from ullage.training.background import BackgroundSave
+from ullage.training.background import BackgroundSave, Snapshot
 from ullage.training.damage import examine, is_damaged
-from ullage.training.disks import one_line
 from ullage.training.sharding import sharding_of
 from ullage.training.staging import (
     PARTIAL,
@@ -35,6 +35,7 @@ from ullage.training.staging import (
     incomplete,
     not_written,
     old_of,
+    one_line,
     recover,
     stage_whole,
     staging_of,
@@ -60,7 +61,6 @@ _TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 
-    from ullage.training.snapshot import Snapshot
     from ullage.training.staging import Staged
 else:
     _Base = object
@@ -109,15 +109,10 @@ class WholeCheckpointMixin(_Base):
         def write(place: Path) -> None:
             # Trainer writes to _get_output_dir()/checkpoint-N, which is `place` from here on. Its own rotation looks
             # into that folder too, and finds nothing to delete.
-            self._staging = place.parent
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
-            self.state.best_global_step = None
-            try:
+            with replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
                 super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
-            finally:
-                self._staging = None
-                self.state.best_global_step = best_step
             # The state was written without its best step: write it again.
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
@@ -188,11 +183,9 @@ class WholeCheckpointMixin(_Base):
         if self._background is not None:
             self._background.settle()
         # Without a limit Trainer deletes nothing here; rotate() does it below and leaves damaged checkpoints alone.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        limit = self.args.save_total_limit
+        with replaced(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
         best = self.state.best_model_checkpoint
         if self.args.should_save and best is not None and limit == 1:
             rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
@@ -206,7 +199,6 @@ def save_checkpoint(
     arguments: Any,
     *,
     best: str | None = None,
-    check: Callable[[Path], None] | None = None,
     background: BackgroundSave | None = None,
 ) -> None:
     """Make ``checkpoint-<step>`` of a run, whole or not at all, and rotate older ones out. Collective.
@@ -217,16 +209,15 @@ def save_checkpoint(
         write: as for :func:`ullage.training.staging.write_whole`.
         arguments: of the Trainer; the local rank, the ranks and ``save_total_limit`` are read.
         best: path of the checkpoint that is kept whatever its age.
-        check: as for :func:`ullage.training.staging.write_whole`; by default, that the state and weights are there.
         background: writes the checkpoint after this function has returned; None writes it before.
     """
     final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     several, first = arguments.world_size > 1, arguments.local_process_index == 0
     if first:
         remove_unfinished(run_dir)
-    check, limit = check or _require_written, arguments.save_total_limit if arguments.should_save else None
+    limit = arguments.save_total_limit if arguments.should_save else None
     if background is None:
-        write_whole(final, write, several=several, first_of_machine=first, check=check)
+        write_whole(final, write, several=several, first_of_machine=first, check=_require_written)
         rotate(run_dir, limit, best, keep=final)
         return
 
@@ -242,7 +233,7 @@ def save_checkpoint(
     def finish(write_copies: Callable[[], None]) -> None:
         with agreement(several, "writing a checkpoint"), one_line(final):
             write_copies()
-        finish_whole(staged[0], check)
+        finish_whole(staged[0], _require_written)
         rotate(run_dir, limit, best, keep=final)
 
     background.begin(copy, finish)

@@ -144,7 +144,7 @@ class PackingProof:
     ) -> Proof:
         trial = self._trial(self._chosen(microbatches, capacity))
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
-        called: Any = model.module if _is_wrapper(model) else model
+        called = within_engine(model)
         proof = prove(
             self._reader.model,
             trial,
@@ -257,8 +257,10 @@ def _first(problems: Sequence[Any]) -> str | None:
     return next((f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None), None)
 
 
-def _is_wrapper(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+def within_engine(model: nn.Module) -> Any:
+    """The module that DDP or DeepSpeed's engine calls, without their hooks on outputs and gradients."""
+    is_engine = isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+    return model.module if is_engine else model
 
 
 def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
@@ -285,6 +287,3 @@ def forget_trace(model: Any) -> None:
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
     coordinator.reset_step()
-
-
-_logger = logging.getLogger(__name__)

@@ -36,8 +36,9 @@ from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef, Unpickle
 from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.formats.table import STAGES, read, universal_files
+from ullage.checkpoint.formats.table import STAGES, read
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
+from ullage.checkpoint.formats.universal import universal_targets
 from ullage.checkpoint.formats.zero_writing import zero_targets
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
 from ullage.checkpoint.numbers import FLOATS
@@ -250,7 +251,7 @@ class _FileComparison:
 
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
-        plan = universal_files(self.ours)
+        plan = universal_targets(self.ours)
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
         for planned in plan:
             path = self.folder / planned.name

@@ -8,26 +8,49 @@ lies a whole ``.pt`` archive of that tensor. We write one chunk per tensor. Name
     optim.state.<name>.<key>             exp_avg, exp_avg_sq, ..., step
     optim.param_groups.<i>.<setting>     hyperparameters, and the names of the parameters
 
+Chunks that are read are what ranks wrote: whole tensors, rows of one (FSDP2), columns (rows of what tensor parallelism
+cut along another dim), or any other blocks. ``ullage.engines.fsdp`` leaves its sizes beside them, in
+``ullage_layout.json``.
 Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`` and ``_nested_dict.py`` of torch 2.13.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
 from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, Named, Size
-from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
-from ullage.checkpoint.formats.safetensors import cast_of
-from ullage.checkpoint.formats.universal import number
-from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
+from ullage.checkpoint.formats.entries import (
+    cast_of,
+    divided,
+    known_buffers,
+    number,
+    optimizer_groups,
+    saved_number,
+    states_of,
+    text_file,
+    weights_of,
+)
+from ullage.checkpoint.formats.locate import object_of, schedule, steps_taken
+from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.numbers import ITEM_BYTES
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.remote.paths import hold_descriptions
+from ullage.checkpoint.zero.folder import collected, record_table
+from ullage.checkpoint.zero.modules import whole_tensor
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
+from ullage.layout import Int64
 
 #: A file is closed once it has this many bytes; a larger tensor still lies in one file.
 MAX_FILE_BYTES = 4 << 30
@@ -41,6 +64,10 @@ CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 #: The item that lists the names of buffers.
 BUFFERS = ("ullage", "buffers")
+#: Runs of neighbouring elements in one tensor, each of which is read by itself.
+_MAX_RUNS = 1 << 22
+#: The sizes of the axes of the run that wrote a folder, as ``ullage.engines.fsdp`` writes them.
+LAYOUT = "ullage_layout.json"
 
 
 class ItemWriter:
@@ -109,8 +136,7 @@ class ItemWriter:
         """The file ``.metadata`` for all items added."""
         content = {"state_dict_metadata": self.entries, "planner_data": self.paths, "storage_data": dict(self.storage)}
         content |= CONSTANTS
-        text = pickled(Instance(_METADATA, "Metadata", content))
-        return Target(".metadata", len(text), texts=((0, text),))
+        return text_file(".metadata", pickled(Instance(_METADATA, "Metadata", content)))
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
@@ -185,10 +211,8 @@ def items(
 
     Raises ``CheckpointError`` for a setting of the optimizer that cannot be written.
     """
-    # The master weights, and what no optimizer holds; the other keys are optimizer state.
-    weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
     found: list[tuple[tuple[Any, ...], Any]] = [
-        (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights
+        (("model", tensor.name), TensorCopy(tensor, cast_of(tensor, dtype))) for tensor in weights_of(inventory)
     ]
     buffers = known_buffers(inventory)
     # torch keeps buffers and frozen parameters alike; a loader of the model does not ask for this item.
@@ -197,9 +221,8 @@ def items(
 
 
 def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
-    trained = [t for t in inventory.tensors if t.kind == "parameter"]
     found: list[tuple[tuple[Any, ...], Any]] = [
-        (("optim", "state", t.name, t.key), TensorCopy(t, t.dtype)) for t in trained if t.key != "fp32"
+        (("optim", "state", t.name, t.key), TensorCopy(t, t.dtype)) for t in states_of(inventory)
     ]
     for index, group in enumerate(optimizer_groups(inventory)):
         for name in group.names:
@@ -256,3 +279,223 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
 
 def _is(value: Any, module: str, name: str) -> bool:
     return isinstance(value, Inert) and (value.module, value.name) == (module, name)
+
+
+def read_dcp(folder: Path) -> Inventory:
+    """The inventory of a DCP folder. Raises ``CheckpointError`` for one that is not of this format.
+
+    Tensors may be cut along any dims.
+    """
+    reading = _DcpReading(folder)
+    aliases = reading.aliases()
+    for flat, entry in reading.entries.items():
+        if flat.removeprefix("model.") not in aliases:
+            reading.add(flat, entry)
+    details = reading.details()
+    return Inventory(
+        folder, "dcp", _written_by(folder), reading.files,
+        tuple(divided(reading.tensors, reading.group_of, reading.buffers or ())),
+        steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
+        read_problems=tuple(reading.problems), records=reading.records, details=details,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a tensor: where it lies, its shape, and its first index along each dim of the whole."""
+
+    file: int
+    at: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    alone: Tensor
+
+
+class ItemReading:
+    """A folder while it is read, item by item; ``problems`` gets what is wrong with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _, self.entries, self.places = read_metadata(folder)
+        hold_descriptions((folder / p.file, p.offset, p.length) for each in self.places.values() for p in each)
+        self.problems: list[Problem] = []
+        self._files: dict[str, int] = {}
+        self._records: dict[int, list[Int64]] = {}
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """The files that hold tensors."""
+        return tuple(File(name, (self.folder / name).stat().st_size, "weights") for name in self._files)
+
+    @property
+    def records(self) -> dict[int, Int64]:
+        """The records of each file, by offset; names that are tied share an archive."""
+        tables = {file: np.unique(np.concatenate(parts), axis=0) for file, parts in self._records.items()}
+        return {file: table[np.argsort(table[:, 0], kind="stable")] for file, table in tables.items()}
+
+    def shape_of(self, flat: str) -> tuple[int, ...]:
+        """The shape of a tensor, all chunks. Raises ``CheckpointError``."""
+        where = str(self.folder / ".metadata")
+        return metadata.shape(self.entries[flat].get("size"), f"size of {flat[:80]}", where)
+
+    def chunks(self, flat: str, name: str, key: str) -> list[Chunk]:
+        """The chunks of a tensor that can be read."""
+        found: list[Chunk] = []
+        for place in self.places.get(flat, []):
+            with collected(self.problems, place.file, parameter=flat):
+                found.append(self._chunk(name, key, place, self.shape_of(flat)))
+        return found
+
+    def _chunk(self, name: str, key: str, place: Place, shape: tuple[int, ...]) -> Chunk:
+        source = place.open(self.folder)
+        file = self._files.setdefault(place.file, len(self._files))
+        ref, offsets = source.root, place.offsets
+        if not isinstance(ref, TensorRef) or len(ref.shape) != len(shape) or len(offsets) != len(shape):
+            found = list(ref.shape) if isinstance(ref, TensorRef) else None
+            raise CheckpointError("a chunk that is no part of its tensor", expected=list(shape), found=found)
+        whole = whole_tensor(name, key, ref, file, source, "parameter")
+        self._records.setdefault(file, []).append(record_table(source))
+        return Chunk(file, source.place(ref), tuple(ref.shape), offsets, ref.dtype, whole)
+
+    def value(self, flat: str, read: Callable[[TorchFile], Any]) -> Any:
+        """What ``read`` makes of an item that is in one place; None where it is not there, or cannot be read."""
+        for place in self.places.get(flat, [])[:1]:
+            with collected(self.problems, place.file, parameter=flat):
+                return read(place.open(self.folder))
+        return None
+
+
+class _DcpReading(ItemReading):
+    """A folder of names as ``get_state_dict`` gives them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tensors: list[Tensor] = []
+        #: by group: numbers of the state beside the step
+        self.numbers: dict[int, dict[str, Any]] = {}
+        self._steps: dict[str, tuple[Any, str | None]] = {}
+        self.settings = self._settings()
+        name = ".".join(BUFFERS)
+        self.buffers = self.value(name, lambda source: metadata.names(source.root, name, str(folder)))
+        names = [group.get("params") for group in self.settings]
+        self.group_of = {
+            name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
+        }
+
+    def add(self, flat: str, entry: Inert) -> None:
+        """Read one item: a tensor, a step, or another number; settings were read before."""
+        is_state, is_tensor = flat.startswith("optim.state."), entry.name == "TensorStorageMetadata"
+        name, _, key = flat.removeprefix("optim.state.").rpartition(".")  # the key follows the last dot
+        if is_state and (key == "step" or not is_tensor):
+            number, dtype = self.value(flat, lambda source: saved_number(source.root, source)) or (None, None)
+            if number is not None and key == "step":
+                self._steps[name] = number, dtype
+            elif number is not None:
+                self.numbers.setdefault(self.group_of.get(name, 0), {})[key] = number
+        elif is_tensor and (is_state or not flat.startswith("optim.")):
+            name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
+            shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
+            with collected(self.problems, parameter=flat):
+                self.tensors.append(joined(name, key, shape, chunks))
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group, with the names of its parameters."""
+        found: dict[int, dict[str, Any]] = {}
+        for flat, entry in self.entries.items():
+            index, _, setting = flat.removeprefix("optim.param_groups.").partition(".")
+            is_one = flat.startswith("optim.param_groups.") and index.isdecimal()
+            source = self.value(flat, lambda each: each) if is_one and entry.name == "BytesStorageMetadata" else None
+            if source is not None:
+                found.setdefault(int(index), {})[setting] = source.root
+        return [found[index] for index in sorted(found)]
+
+    def aliases(self) -> dict[str, str]:
+        """Tied names -> the name that is stored, of names whose places are the same."""
+        owners: dict[Any, str] = {}
+        found: dict[str, str] = {}
+        named = [f.removeprefix("model.") for f in self.entries if f.startswith("model.") and self.places.get(f)]
+        # Of two names, the one that the optimizer knows.
+        for name in sorted(named, key=lambda name: name not in self.group_of):
+            places = sorted((p.file, p.offset, p.length) for p in self.places[f"model.{name}"])
+            owner = owners.setdefault(tuple(places), name)
+            if owner != name:
+                found[name] = owner
+        return found
+
+    def details(self) -> Details:
+        """What the folder says beside tensors; a group whose parameters are at several steps is a problem."""
+        steps: dict[int, tuple[Any, str | None]] = {}
+        for name, step in self._steps.items():
+            first = steps.setdefault(self.group_of.get(name, 0), step)
+            if first != step:
+                found = f"{step[0]}, and {first[0]} of another"
+                self.problems.append(Problem("parameters of one group are at two steps", parameter=name, found=found))
+        names = [list(metadata.sequence(group.get("params"), "params", ".metadata")) for group in self.settings]
+        named = all(isinstance(name, str) for listed in names for name in listed)
+        return Details(
+            {}, {}, steps, self.settings, names=names if named else None, numbers=self.numbers,
+            scheduler=schedule(self.folder), buffers_known=self.buffers is not None,
+            global_step=steps_taken(self.folder),
+        )  # fmt: skip
+
+
+def joined(name: str, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Tensor:
+    """The tensor of its chunks. Raises ``CheckpointError`` where they do not fit together."""
+    # What is not contiguous cannot be a fragment: such a chunk is read only where it is the only one.
+    strided = [chunk for chunk in chunks if chunk.alone.merge.kind == "strided"]
+    if strided and len(chunks) == 1 and chunks[0].shape == shape:
+        return strided[0].alone
+    if strided or len({chunk.dtype for chunk in chunks}) > 1:
+        raise CheckpointError("chunks that do not fit together")
+    dtype = chunks[0].dtype if chunks else "float32"
+    cut = {dim for chunk in chunks for dim in range(1, len(shape)) if chunk.shape[dim] != shape[dim]}
+    dim = min(cut, default=0)
+    columns = sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks if cut})
+    if len(cut) != 1 or sum(width for _, width in columns) != shape[dim]:  # no columns: some overlap, or differ in rows
+        return Tensor(name, key, shape, dtype, "parameter", (Slice(0, shape, _blocks(chunks, shape)),))
+    # Blocks side by side along one dim: those of one place there make a slice, whose rows are fragments.
+    slices, bands = [], []
+    for k, (at, width) in enumerate(columns):
+        column = [chunk for chunk in chunks if (chunk.offsets[dim], chunk.shape[dim]) == (at, width)]
+        narrow = (*shape[:dim], width, *shape[dim + 1 :])
+        slices.append(Slice(k, narrow, _blocks(column, narrow)))
+        bands.append(Band(k, 0, at, width))
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    merge = Merge("columns", outer, shape[dim], inner, tuple(bands))
+    return Tensor(name, key, shape, dtype, "parameter", tuple(slices), merge)
+
+
+def _blocks(chunks: list[Chunk], shape: tuple[int, ...]) -> Fragments:
+    """Blocks cut along any dims, each run of neighbouring elements a fragment. Raises ``CheckpointError``."""
+    strides = np.array([math.prod(shape[dim + 1 :]) for dim in range(len(shape))], np.int64)
+    tables: list[Int64] = []
+    held = 0
+    for chunk in chunks:
+        # Of the dims behind ``last`` the block has all indices, so its elements are neighbours from there on.
+        last = max((dim for dim in range(1, len(shape)) if chunk.shape[dim] != shape[dim]), default=0)
+        run, count = math.prod(chunk.shape[last:]), math.prod(chunk.shape[:last])
+        held += count
+        if held > _MAX_RUNS:
+            raise CheckpointError("a tensor that is cut into too many pieces", expected=f"at most {_MAX_RUNS}")
+        if not run * count:
+            continue
+        index = np.indices(chunk.shape[:last], np.int64).reshape(last, count)
+        first = np.array(chunk.offsets[: last + 1], np.int64) @ strides[: last + 1]
+        starts = first + (strides[:last, None] * index).sum(0)
+        offsets = chunk.at + np.arange(count) * run * ITEM_BYTES[chunk.dtype]
+        tables.append(np.column_stack((np.full(count, chunk.file), offsets, starts, np.full(count, run))))
+    return Fragments.of(np.concatenate(tables) if tables else [])
+
+
+def _written_by(folder: Path) -> WrittenBy:
+    """The sizes of the run that wrote the folder; one of each where it does not tell."""
+    told = object_of(folder, LAYOUT)
+    try:
+        sizes = {name: int(told[name]) for name in ("dp", "cp", "tp")}
+    except (ValueError, KeyError, TypeError):
+        return WrittenBy()
+    replicas = int(told.get("dp_replicate", 1))
+    words = ["FSDP2"] + [f"{word} {n}" for word, n in (("cp", sizes["cp"]), ("dp_replicate", replicas)) if n > 1]
+    # cp shares out parameters as dp does, and has no column of its own.
+    return WrittenBy(None, ", ".join(words), sizes["dp"] * sizes["cp"], sizes["tp"])

@@ -19,13 +19,14 @@ stack's fragments. Source: ``conversion_mapping.py`` of transformers 5.23, ``aut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from ullage.checkpoint.inventory import Band, Inventory, Merge, Slice, Tensor
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.formats.entries import rows_of
+from ullage.checkpoint.formats.locate import object_of
+from ullage.checkpoint.inventory import Band, Inventory, Merge, Tensor
+from ullage.checkpoint.zero.states import Details
 
 #: Names of (w1, w2, w3) of one expert in files of weights, by model type.
 _EXPERTS = {
@@ -39,36 +40,31 @@ _BLOCKS = {"mixtral": ("mlp", "block_sparse_moe")}
 _OTHERS = {"router.": "", "shared_experts.": "shared_expert.", "shared_experts_gate.": "shared_expert_gate."}
 
 
-@dataclass(frozen=True)
-class _Stacks:
-    """AutoEP's blocks: the paths of their modules, and the type of the model, None where nothing tells a known one."""
-
-    paths: frozenset[str]
-    model_type: str | None
-
-
 def hub_named(inventory: Inventory, format: str) -> Inventory:
     """``inventory`` with the names that ``format`` gives AutoEP's tensors; any other inventory as it is."""
-    place: Literal["files", "memory"] | None = {"safetensors": "files", "dcp": "memory"}.get(format)  # type: ignore
-    stacks = _stacks(inventory) if place else None
-    if stacks is None or place is None:
+    paths, model_type = _stacks(inventory) if format in ("safetensors", "dcp") else (set(), None)
+    if not paths:
         return inventory
-    if stacks.model_type is None:
+    if model_type is None:
         note = f"experts keep AutoEP's names: no config.json tells a model of {', '.join(_EXPERTS)}"
         return replace(inventory, notes=(*inventory.notes, *([note] if note not in inventory.notes else [])))
     by_name = {(t.name, t.key): t for t in inventory.tensors}
-    tensors = [made for t in inventory.tensors for made in _named(t, by_name, stacks, place)]
-    aliases = {alias: own for alias, own in inventory.aliases.items() if _path(alias, stacks) is None}
+    tensors: list[Tensor] = []
+    for tensor in inventory.tensors:
+        path = _path(tensor.name, paths)
+        if path is None:
+            tensors.append(tensor)
+        else:
+            tensors += _named(tensor, path, by_name, model_type, in_files=format == "safetensors")
+    aliases = {alias: own for alias, own in inventory.aliases.items() if _path(alias, paths) is None}
     return replace(inventory, tensors=tuple(tensors), aliases=aliases)
 
 
-def _stacks(inventory: Inventory) -> _Stacks | None:
-    details = inventory.details
-    if not isinstance(details, Details):
-        return None
+def _stacks(inventory: Inventory) -> tuple[set[str], str | None]:
+    """The paths of AutoEP's blocks, and the type of the model; None where nothing tells a known one."""
     paths: set[str] = set()
     presets: set[Any] = set()
-    for model in details.models.values():
+    for model in Details.of(inventory).models.values():
         for layer in model.root.get("ds_autoep_layers") or []:
             path = layer.get("module_path") if isinstance(layer, dict) else None
             if isinstance(path, str) and layer.get("expert_key_prefix") == f"{path}.experts":
@@ -76,77 +72,50 @@ def _stacks(inventory: Inventory) -> _Stacks | None:
         config = model.root.get("ds_config")
         asked = config.get("expert_parallel") if isinstance(config, dict) else None
         presets.add(asked.get("preset_model") if isinstance(asked, dict) else None)
-    if not paths:
-        return None
-    known = [kind for kind in (_config_type(inventory), *presets) if kind in _EXPERTS]
-    return _Stacks(frozenset(paths), known[0] if known else None)
+    told = object_of(inventory.folder, "config.json").get("model_type") if paths else None
+    return paths, next((kind for kind in (told, *presets) if kind in _EXPERTS), None)
 
 
-def _config_type(inventory: Inventory) -> Any:
-    """``model_type`` of the ``config.json`` in the folder or beside it."""
-    for folder in (inventory.folder, inventory.folder.parent):
-        try:
-            said = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError, RecursionError):
-            continue
-        return said.get("model_type") if isinstance(said, dict) else None
-    return None
-
-
-def _path(name: str, stacks: _Stacks) -> str | None:
+def _path(name: str, paths: set[str]) -> str | None:
     """The path of AutoEP's block that ``name`` is in."""
     # Paths are those of modules, so a beginning of the name that ends at a dot is looked up, longest first.
     parts = name.split(".")
-    return next((p for n in range(len(parts) - 1, 0, -1) if (p := ".".join(parts[:n])) in stacks.paths), None)
+    return next((p for n in range(len(parts) - 1, 0, -1) if (p := ".".join(parts[:n])) in paths), None)
 
 
 def _named(
-    tensor: Tensor, by_name: dict[tuple[str, str], Tensor], stacks: _Stacks, place: Literal["files", "memory"]
+    tensor: Tensor, path: str, by_name: dict[tuple[str, str], Tensor], model_type: str, in_files: bool
 ) -> Iterator[Tensor]:
     """The tensors that are made of one of AutoEP's.
 
     Args:
-        tensor: one of AutoEP's, or any other, which stays as it is.
+        tensor: one of AutoEP's.
+        path: of its block.
         by_name: all tensors of the checkpoint, by name and key.
-        stacks: AutoEP's blocks.
-        place: whose names to give.
+        model_type: Hugging Face's name of the architecture.
+        in_files: whether to give the names in files, and not those in memory.
     """
-    path = _path(tensor.name, stacks)
-    if path is None or stacks.model_type is None:
-        yield tensor
-        return
     within = tensor.name.removeprefix(f"{path}.")
-    memory, files = _BLOCKS.get(stacks.model_type, ("", ""))
+    memory, files = _BLOCKS.get(model_type, ("", ""))
     stem, dot, last = path.rpartition(".")
-    block = f"{stem}{dot}{files}" if place == "files" and memory and last == memory else path
+    block = f"{stem}{dot}{files}" if in_files and memory and last == memory else path
     which = {"experts.w1": 0, "experts.w2": 1, "experts.w3": 2}.get(within)
     if which is None:
         begin = next((b for b in _OTHERS if within.startswith(b)), None)
         yield replace(tensor, name=f"{block}.{_OTHERS[begin]}{within.removeprefix(begin)}" if begin else tensor.name)
-    elif place == "files":
-        own = _EXPERTS[stacks.model_type][which]
+    elif in_files:
+        own = _EXPERTS[model_type][which]
         for expert in range(tensor.shape[0]):
-            yield _one(tensor, expert, f"{block}.experts.{expert}.{own}.weight")
+            one = rows_of(tensor, expert, expert + 1)
+            name = f"{block}.experts.{expert}.{own}.weight"
+            yield replace(one, name=name, shape=one.shape[1:], extra={})
     elif which == 1:
         yield replace(tensor, name=f"{block}.experts.down_proj")
     elif which == 0:
+        # Two stacks as one, with the rows of the second below those of the first in each expert.
         up = by_name[f"{path}.experts.w3", tensor.key]
-        yield _side_by_side(tensor, up, f"{block}.experts.gate_up_proj")
-
-
-def _one(stack: Tensor, expert: int, name: str) -> Tensor:
-    """One expert of a stack."""
-    part, shape = stack.slices[0], stack.shape[1:]
-    numel = stack.numel // max(1, stack.shape[0])
-    window = part.fragments.window(expert * numel, (expert + 1) * numel, stack.item_bytes)
-    made = Slice(part.model_rank, shape, window.moved(-expert * numel))
-    return replace(stack, name=name, shape=shape, slices=(made,), extra={})
-
-
-def _side_by_side(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """Two stacks as one, with the rows of the second below those of the first in each expert."""
-    experts, rows, columns = gate.shape
-    bands = (Band(0, 0, 0, rows), Band(1, 0, rows, rows))
-    merge = Merge("columns", experts, 2 * rows, columns, bands)
-    shape, slices = (experts, 2 * rows, columns), (gate.slices[0], up.slices[0])
-    return replace(gate, name=name, shape=shape, slices=slices, merge=merge, extra={})
+        experts, rows, columns = tensor.shape
+        merge = Merge("columns", experts, 2 * rows, columns, (Band(0, 0, 0, rows), Band(1, 0, rows, rows)))
+        shape, slices = (experts, 2 * rows, columns), (tensor.slices[0], up.slices[0])
+        name = f"{block}.experts.gate_up_proj"
+        yield replace(tensor, name=name, shape=shape, slices=slices, merge=merge, extra={})

@@ -1,9 +1,13 @@
-"""The folder that holds the files of a checkpoint, and its format, from the folder or parent that a user names."""
+"""The folder that holds the files of a checkpoint, and its format, from the folder or parent that a user names.
+
+Beside it lie small files that a Trainer leaves, in the checkpoint or in the folder around it.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.remote.paths import is_remote, path_of, read_start
@@ -13,9 +17,12 @@ from ullage.errors import CheckpointError
 _LONGEST_TAG = 4096
 #: In a target: the folder in which a conversion notes what is done, and the file that says that all is there.
 JOURNAL, COMPLETE = ".journal", "ullage.json"
-#: In a checkpoint of ``ullage.engines.fsdp.Trainer``, the folder of torch's format with model and optimizer.
+#: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded: the folder with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+TRAINER_STATE = "trainer_state.json"
+#: States beside model and optimizer, as ``ullage.engines.fsdp`` writes them.
+_STATES = "ullage_states.json"
 
 
 def locate(folder: str | Path) -> tuple[Path, str]:
@@ -101,3 +108,33 @@ def is_megatron(folder: Path) -> bool:
         except (ValueError, RecursionError):
             return False
     return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+
+
+def text_of(folder: Path, name: str) -> bytes | None:
+    """A small file in the folder, or in the checkpoint around it."""
+    for place in (folder, folder.parent):
+        if (place / name).is_file():
+            with as_checkpoint_error(str(place / name)):
+                return (place / name).read_bytes()
+    return None
+
+
+def object_of(folder: Path, name: str) -> dict[str, Any]:
+    """The content of such a file of JSON; empty where there is none, or something else."""
+    text = text_of(folder, name)
+    try:
+        said = json.loads(text) if text is not None else {}
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def steps_taken(folder: Path) -> int | None:
+    """The number of steps in ``trainer_state.json``, where there is one."""
+    found = object_of(folder, TRAINER_STATE).get("global_step")
+    return found if type(found) is int else None
+
+
+def schedule(folder: Path) -> Any:
+    """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
+    return object_of(folder, _STATES).get("scheduler")

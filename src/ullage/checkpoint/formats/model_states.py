@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, states_by_name
-from ullage.checkpoint.formats.safetensors import cast_of
-from ullage.checkpoint.formats.universal import kept_entries
+from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entries, states_by_name
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.shards import ModelFile
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
 
 #: The version whose files are written.
@@ -35,17 +32,17 @@ class ModelParts:
     """The tensors of a checkpoint as an engine divides them.
 
     Attributes:
+        inventory: the source.
         trained: weights by name; those without elements are not among them.
         frozen: parameters that no optimizer holds, and trained ones without elements.
         buffers: of the module.
-        aliases: tied name -> the name that is stored.
         dtype: of the trained weights in the module; None for that of the masters.
     """
 
+    inventory: Inventory
     trained: dict[str, Tensor]
     frozen: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    aliases: dict[str, str]
     dtype: str | None
 
     def weight(self, name: str) -> TensorCopy:
@@ -54,6 +51,65 @@ class ModelParts:
             return TensorCopy(self.trained[name], cast_of(self.trained[name], self.dtype))
         tensor = self.frozen.get(name) or self.buffers[name]
         return TensorCopy(tensor, tensor.dtype)
+
+    def module(self, trained: Literal["whole", "empty", "absent"]) -> dict[str, Any]:
+        """The module as an engine loads it, with the source's entries that are no tensors.
+
+        Engines of stages 1 and 2 load every tensor, also under its tied names; those of stage 3 whole buffers, and
+        parameters without elements. Beside universal files it has what no optimizer holds.
+        """
+        aliases, parameters = self.inventory.aliases, {**self.trained, **self.frozen}
+        held: dict[str, Any] = OrderedDict()
+        if trained == "empty":
+            for name in [*parameters, *(alias for alias in aliases if alias not in self.buffers)]:
+                owner = aliases.get(name, name)
+                if owner in parameters:
+                    held[name] = Constant(self.weight(owner).dtype, (0,), b"")
+            parameters = {}
+        elif trained == "absent":
+            parameters = self.frozen
+        held |= {name: self.weight(name) for name in [*parameters, *self.buffers]}
+        for alias, owner in aliases.items() if trained == "whole" else ():
+            if owner in held:
+                held[alias] = held[owner]
+        model = Details.of(self.inventory).lead
+        own = (model.module if model else None) or {}
+        return OrderedDict({**held, **{n: value for n, value in own.items() if not isinstance(value, TensorRef)}})
+
+    def states(
+        self, module: dict[str, Any], flats: list[list[str]], ranks: int, config: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The content of a file of model states.
+
+        Args:
+            module: as the engine loads it.
+            flats: the names in each flat buffer, in the order of memory.
+            ranks: data-parallel ranks of the engine.
+            config: that of the run.
+        """
+        details = Details.of(self.inventory)
+        steps = [step for step in self.inventory.steps.values() if isinstance(step, (int, float))]
+        step = int(max(steps, default=0)) if details.global_step is None else details.global_step
+        content: dict[str, Any] = {
+            "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step,
+        }  # fmt: skip
+        if details.lead is not None:
+            content |= {key: value for key, value in kept_entries(details.lead)[0].items() if key not in _OWN}
+        content["lr_scheduler"] = schedule_of(self.inventory)
+        shapes = [OrderedDict((name, Size(self.trained[name].shape)) for name in names) for names in flats]
+        return content | {
+            "module": module,
+            "buffer_names": list(self.buffers),
+            "optimizer": None,
+            "param_shapes": shapes,
+            "frozen_param_shapes": OrderedDict((name, Size(tensor.shape)) for name, tensor in self.frozen.items()),
+            "shared_params": self.inventory.aliases,
+            "frozen_param_fragments": None,
+            "dp_world_size": ranks,
+            "mp_world_size": 1,
+            "ds_config": config,
+            "ds_version": DEEPSPEED,
+        }
 
 
 def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGroup]) -> ModelParts:
@@ -79,14 +135,13 @@ def parts_of(inventory: Inventory, dtype: str | None, groups: list[OptimizerGrou
         elif kind == "parameter" and not tensor.numel:
             kind = "frozen"  # DeepSpeed keeps a parameter without elements out of its flat buffers
         held[kind][tensor.name] = tensor
-    return ModelParts(held["parameter"], held["frozen"], held["buffer"], inventory.aliases, dtype)
+    return ModelParts(inventory, held["parameter"], held["frozen"], held["buffer"], dtype)
 
 
 def module_dtype(inventory: Inventory) -> str | None:
     """The dtype of the trained weights in the source's module, where it has one."""
-    models = inventory.details.models if isinstance(inventory.details, Details) else {}
     trained = {t.name for t in inventory.tensors if t.kind == "parameter" and t.numel}
-    for model in models.values():
+    for model in Details.of(inventory).models.values():
         for name, value in (model.module or {}).items():
             # An engine trains in no other dtype; a weight of float64 keeps it, whatever the others have.
             if name in trained and isinstance(value, TensorRef) and value.dtype in FLOATS[1:]:
@@ -94,90 +149,12 @@ def module_dtype(inventory: Inventory) -> str | None:
     return None
 
 
-def lead_model(inventory: Inventory) -> ModelFile | None:
-    """The source's own model states, of its first model rank."""
-    models = inventory.details.models if isinstance(inventory.details, Details) else {}
-    return models[min(models)] if models else None
-
-
-def whole_module(inventory: Inventory, parts: ModelParts) -> dict[str, Any]:
-    """The module with every tensor whole, as engines of stages 1 and 2 load it; tied names stand in it too."""
-    every = [*parts.trained, *parts.frozen, *parts.buffers]
-    held: dict[str, Any] = OrderedDict((name, parts.weight(name)) for name in every)
-    for alias, owner in parts.aliases.items():
-        if owner in held:
-            held[alias] = held[owner]
-    return OrderedDict({**held, **others(inventory)})
-
-
-def empty_module(inventory: Inventory, parts: ModelParts) -> dict[str, Any]:
-    """The module of stage 3: whole buffers, and parameters without elements."""
-    names = [*parts.trained, *parts.frozen, *(alias for alias in parts.aliases if alias not in parts.buffers)]
-    held: dict[str, Any] = OrderedDict()
-    for name in names:
-        owner = parts.aliases.get(name, name)
-        if owner in parts.trained or owner in parts.frozen:
-            held[name] = Constant(parts.weight(owner).dtype, (0,), b"")
-    held |= {name: parts.weight(name) for name in parts.buffers}
-    return OrderedDict({**held, **others(inventory)})
-
-
-def others(inventory: Inventory) -> dict[str, Any]:
-    """Entries of the source's module that are no tensors."""
-    model = lead_model(inventory)
-    held = (model.module if model else None) or {}
-    return {name: value for name, value in held.items() if not isinstance(value, TensorRef)}
-
-
-def states(
-    inventory: Inventory,
-    parts: ModelParts,
-    module: dict[str, Any],
-    flats: list[list[str]],
-    ranks: int,
-    config: dict[str, Any],
-) -> dict[str, Any]:
-    """The content of a file of model states.
-
-    Args:
-        inventory: the source.
-        parts: its tensors, divided.
-        module: as the engine loads it.
-        flats: the names in each flat buffer, in the order of memory.
-        ranks: data-parallel ranks of the engine.
-        config: that of the run.
-    """
-    model = lead_model(inventory)
-    step = _global_step(inventory)
-    content: dict[str, Any] = {
-        "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step,
-    }  # fmt: skip
-    if model is not None:
-        content |= {key: value for key, value in kept_entries(model)[0].items() if key not in _OWN}
-    content["lr_scheduler"] = schedule_of(inventory)
-    shapes = [OrderedDict((name, Size(parts.trained[name].shape)) for name in names) for names in flats]
-    frozen = OrderedDict((name, Size(tensor.shape)) for name, tensor in parts.frozen.items())
-    return content | {
-        "module": module,
-        "buffer_names": list(parts.buffers),
-        "optimizer": None,
-        "param_shapes": shapes,
-        "frozen_param_shapes": frozen,
-        "shared_params": parts.aliases,
-        "frozen_param_fragments": None,
-        "dp_world_size": ranks,
-        "mp_world_size": 1,
-        "ds_config": config,
-        "ds_version": DEEPSPEED,
-    }
-
-
 def schedule_of(inventory: Inventory) -> Any:
     """The state of the learning rate's schedule; None where the source has none."""
-    details, model = inventory.details, lead_model(inventory)
-    if isinstance(details, Details) and details.scheduler is not None:
+    details = Details.of(inventory)
+    if details.scheduler is not None or details.lead is None:
         return details.scheduler
-    return model.root.get("lr_scheduler") if model else None
+    return details.lead.root.get("lr_scheduler")
 
 
 def notes_on_missing(inventory: Inventory) -> list[str]:
@@ -196,11 +173,3 @@ def run_config(stage: int, parts: ModelParts) -> dict[str, Any]:
     """The configuration that such a checkpoint is of, as far as its files depend on it."""
     zero = {"stage": stage, "round_robin_gradients": False}
     return {"zero_optimization": zero, "bf16": {"enabled": parts.dtype == "bfloat16"}}
-
-
-def _global_step(inventory: Inventory) -> int:
-    details = inventory.details
-    if isinstance(details, Details) and details.global_step is not None:
-        return details.global_step
-    numbers = [step for step in inventory.steps.values() if isinstance(step, (int, float))]
-    return int(max(numbers, default=0))

@@ -4,29 +4,41 @@ A safetensors file is 8 bytes of header length, a JSON header with dtype, shape 
 bytes. Weights are the master copies, cast if asked; tied names are left out, as the field does. The optimizer's state
 goes to ``optimizer/``, under names ``<key>:<parameter>``, where no loader of weights looks for it.
 Source: the format's description in the safetensors repository; ``transformers/modeling_utils.py`` for the index.
+
+Weights in several files are named ``model-00001-of-00003.safetensors``, and ``model.safetensors.index.json`` says which
+file holds which tensor. Either tells of a file that is not there, which the files that are there cannot.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
-from ullage.checkpoint.formats.optimizer_groups import known_buffers, optimizer_groups
-from ullage.checkpoint.formats.weight_index import missing_parts
+from ullage.checkpoint.formats.entries import (
+    cast_of,
+    copied,
+    divided,
+    known_buffers,
+    optimizer_groups,
+    states_of,
+    text_file,
+    weights_of,
+)
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import FLOATS, ITEM_BYTES, SAFETENSORS
+from ullage.checkpoint.numbers import ITEM_BYTES, SAFETENSORS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
-from ullage.checkpoint.zero.details import Details, kept_by_group
-from ullage.errors import CheckpointError, InputError
+from ullage.checkpoint.zero.folder import collected
+from ullage.checkpoint.zero.states import Details, kept_by_group
+from ullage.errors import CheckpointError
 
 #: Bytes of tensors in one file at most, unless one tensor is larger.
 MAX_FILE_BYTES = 5 << 30
@@ -40,25 +52,20 @@ _COMPANIONS = (
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json",
 )  # fmt: skip
 
-
-def cast_of(tensor: Tensor, dtype: str | None) -> str:
-    """The dtype that a weight is written in. Raises ``InputError`` for a dtype that weights cannot be cast to."""
-    if dtype is None:
-        return tensor.dtype
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in FLOATS[1:]:
-        raise InputError("cannot cast weights to this dtype", expected=" or ".join(FLOATS[1:]), found=dtype)
-    return dtype if tensor.dtype in FLOATS else tensor.dtype
+#: Names of tensors by file, relative to the folder; None of a file that cannot be read.
+Held = Mapping[str, "set[str] | None"]
+_NUMBERED = re.compile(r"(?P<stem>.*[-_])(?P<number>\d{1,18})-of-(?P<count>\d{1,18})(?P<rest>.*)\.safetensors")
+#: As for the header of a file: more is damage.
+_MAX_INDEX_BYTES = 100 << 20
+_COPY = "copy the file again from where it was saved"
 
 
 def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
     """The files of the folder, without the tensors' bytes."""
-    weights = [(t.name, t, cast_of(t, dtype)) for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
+    weights = [(t.name, t, cast_of(t, dtype)) for t in weights_of(inventory)]
     targets = _files("model", weights, weights_header(inventory))
     if optimizer:
-        states = [
-            (f"{t.key}:{t.name}", t, t.dtype) for t in inventory.tensors if t.kind == "parameter" and t.key != "fp32"
-        ]
+        states = [(f"{t.key}:{t.name}", t, t.dtype) for t in states_of(inventory)]
         targets += _files("optimizer/optimizer", states, optimizer_header(inventory))
     return targets + companions(inventory)
 
@@ -79,10 +86,9 @@ def optimizer_header(inventory: Inventory) -> dict[str, str]:
     """Metadata in the header of a file of optimizer state: by group, the step, other numbers, and its settings."""
     steps = {str(group): step for group, step in inventory.steps.items() if isinstance(step, (int, float))}
     said = {"steps": json.dumps(steps)}
-    kept = kept_by_group(inventory.details) if isinstance(inventory.details, Details) else {}
     numbers = {
         str(group): {key: value for key, value in held.items() if isinstance(value, (bool, int, float, str))}
-        for group, held in kept.items()
+        for group, held in kept_by_group(Details.of(inventory)).items()
     }
     said |= {"numbers": json.dumps(numbers)} if numbers else {}
     groups = [
@@ -119,20 +125,13 @@ def _meant(value: Any) -> Any:
 
 def companions(inventory: Inventory) -> list[Target]:
     """Small files beside the weights, as they lie in the source folder or beside it."""
-    targets = []
-    for name in _COMPANIONS:
-        for folder in (inventory.folder, inventory.folder.parent):
-            if (folder / name).is_file():
-                with as_checkpoint_error(str(folder / name)):
-                    text = (folder / name).read_bytes()
-                targets.append(Target(name, len(text), texts=((0, text),)))
-                break
-    return targets
+    return copied(inventory.folder, _COMPANIONS)
 
 
 def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, str]) -> list[Target]:
+    """The files of these (label, tensor, dtype), each up to :data:`MAX_FILE_BYTES`, and the index."""
     shards: list[list[tuple[str, Tensor, str]]] = [[]]
-    held = 0
+    held = total = 0
     for entry in named:
         size = entry[1].numel * ITEM_BYTES[entry[2]]
         # A tensor that is larger than the limit gets a file for itself.
@@ -141,6 +140,7 @@ def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, 
             held = 0
         shards[-1].append(entry)
         held += size
+        total += size
     targets, where = [], {}
     for number, shard in enumerate(shards, 1):
         many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -148,33 +148,28 @@ def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, 
         targets.append(_file(name, shard, metadata))
         # The index names files relative to itself.
         where |= {label: name.rpartition("/")[2] for label, _, _ in shard}
-    total = sum(t.numel * ITEM_BYTES[d] for _, t, d in named)
     index = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": where}, indent=2).encode() + b"\n"
-    targets.append(Target(f"{stem}.safetensors.index.json", len(index), texts=((0, index),)))
-    return targets
+    return [*targets, text_file(f"{stem}.safetensors.index.json", index)]
 
 
 def _file(name: str, shard: list[tuple[str, Tensor, str]], metadata: dict[str, str]) -> Target:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
+    at, starts = 0, list[int]()
     for label, tensor, dtype in shard:
-        size = tensor.numel * ITEM_BYTES[dtype]
         if dtype not in SAFETENSORS:
             raise CheckpointError(
                 "safetensors has no name for this dtype", where=label, found=dtype, hint="convert it with --to dcp"
             )
-        header[label] = {
-            "dtype": SAFETENSORS[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
+        starts.append(at)
+        at += tensor.numel * ITEM_BYTES[dtype]
+        entry = {"dtype": SAFETENSORS[dtype], "shape": list(tensor.shape), "data_offsets": [starts[-1], at]}
+        header[label] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     # Spaces after the JSON are allowed; with them the data begin at a multiple of 8, as in files of the library.
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    payloads = tuple(Payload(tensor, start + header[label]["data_offsets"][0], dtype) for label, tensor, dtype in shard)
-    return Target(name, start + at, payloads, ((0, struct.pack("<Q", len(text)) + text),))
+    first = 8 + len(text)
+    payloads = tuple(Payload(tensor, first + start, dtype) for (_, tensor, dtype), start in zip(shard, starts))
+    return Target(name, first + at, payloads, ((0, struct.pack("<Q", len(text)) + text),))
 
 
 def read_safetensors(folder: Path) -> Inventory:
@@ -189,87 +184,60 @@ def read_safetensors(folder: Path) -> Inventory:
         labels[name] = None
         try:
             start, header, size = read_header(path)
-            made = [
-                _tensor(label, entry, len(files), name, start, size)
-                for label, entry in header.items()
-                if label != "__metadata__"
-            ]
+            held = header.pop("__metadata__", None)
+            made = [_tensor(label, entry, len(files), name, start, size) for label, entry in header.items()]
         except CheckpointError as error:
             problems.append(Problem.of_error(error, name, parameter=error.where))
             continue
-        labels[name] = header.keys() - {"__metadata__"}
+        labels[name] = set(header)
         # Loaders refuse a file of which any byte belongs to no tensor, or to two.
-        ranges = sorted((t.slices[0].fragments.offset[0], t.num_bytes) for t in made if t.numel)
-        ends = [start, *(int(at) + length for at, length in ranges)]
-        if [int(at) for at, _ in ranges] != ends[:-1] or ends[-1] != size:
-            problems.append(
-                Problem("the tensors do not fill their file", name, expected=f"{ends[-1]} bytes", found=f"{size}")
-            )
+        ranges = sorted((int(t.slices[0].fragments.offset[0]), t.num_bytes) for t in made if t.numel)
+        ends = [start, *(at + length for at, length in ranges)]
+        if [at for at, _ in ranges] != ends[:-1] or ends[-1] != size:
+            expected = f"{ends[-1]} bytes"
+            problems.append(Problem("the tensors do not fill their file", name, expected=expected, found=f"{size}"))
         for tensor in made:
             if (tensor.name, tensor.key) in tensors:
                 problems.append(Problem("two files hold one tensor", name, parameter=tensor.name))
             tensors[tensor.name, tensor.key] = tensor
         files.append(File(name, size, "weights"))
-        held = header.get("__metadata__")
         said |= held if isinstance(held, dict) else {}
     missing, notes = missing_parts(folder, labels)
     problems += missing
-    try:
-        details, aliases = _details(said, set(dict(tensors)))
-    except CheckpointError as error:
-        problems.append(Problem.of_error(error))
-        details, aliases = Details({}, {}, {}, [], buffers_known=False), {}
-    buffers = set(_parsed(said, "buffers", [])) if details.buffers_known else set()
-    trained = {name for names in details.names or [] for name in names}
+    details, aliases, buffers = Details(buffers_known=False), dict[str, str](), set[str]()
+    with collected(problems):
+        details, aliases, buffers = _details(said, set(tensors))
     group_of = {name: index for index, names in enumerate(details.names or []) for name in names}
-    named = [replace(t, kind="buffer", key="buffer") if t.name in buffers else t for t in tensors.values()]
     return Inventory(
         folder, "safetensors", WrittenBy(), tuple(files),
-        tuple(replace(t, group=group_of.get(t.name)) for t in divided(named, trained)),
+        tuple(divided(tensors.values(), group_of, buffers)),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         notes=tuple(notes), read_problems=tuple(problems), details=details,
     )  # fmt: skip
 
 
-def divided(tensors: Iterable[Tensor], trained: set[str]) -> list[Tensor]:
-    """The tensors, with those that are in no group of an optimizer as frozen parameters, where there are groups."""
-    return [
-        replace(t, kind="frozen", key="frozen")
-        if trained and t.kind == "parameter" and t.key == "fp32" and t.name not in trained
-        else t
-        for t in tensors
-    ]
-
-
-def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details, dict[str, str]]:
-    """What the headers say beside tensors: groups, steps and numbers; and tied names. Raises ``CheckpointError``."""
+def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details, dict[str, str], set[str]]:
+    """What headers say beside tensors: groups, steps and numbers; tied names; buffers. Raises ``CheckpointError``."""
     where = "the metadata of the headers"
     aliases = metadata.shared_params(_parsed(said, "aliases", {}), where)
-    steps = metadata.mapping(_parsed(said, "steps", {}), "steps", where)
-    numbers = metadata.mapping(_parsed(said, "numbers", {}), "numbers", where)
+    steps, numbers = (metadata.mapping(_parsed(said, key, {}), key, where) for key in ("steps", "numbers"))
     given = metadata.sequence(_parsed(said, "param_groups", []), "param_groups", where)
     groups = [metadata.mapping(group, "param_groups", where) for group in given]
     names = [metadata.names(group.get("names"), "names of param_groups", where) for group in groups]
-    metadata.names(_parsed(said, "buffers", []), "buffers", where)
+    buffers = set(metadata.names(_parsed(said, "buffers", []), "buffers", where))
     strange = sorted(name for listed in names for name in listed if (name, "fp32") not in held)
     if strange:
         raise metadata.malformed("param_groups", where, "names of weights", strange[0])
-    settings = [
-        {key: _meant(value) for key, value in metadata.mapping(group.get("settings"), "settings", where).items()}
-        for group in groups
-    ]
-    found: dict[int, tuple[Any, str | None]] = {}
+    found = Details(names=names, buffers_known="buffers" in said)
     for index, group in enumerate(groups):
+        settings = metadata.mapping(group.get("settings"), "settings", where)
+        found.param_groups.append({key: _meant(value) for key, value in settings.items()})
         step, dtype = steps.get(str(index)), group.get("step_dtype")
         if isinstance(step, (int, float)):
-            found[index] = step, dtype if isinstance(dtype, str) else None
-    kept = {
-        index: metadata.mapping(numbers.get(str(index)), "numbers", where)
-        for index in range(len(groups))
-        if str(index) in numbers
-    }
-    known = "buffers" in said
-    return Details({}, {}, found, settings, names=names, numbers=kept, buffers_known=known), aliases
+            found.steps[index] = step, dtype if isinstance(dtype, str) else None
+        if str(index) in numbers:
+            found.numbers[index] = metadata.mapping(numbers[str(index)], "numbers", where)
+    return found, aliases, buffers
 
 
 def _parsed(said: dict[str, Any], key: str, default: Any) -> Any:
@@ -327,3 +295,104 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
             found = f"{type(error).__name__}: {str(error)[:100]}"
             raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found) from None
     return 8 + length, metadata.mapping(header, "the header", str(path)), size
+
+
+def missing_parts(folder: Path, held: Held) -> tuple[list[Problem], list[str]]:
+    """(problems, notes): files and tensors that an index or the names of other files promise, and that are not there.
+
+    ``held``: of all files of weights and of optimizer state.
+    """
+    problems = list(_unnumbered(held))
+    notes: list[str] = []
+    for pattern in ("*.safetensors.index*.json", "optimizer/*.safetensors.index*.json"):
+        for path in sorted(folder.glob(pattern)):
+            name = str(path.relative_to(folder))
+            with collected(problems, name):
+                more, said = _compared(name, _weight_map(path), held)
+                problems += more
+                notes += said
+    return problems, notes
+
+
+def _unnumbered(held: Iterable[str]) -> Iterable[Problem]:
+    """A problem for each set of numbered files of which some are missing, or have a number that the set has not."""
+    sets: dict[tuple[str, str, int], dict[int, str]] = {}
+    for name in held:
+        found = _NUMBERED.fullmatch(name)
+        if found:
+            stem, number, count, rest = found.group("stem", "number", "count", "rest")
+            sets.setdefault((stem, rest, int(count)), {})[int(number)] = name
+    for (_, _, count), files in sets.items():
+        # Some writers count from 0.
+        first = 0 if 0 in files else 1
+        within = [number for number in files if first <= number < first + count]
+        if len(within) < len(files):
+            name = files[max(files)]
+            yield Problem(
+                "the file has a number beyond those of its set", name, expected=f"at most {count}", hint=_COPY
+            )
+        if len(within) < count:
+            # The first number that no file has; the count is not to be walked through, since it can be anything.
+            gap = next(number for number in range(first, first + len(within) + 1) if number not in files)
+            yield Problem(
+                f"file {gap} of {count} is missing",
+                next(iter(files.values())),
+                expected=f"{count} files, which its name says",
+                found=f"{len(within)}",
+                hint=_COPY,
+            )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ``CheckpointError`` for what is no index."""
+    with as_checkpoint_error(str(path)), opened(path) as stream:
+        if stream.size > _MAX_INDEX_BYTES:
+            raise CheckpointError("not an index of safetensors", where=str(path), found=f"{stream.size} bytes")
+        try:
+            content: Any = json.loads(stream.pread(stream.size, 0))
+        except (ValueError, RecursionError) as error:
+            found = f"{type(error).__name__}: {str(error)[:100]}"
+            raise CheckpointError("not an index of safetensors", where=str(path), found=found, hint=_COPY) from None
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict):
+        raise metadata.malformed("weight_map", str(path), "a file by the name of each tensor", listed)
+    metadata.names(list(listed.values()), "weight_map", str(path))
+    return listed
+
+
+def _compared(name: str, listed: dict[str, str], held: Held) -> tuple[list[Problem], list[str]]:
+    """Problems and notes of what an index says and its files do not hold.
+
+    Args:
+        name: of the index, relative to the folder.
+        listed: the file of each tensor, relative to the index.
+        held: as for :func:`missing_parts`.
+    """
+    folder = name.rpartition("/")[0]
+    by_file: dict[str, list[str]] = {}
+    for tensor, file in listed.items():
+        by_file.setdefault(file, []).append(tensor)
+    files = {file: f"{folder}/{file}" if folder else file for file in by_file}
+    # A model that was saved in one file over one in several keeps the old index; loaders take the one file.
+    single = name.partition(".safetensors.index")[0] + ".safetensors"
+    if single in held and single not in files.values() and not any(file in held for file in files.values()):
+        return [], [f"{name} names {len(files)} files that are not there, and is passed over beside {single}"]
+    problems: list[Problem] = []
+    for file, tensors in by_file.items():
+        place, more = files[file], f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        there = held.get(place)
+        lost = [] if there is None else [tensor for tensor in tensors if tensor not in there]
+        if PurePosixPath(file).name != file or file in ("", ".."):
+            what = "the index names a file that is none of the folder"
+            problems.append(Problem(what, name, parameter=tensors[0], found=metadata.brief(file), hint=_COPY))
+        elif place not in held:
+            what = "a file that the index names is missing"
+            problems.append(Problem(what, place, parameter=f"{tensors[0]}{more}", hint=_COPY))
+        elif lost:
+            what = "the index names a tensor that its file does not hold"
+            found = f"{len(lost)} such tensors" if len(lost) > 1 else None
+            problems.append(Problem(what, place, parameter=lost[0], found=found, hint=_COPY))
+    beyond = [t for place in files.values() for t in sorted(held.get(place) or ()) if t not in listed]
+    if not beyond:
+        return problems, []
+    return problems, [f"{name} does not list {len(beyond)} of the tensors in its files, such as {beyond[0][:200]}"]

@@ -1,6 +1,6 @@
 """The formats of a checkpoint: which function reads each, and which lays out the files of each.
 
-To add a format, name its reader in ``_READERS``, and what lays out its files in :func:`targets`.
+To add a format, name its reader in ``_READERS``, and what lays out its files in ``_WRITERS``.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ from typing import Any
 
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
-from ullage.checkpoint.formats.dcp import dcp_targets
-from ullage.checkpoint.formats.dcp_reading import read_dcp
+from ullage.checkpoint.formats.dcp import dcp_targets, read_dcp
+from ullage.checkpoint.formats.entries import known_buffers
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import locate
-from ullage.checkpoint.formats.optimizer_groups import known_buffers
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
+from ullage.checkpoint.formats.stage_0 import read_zero
 from ullage.checkpoint.formats.torch_dist import torch_dist_targets
 from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
-from ullage.checkpoint.formats.trainer_folder import trainer_targets
-from ullage.checkpoint.formats.trainer_reading import read_trainer
+from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
-from ullage.checkpoint.formats.universal_writing import universal_targets_of_any
 from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import let_go, looked_at, path_of, reached
-from ullage.checkpoint.zero.reading import read_zero
 from ullage.errors import CheckpointError, InputError
 
 _READERS = {
@@ -37,6 +34,8 @@ _READERS = {
     "torch_dist": read_torch_dist,
     "trainer": read_trainer,
 }
+#: What lays out the files of the formats that take a dtype, and may leave the optimizer's state out.
+_WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets, "torch_dist": torch_dist_targets}
 #: The formats that a checkpoint can be converted to.
 FORMATS = ("universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3")
 #: Those that are shards of a number of ranks, and their ZeRO stage.
@@ -87,30 +86,19 @@ def targets(
 def _targets(
     inventory: Inventory, format: str, dtype: str | None, optimizer: bool | None, ranks: int | None
 ) -> list[Target]:
-    if carries_optimizer(format, optimizer):
+    carried = carries_optimizer(format, optimizer)
+    if carried:
         require_none(inventory, optimizer_problems(inventory, format))
-    if format == "safetensors":
-        return safetensors_targets(inventory, dtype=dtype, optimizer=bool(optimizer))
-    if format == "dcp":
-        return dcp_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
     if format in STAGES:
-        carried = optimizer is not False
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
-    if format == "torch_dist":
-        return torch_dist_targets(inventory, dtype=dtype, optimizer=optimizer is not False)
+    if format in _WRITERS:
+        return _WRITERS[format](inventory, dtype=dtype, optimizer=carried)
     article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
     if dtype is not None:
         raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
-    return universal_files(inventory) if format == "universal" else trainer_targets(inventory)
-
-
-def universal_files(inventory: Inventory) -> list[Target]:
-    """The files of a universal checkpoint: of shards with their own model states, else made anew."""
-    if inventory.format == "zero" and inventory.written_by.stage:
-        return universal_targets(inventory)
-    return universal_targets_of_any(inventory)
+    return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
 
 
 def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]:
@@ -127,9 +115,7 @@ def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]
         return said
     if format == "trainer":
         return trainer_folder.notes_on_missing(inventory)
-    if format == "universal" and inventory.format == "zero" and inventory.written_by.stage:
-        return universal.notes_on_left_out(inventory)
-    return model_states.notes_on_missing(inventory) if format in POINTERS else []
+    return universal.notes_on_missing(inventory) if format == "universal" else []
 
 
 def require_format(format: str, ranks: int | None = None) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
-from ullage.checkpoint.formats.architecture import megatron_args, of_config, read_config
 from ullage.checkpoint.formats.dcp import ItemWriter
+from ullage.checkpoint.formats.entries import cast_of, rows_of, text_file, weights_of, with_dim_in_front
 from ullage.checkpoint.formats.name_tables import (
     COMPUTED,
     EXTRA_STATES,
@@ -30,12 +30,14 @@ from ullage.checkpoint.formats.name_tables import (
     TIED,
     Architecture,
     NameRow,
+    megatron_args,
+    of_config,
     ranges_of,
+    read_config,
 )
-from ullage.checkpoint.formats.rows import rows_of, with_dim_in_front
-from ullage.checkpoint.formats.safetensors import cast_of, companions
+from ullage.checkpoint.formats.safetensors import companions
 from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.zero.details import Details
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
 
 #: The content of ``metadata.json``.
@@ -69,7 +71,7 @@ def torch_dist_targets(inventory: Inventory, *, dtype: str | None = None, optimi
             found="none",
             hint="put the model's config.json there",
         )
-    weights = {t.name: t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"}
+    weights = {t.name: t for t in weights_of(inventory)}
     states = _states(inventory) if optimizer else {}
     step, content = _optimizer(inventory, states) if states else (0, {})
     content = {
@@ -98,15 +100,13 @@ def torch_dist_targets(inventory: Inventory, *, dtype: str | None = None, optimi
     writer.close()
     folder = f"iter_{step:07d}" if states else "release"
     tracker = f"{step}\n" if states else "release\n"
-    backend = json.dumps(BACKEND).encode()
     inner = [
         *writer.targets,
         writer.metadata(),
-        Target("metadata.json", len(backend), texts=((0, backend),)),
+        text_file("metadata.json", json.dumps(BACKEND).encode()),
         archive("common.pt", content, stem="common", limit=_LIMIT),
     ]
-    text = tracker.encode()
-    outer = [Target("latest_checkpointed_iteration.txt", len(text), texts=((0, text),)), *companions(inventory)]
+    outer = [text_file("latest_checkpointed_iteration.txt", tracker.encode()), *companions(inventory)]
     return [replace(target, name=f"{folder}/{target.name}") for target in inner] + outer
 
 
@@ -196,9 +196,8 @@ def _states(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
 
 def _optimizer(inventory: Inventory, states: dict[str, dict[str, Tensor]]) -> tuple[int, dict[str, Any]]:
     """(step, entries of ``common.pt``): the groups of the distributed optimizer, with the settings of the source."""
-    details = inventory.details if isinstance(inventory.details, Details) else None
-    groups = details.param_groups if details else []
-    steps = {value for value, _ in details.steps.values()} if details else set()
+    groups = Details.of(inventory).param_groups
+    steps = {value for value, _ in Details.of(inventory).steps.values()}
     step = next(iter(steps)) if len(steps) == 1 else None
     hint = "convert the weights only, with --weights-only"
     if not groups or not isinstance(step, (int, float)) or step != int(step):

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.formats.architecture import architecture_of
-from ullage.checkpoint.formats.dcp import Place, read_metadata
+from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.unpickling import Inert
+from ullage.checkpoint.formats.dcp import Chunk, ItemReading, Place, joined
+from ullage.checkpoint.formats.entries import rows_of, stacked_rows
 from ullage.checkpoint.formats.locate import is_megatron
-from ullage.checkpoint.formats.megatron_settings import grouped, settings_of, written_by
-from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, Range, ranges_of
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, architecture_of, ranges_of
+from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
 from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.numbers import ITEM_BYTES as _ITEM
 from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.folder import record_table
+from ullage.checkpoint.zero.folder import collected
+from ullage.checkpoint.zero.states import Details
 from ullage.errors import CheckpointError
-from ullage.layout import Int64
 
 #: Optimizer state of a parameter, of any of Megatron-Core's optimizers.
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -74,9 +70,9 @@ def read_torch_dist(folder: Path) -> Inventory:
         )
     source = read_torch_file(folder / "common.pt")
     common = metadata.mapping(source.root, "the content", source.path)
-    _, entries, places = read_metadata(folder)
-    reading = _MegatronReading(folder, places, architecture_of(folder, common.get("args")))
-    for flat, entry in entries.items():
+    reading = _MegatronReading(folder)
+    reading.architecture = architecture_of(folder, common.get("args"))
+    for flat, entry in reading.entries.items():
         reading.add(flat, entry)
     return _inventory(reading, common, source)
 
@@ -85,7 +81,7 @@ def _inventory(reading: _MegatronReading, common: dict[str, Any], source: TorchF
     tensors, weights = reading.tensors()
     groups = settings_of(common.get("optimizer"), source)
     problems: list[Problem] = []
-    if reading.buckets:
+    if reading.has_buckets:
         problems.append(
             Problem(
                 "the optimizer's state is saved as buckets of memory, which do not name parameters",
@@ -105,106 +101,43 @@ def _inventory(reading: _MegatronReading, common: dict[str, Any], source: TorchF
     # A master is the weight before rounding. Where it is not, the state of that parameter was saved from another place.
     twins = tuple((masters[name], weight) for name, weight in weights.items() if name in masters)
     details = MegatronDetails({}, {}, steps, [settings for settings, _ in groups], weights=weights, common=common)
-    listed = tuple(File(name, (reading.folder / name).stat().st_size, "weights") for name in reading.files)
     return Inventory(
-        reading.folder, "torch_dist", written_by(common.get("args"), source.path), listed, tuple(tensors),
+        reading.folder, "torch_dist", written_by(common.get("args"), source.path), reading.files, tuple(tensors),
         steps={index: step for index, (step, _) in steps.items()}, aliases=aliases, notes=tuple(reading.notes()),
-        read_problems=tuple(reading.problems), records=reading.record_tables(), twins=twins,
+        read_problems=tuple(reading.problems), records=reading.records, twins=twins,
         optimizer_problems=tuple(problems), details=details,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A part of one tensor of the files: where it lies, its shape, and its first index along each dim of the whole."""
+class _MegatronReading(ItemReading):
+    """A folder of Megatron-Core's names."""
 
-    file: int
-    at: int
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass
-class _Stored:
-    """A tensor of the files, all its layers, with its chunks."""
-
-    flat: str
-    shape: tuple[int, ...]
-    dtype: str
-    stacked: bool
-    chunks: list[_Box]
-
-    @property
-    def layer_shape(self) -> tuple[int, ...]:
-        return self.shape[1:] if self.stacked else self.shape
-
-    def bands(self) -> list[dict[Range, list[tuple[int, int, int, int]]]]:
-        """By layer and range of columns: fragments (file, offset, start, length) in the rows of these columns."""
-        rows, *inner = self.layer_shape
-        width = math.prod(inner)
-        found: list[dict[Range, list[tuple[int, int, int, int]]]] = [
-            {} for _ in range(self.shape[0] if self.stacked else 1)
-        ]
-        for chunk in self.chunks:
-            first, count = (chunk.offsets[0], chunk.shape[0]) if self.stacked else (0, 1)
-            shape, (row, *column) = chunk.shape[self.stacked :], chunk.offsets[self.stacked :]
-            columns = (column[0], shape[1]) if column else (0, 1)
-            size = math.prod(shape)
-            # A chunk beyond its tensor would be a fragment of rows that are not there.
-            inside = row + shape[0] <= rows and sum(columns) <= width and first + count <= len(found)
-            if not inside:
-                raise CheckpointError("a chunk that is no part of its tensor", where=self.flat, expected=self.shape)
-            for k in range(count if size else 0):
-                at = chunk.at + k * size * _ITEM[self.dtype]
-                part = (chunk.file, at, row * columns[1], size)
-                found[first + k].setdefault(columns, []).append(part)
-        return found
-
-
-@dataclass
-class _MegatronReading:
-    """A folder while it is read, item by item."""
-
-    folder: Path
-    places: dict[str, list[Place]]
     architecture: Architecture
-    files: dict[str, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    records: dict[int, list[Int64]] = field(default_factory=dict)
-    buckets: bool = False
-    #: by state key ("" for the model's weights) and name without prefix
-    stored: dict[tuple[str, str], _Stored] = field(default_factory=dict)
-    others: int = 0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.has_buckets = False
+        #: by state key ("" for the model's weights) and name without prefix: the tensor, and whether it is a stack
+        self.stored: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+        self._others = 0
 
     def add(self, flat: str, entry: Inert) -> None:
         """Read the chunks of one item, if it is a tensor."""
         if _BUCKETS.match(flat):
-            self.buckets = True
+            self.has_buckets = True
             return
         if entry.name != "TensorStorageMetadata":
-            self.others += "_extra_state/" not in flat
+            self._others += "_extra_state/" not in flat
             return
         state = _STATE.fullmatch(flat)
         key, name = state.groups() if state else ("", flat)
-        where = str(self.folder / ".metadata")
-        shape = metadata.shape(entry.get("size"), f"size of {flat[:80]}", where)
-        numbered = _NUMBERED.search(name)
-        stacked = "decoder.layers." in name and numbered is None
-        chunks: list[_Box] = []
-        dtypes: set[str] = set()
-        for place in self.places.get(flat, []):
-            try:
-                chunk, dtype = self._chunk(place, shape)
-            except RefusedFile:
-                raise
-            except CheckpointError as error:
-                self.problems.append(Problem.of_error(error, place.file, parameter=flat))
-                continue
-            chunks.append(chunk)
-            dtypes.add(dtype)
+        stacked = "decoder.layers." in name and _NUMBERED.search(name) is None
+        shape, chunks = self.shape_of(flat), self.chunks(flat, flat, key or "fp32")
+        dtypes = sorted({chunk.dtype for chunk in chunks})
         held, numel = sum(math.prod(chunk.shape) for chunk in chunks), math.prod(shape)
+        ends = [(at + length, size) for c in chunks for at, length, size in zip(c.offsets, c.shape, shape)]
         if len(dtypes) > 1:
-            self.problems.append(Problem("chunks of several dtypes", parameter=flat, found=", ".join(sorted(dtypes))))
+            self.problems.append(Problem("chunks of several dtypes", parameter=flat, found=", ".join(dtypes)))
         elif len(shape) not in ((2, 3) if stacked else (1, 2)):
             self.problems.append(Problem("a tensor of a shape that no GPT has", parameter=flat, found=str(list(shape))))
         elif held != numel:
@@ -212,20 +145,18 @@ class _MegatronReading:
             if len(chunks) == len(self.places.get(flat, [])):
                 what = "chunks that do not make their tensor"
                 self.problems.append(Problem(what, parameter=flat, expected=f"{numel} elements", found=f"{held}"))
+        elif any(end > size for end, size in ends):
+            what = "a chunk that is no part of its tensor"
+            self.problems.append(Problem(what, parameter=flat, expected=str(shape)))
         else:
-            self.stored[key, name] = _Stored(flat, shape, next(iter(dtypes), "float32"), stacked, chunks)
+            with collected(self.problems, parameter=flat):
+                self.stored[key, name] = joined(flat, key or "fp32", shape, chunks), stacked
 
-    def _chunk(self, place: Place, shape: tuple[int, ...]) -> tuple[_Box, str]:
-        source = place.open(self.folder)
-        file = self.files.setdefault(place.file, len(self.files))
-        ref = source.root
-        if not isinstance(ref, TensorRef) or len(ref.shape) != len(shape) or len(place.offsets) != len(shape):
-            found = list(ref.shape) if isinstance(ref, TensorRef) else None
-            raise CheckpointError("a chunk that is no part of its tensor", expected=list(shape), found=found)
-        if not ref.contiguous:
+    def _chunk(self, name: str, key: str, place: Place, shape: tuple[int, ...]) -> Chunk:
+        chunk = super()._chunk(name, key, place, shape)
+        if chunk.alone.merge.kind == "strided":
             raise CheckpointError("a chunk that is not contiguous")
-        self.records.setdefault(file, []).append(record_table(source))
-        return _Box(file, source.place(ref), tuple(ref.shape), place.offsets), ref.dtype
+        return chunk
 
     def tensors(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The tensors in the names of Hugging Face, and the model's weights of which the optimizer has masters."""
@@ -250,8 +181,8 @@ class _MegatronReading:
             found = _row_of(table, name)
             if found is None:
                 continue
-            for number, tensor in self._split(found[0], stored, key, found[1]):
-                made.setdefault(number, {})[key] = tensor
+            for tensor in self._split(found[0], *stored, found[1]):
+                made.setdefault(tensor.name, {})[key] = tensor
         tensors: list[Tensor] = []
         weights: dict[str, Tensor] = {}
         has_state = any(set(states) - {""} for states in made.values())
@@ -270,70 +201,19 @@ class _MegatronReading:
             tensors += [t for k, t in sorted(states.items()) if k and k not in _MASTERS]
         return tensors, weights
 
-    def _split(self, row: NameRow, stored: _Stored, key: str, layer: int | None) -> list[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of each tensor in ``stored``, layer by layer."""
-        rows, *inner = stored.layer_shape
-        ranges = ranges_of(row, rows, self.architecture, f"{self.folder}, {stored.flat}")
-        found: list[tuple[str, Tensor]] = []
-        try:
-            layers = stored.bands()
-        except CheckpointError as error:
-            self.problems.append(Problem.of_error(error, parameter=stored.flat))
-            return []
-        for index, bands in enumerate(layers):
-            number = index if stored.stacked else layer
-            for name, wanted in zip(row.of_layer(number), ranges):
-                found.append((name, _of_bands(name, key or "fp32", stored.dtype, bands, wanted, tuple(inner))))
-        return found
-
-    def record_tables(self) -> dict[int, Int64]:
-        """The records of each file, by offset."""
-        tables = {}
-        for file, parts in self.records.items():
-            table = np.unique(np.concatenate(parts), axis=0)
-            tables[file] = table[np.argsort(table[:, 0], kind="stable")]
-        return tables
+    def _split(self, row: NameRow, stored: Tensor, stacked: bool, layer: int | None) -> Iterator[Tensor]:
+        """Each Hugging Face tensor in ``stored``, layer by layer."""
+        layers = [rows_of(stored, n, n + 1) for n in range(stored.shape[0])] if stacked else [stored]
+        shape = stored.shape[1:] if stacked else stored.shape
+        ranges = ranges_of(row, shape[0], self.architecture, f"{self.folder}, {stored.name}")
+        for index, whole in enumerate(layers):
+            whole = replace(whole, shape=shape)
+            for name, wanted in zip(row.of_layer(index if stacked else layer), ranges):
+                yield replace(stacked_rows([rows_of(whole, begin, end) for begin, end in wanted]), name=name)
 
     def notes(self) -> list[str]:
         """What was not looked into."""
-        return [f"{self.others} objects of ranks, such as rng_state, are not carried"] if self.others else []
-
-
-def _of_bands(
-    name: str,
-    key: str,
-    dtype: str,
-    bands: dict[Range, list[tuple[int, int, int, int]]],
-    ranges: list[Range],
-    inner: tuple[int, ...],
-) -> Tensor:
-    """The tensor of the rows in ``ranges``, one after another.
-
-    Args:
-        name: of Hugging Face.
-        key: the state of it.
-        dtype: of the elements.
-        bands: by range of columns (first, number), the fragments of all rows.
-        ranges: the rows.
-        inner: the dims after the rows.
-    """
-    rows, width = sum(end - begin for begin, end in ranges), math.prod(inner)
-    shape = (rows, *inner)
-    slices: list[Slice] = []
-    cut: list[Band] = []
-    for number, ((first, columns), listed) in enumerate(sorted(bands.items())):
-        whole, parts, at = Fragments.of(listed), [], 0
-        for begin, end in ranges:
-            part = whole.window(begin * columns, end * columns, _ITEM[dtype])
-            parts.append(part.moved((at - begin) * columns))
-            at += end - begin
-        slices.append(Slice(number, (rows, columns), Fragments.join(parts)))
-        cut.append(Band(number, 0, first, columns))
-    if [(band.at, band.width) for band in cut] in ([], [(0, width)]):
-        fragments = slices[0].fragments if slices else Fragments.of([])
-        return Tensor(name, key, shape, dtype, "parameter", (Slice(0, shape, fragments),))
-    merge = Merge("columns", rows, width, 1, tuple(cut))
-    return Tensor(name, key, shape, dtype, "parameter", tuple(slices), merge)
+        return [f"{self._others} objects of ranks, such as rng_state, are not carried"] if self._others else []
 
 
 def _table(prefix: str) -> dict[str, NameRow]:
@@ -373,3 +253,50 @@ def _in_model_order(name: str) -> tuple[int, int, int]:
     if numbered is None:
         return (0 if name == "model.embed_tokens.weight" else 2), 0, _ORDER[name]
     return 1, int(numbered[1]), _ORDER["model.layers.{n}." + name[numbered.end() :]]
+
+
+def settings_of(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:
+    """(hyperparameters, step) of each parameter group, of a plain, mixed-precision or distributed optimizer."""
+    if not isinstance(saved, dict):
+        return []
+    if saved and all(isinstance(key, int) for key in saved):  # several optimizers, chained
+        return [group for key in sorted(saved) for group in settings_of(saved[key], source)]
+    if isinstance(saved.get("optimizer"), dict):
+        saved = saved["optimizer"]
+    state = metadata.mapping(saved.get("state"), "the optimizer's state", source.path)
+    common = as_number(state.get("common_step"), source)
+    found = []
+    for group in metadata.sequence(saved.get("param_groups"), "param_groups", source.path):
+        settings = metadata.mapping(group, "param_groups", source.path)
+        step = as_number(settings.get("step"), source)
+        found.append(
+            ({k: v for k, v in settings.items() if k not in ("step", "params")}, common if step is None else step)
+        )
+    return found
+
+
+def grouped(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], list[Problem]]:
+    """The tensors with their groups. Megatron-Core saves no names: it decays all but biases and what has one dim."""
+    decays = [i for i, (group, _) in enumerate(groups) if group.get("wd_mult", group.get("pre_wd_mult", 1.0))]
+    others = [i for i in range(len(groups)) if i not in decays]
+    if not groups or len(decays) > 1 or len(others) > 1:
+        what = "which parameter belongs to which group of the optimizer is not in the files"
+        expected = "one group with weight decay, and one without"
+        found = f"{len(decays)} and {len(others)}"
+        hint = "convert the weights only, with --weights-only"
+        return tensors, [Problem(what, "common.pt", expected=expected, found=found, hint=hint)]
+
+    def group_of(tensor: Tensor) -> int:
+        plain = tensor.name.endswith(".bias") or len(tensor.shape) == 1
+        return (others or decays)[0] if plain else (decays or others)[0]
+
+    return [replace(t, group=group_of(t) if t.kind == "parameter" else None) for t in tensors], []
+
+
+def written_by(args: Any, where: str) -> WrittenBy:
+    """The sizes of the run that wrote the folder; one of each where ``args`` do not tell."""
+    names = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = [args.get(name) if isinstance(args, Inert) else None for name in names]
+    sizes = [1 if value is None else metadata.integer(value, f"args.{n}", where, 1) for n, value in zip(names, given)]
+    dp, tp, pp = sizes
+    return WrittenBy(None, "Megatron-Core", dp, tp, pp)

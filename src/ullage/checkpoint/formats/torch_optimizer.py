@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error, as_number
+from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error
 from ullage.checkpoint.files.unpickling import TensorRef
+from ullage.checkpoint.formats.entries import saved_number
 from ullage.checkpoint.inventory import Tensor
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, Details
 
 #: The names of each group, in order.
 Order = list[list[str]]
@@ -40,6 +41,11 @@ class NumberedState:
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     names: Order = field(default_factory=list)
     problem: Problem | None = None
+
+    def details(self, **more: Any) -> Details:
+        """What writers of other formats need of it; without the groups where their names are not known."""
+        groups = self.groups if self.problem is None else []
+        return Details(steps=self.steps, param_groups=groups, names=self.names, numbers=self.numbers, **more)
 
 
 def read_numbered(
@@ -66,20 +72,36 @@ def read_numbered(
     saved = metadata.mapping(saved, "optimizer", where)
     given = metadata.sequence(saved.get("param_groups"), "param_groups", where)
     found = NumberedState([metadata.mapping(group, "param_groups", where) for group in given])
-    state = metadata.mapping(saved.get("state"), "state of the optimizer", where)
+    held = metadata.mapping(saved.get("state"), "state of the optimizer", where)
     ids = [metadata.integers(group.get("params"), "params", where) for group in found.groups]
-    shapes = {number: _shapes(state.get(number), where) for listed in ids for number in listed}
-    names = _names(found.groups, ids, shapes, weights, orders, where)
+    states = [
+        [metadata.mapping(held.get(number), "state of the optimizer", where) for number in listed] for listed in ids
+    ]
+    named = [metadata.names(group.get("param_names"), "param_names", where) for group in found.groups]
+    names = _names(named, [list(map(_shapes, listed)) for listed in states], weights, orders)
     if isinstance(names, str):
         return replace(found, problem=unnamed(name, names))
     found.names = names
-    for group, (numbers, listed) in enumerate(zip(ids, names)):
-        for number, parameter in zip(numbers, listed):
-            problem = _add(found, group, parameter, state.get(number) or {}, weights, source, file)
-            if problem is not None:
-                return NumberedState(
-                    found.groups, problem=replace(unnamed(name, parameter), what=problem, expected=None)
-                )
+    for group, (listed, parameters) in enumerate(zip(states, names)):
+        for state, parameter in zip(listed, parameters):
+            for key, value in state.items():
+                number, _ = step = saved_number(value, source)
+                what, shape = f"optimizer state {metadata.brief(key)}", weights[parameter].shape
+                problem = None
+                if key == "step" and number is not None:
+                    if found.steps.setdefault(group, step) != step:
+                        problem = "parameters of one group are at two steps"
+                elif isinstance(key, str) and isinstance(value, TensorRef) and tuple(value.shape) == shape:
+                    made = modules.whole_tensor(parameter, key, value, file, source, "parameter")
+                    found.tensors.append(replace(made, group=group))
+                elif isinstance(key, str) and number is not None:
+                    if found.numbers.setdefault(group, {}).setdefault(key, number) != number:
+                        problem = f"{what} is a number that differs between parameters of one group"
+                elif value is not None:
+                    problem = f"{what} does not have the shape of its parameter"
+                if problem is not None:
+                    said = replace(unnamed(name, parameter), what=problem, expected=None)
+                    return NumberedState(found.groups, problem=said)
     return found
 
 
@@ -94,103 +116,52 @@ def unnamed(file: str, found: str) -> Problem:
     )
 
 
-def _add(
-    found: NumberedState,
-    group: int,
-    name: str,
-    held: dict[Any, Any],
-    weights: dict[str, Tensor],
-    source: TorchFile,
-    file: int,
-) -> str | None:
-    """Add one parameter's state to ``found``; what is wrong with it, where it cannot be carried.
-
-    Args:
-        found: gets the tensors, the step and the numbers.
-        group: number of the parameter's group.
-        name: of the parameter.
-        held: its state.
-        weights: the weights by name.
-        source: the file.
-        file: its number in the inventory.
-    """
-    for key, value in held.items():
-        number = as_number(value, source)
-        if key == "step" and number is not None:
-            step = number, value.dtype if isinstance(value, TensorRef) else None
-            if found.steps.setdefault(group, step) != step:
-                return "parameters of one group are at two steps"
-        elif isinstance(key, str) and isinstance(value, TensorRef) and tuple(value.shape) == weights[name].shape:
-            made = modules.whole_tensor(name, key, value, file, source, "parameter")
-            found.tensors.append(replace(made, group=group))
-        elif isinstance(key, str) and number is not None:
-            kept = found.numbers.setdefault(group, {})
-            if kept.setdefault(key, number) != number:
-                return f"optimizer state {metadata.brief(key)} is a number that differs between parameters of one group"
-        elif value is not None:
-            return f"optimizer state {metadata.brief(key)} does not have the shape of its parameter"
-    return None
-
-
-def _shapes(held: Any, where: str) -> set[tuple[int, ...]]:
+def _shapes(state: dict[Any, Any]) -> set[tuple[int, ...]]:
     """Shapes of states such as exp_avg, which have that of their parameter; a step of one element tells nothing."""
-    held = metadata.mapping(held, "state of the optimizer", where)
-    return {tuple(v.shape) for k, v in held.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
+    return {tuple(v.shape) for k, v in state.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
 
 
 def _names(
-    groups: list[dict[str, Any]],
-    ids: list[list[int]],
-    shapes: dict[int, set[tuple[int, ...]]],
+    given: Order,
+    shapes: list[list[set[tuple[int, ...]]]],
     weights: dict[str, Tensor],
     orders: Callable[[], list[Order]] | None,
-    where: str,
 ) -> Order | str:
     """The names of each group in the order of its numbers; a text that says what was found, where none are known.
 
     Args:
-        groups: hyperparameters by group.
-        ids: numbers by group.
-        shapes: of the states of each number.
+        given: those that the groups list.
+        shapes: of the states, by group and number.
         weights: by name.
         orders: as for :func:`read_numbered`.
-        where: the file.
     """
-    given = [metadata.names(group.get("param_names"), "param_names", where) for group in groups]
-    flat = [name for listed in given for name in listed]
-    if [*map(len, given)] == [*map(len, ids)] and set(flat) <= set(weights) and len(set(flat)) == len(flat):
+
+    def fits(order: Order) -> bool:
+        """Whether each number has a name, no two the same one, of a weight that there is."""
+        flat = [name for listed in order for name in listed]
+        return [*map(len, order)] == [*map(len, shapes)] and set(flat) <= set(weights) and len(set(flat)) == len(flat)
+
+    if fits(given):
         return given
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in weights.items():
         by_shape.setdefault(tensor.shape, []).append(name)
-    told = [[by_shape.get(next(iter(shapes[n])), []) if len(shapes[n]) == 1 else [] for n in listed] for listed in ids]
-    if all(len(names) == 1 for listed in told for names in listed):
-        found = [[names[0] for names in listed] for listed in told]
-        flat = [name for listed in found for name in listed]
-        # Two states that found one weight: then the shapes do not tell them apart after all.
-        if len(set(flat)) == len(flat):
-            return found
-    for order in orders() if orders is not None else ():
-        if _proven(order, ids, shapes, weights):
+    told = [[by_shape.get(next(iter(held)), []) if len(held) == 1 else [] for held in listed] for listed in shapes]
+    found = [[names[0] for names in listed if len(names) == 1] for listed in told]
+    # Two states that found one weight: then the shapes do not tell them apart after all.
+    if fits(found):
+        return found
+    for order in orders() if orders is not None and any(map(any, shapes)) else ():
+        # Proven where each state has the shape of the weight that the order gives it, and there is a state at all.
+        pairs = [(name, held) for names, listed in zip(order, shapes) for name, held in zip(names, listed)]
+        as_many = [*map(len, order)] == [*map(len, shapes)]
+        if as_many and all(name in weights and held <= {weights[name].shape} for name, held in pairs):
             return order
-    vague = next((n for listed, many in zip(ids, told) for n, names in zip(listed, many) if len(names) != 1), None)
-    if vague is None:
+    flat = zip((held for listed in shapes for held in listed), (names for listed in told for names in listed))
+    held, names = next(((held, names) for held, names in flat if len(names) != 1), (None, []))
+    if held is None:
         return "weights of one shape"
-    return (
-        f"{len(by_shape.get(next(iter(shapes[vague])), []))} weights of shape {list(next(iter(shapes[vague])))}"
-        if len(shapes[vague]) == 1
-        else "no state"
-    )
-
-
-def _proven(
-    order: Order, ids: list[list[int]], shapes: dict[int, set[tuple[int, ...]]], weights: dict[str, Tensor]
-) -> bool:
-    """Whether each state has the shape of the weight that ``order`` gives it, and there is a state at all."""
-    if [*map(len, order)] != [*map(len, ids)] or not any(shapes.values()):
-        return False
-    pairs = [(name, shapes[number]) for names, numbers in zip(order, ids) for name, number in zip(names, numbers)]
-    return all(name in weights and held <= {weights[name].shape} for name, held in pairs)
+    return f"{len(names)} weights of shape {list(next(iter(held)))}" if len(held) == 1 else "no state"
 
 
 def trainer_orders(folder: Path) -> list[Order]:

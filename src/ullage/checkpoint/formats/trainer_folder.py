@@ -11,23 +11,35 @@ Source: transformers 5.23 ``trainer.py``, ``_save_optimizer_and_scheduler`` and 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import TensorCopy
+from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
+from ullage.checkpoint.formats.entries import (
+    OptimizerGroup,
+    copied,
+    divided,
+    number,
+    optimizer_groups,
+    states_by_name,
+    weights_of,
+)
+from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
 from ullage.checkpoint.formats.model_states import schedule_of
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
-from ullage.checkpoint.formats.run_files import TRAINER_STATE, text_of
-from ullage.checkpoint.formats.safetensors import companions, weights_targets
-from ullage.checkpoint.formats.trainer_reading import SCHEDULER
-from ullage.checkpoint.formats.universal import number
-from ullage.checkpoint.inventory import Inventory
+from ullage.checkpoint.formats.safetensors import companions, read_safetensors, weights_targets
+from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, trainer_orders, unnamed
+from ullage.checkpoint.inventory import File, Inventory
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.zero.folder import record_table
 from ullage.errors import CheckpointError
 
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
 _COPIED = (TRAINER_STATE, "adapter_config.json")
 _LIMIT = 64 << 20
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def trainer_targets(inventory: Inventory) -> list[Target]:
@@ -45,18 +57,14 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
         )
     adapter = text_of(inventory.folder, "adapter_config.json")
     if adapter is None:
-        weights = [t for t in inventory.tensors if t.kind != "parameter" or t.key == "fp32"]
-        targets = weights_targets(inventory, "model", {t.name: t for t in weights})
+        targets = weights_targets(inventory, "model", {t.name: t for t in weights_of(inventory)})
     else:
         targets = weights_targets(inventory, "adapter_model", {t.name: t for t in adapter_of(inventory).tensors})
     targets.append(optimizer_target(inventory, groups))
     scheduler = schedule_of(inventory)
     if scheduler is not None:
         targets.append(archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT))
-    for name in _COPIED:
-        text = text_of(inventory.folder, name)
-        if text is not None:
-            targets.append(Target(name, len(text), texts=((0, text),)))
+    targets += copied(inventory.folder, _COPIED)
     return targets + companions(inventory)
 
 
@@ -101,3 +109,41 @@ def optimizer_target(inventory: Inventory, groups: list[OptimizerGroup]) -> Targ
         count += len(group.names)
     state = {k: held for k, held in state.items() if held}
     return archive("optimizer.pt", {"state": state, "param_groups": listed}, stem="optimizer", limit=_LIMIT)
+
+
+def read_trainer(folder: Path) -> Inventory:
+    """The inventory of a folder with ``model.safetensors`` and ``optimizer.pt``.
+
+    State whose names are not known is an optimizer's problem of the inventory, and the weights are read without it.
+    Raises ``CheckpointError`` for a file that cannot be read, or that asks to run code.
+    """
+    base = read_safetensors(folder)
+    path, number = folder / OPTIMIZER, len(base.files)
+    source = read_torch_file(path)
+    weights = {t.name: t for t in base.tensors if t.key == "fp32"}
+    try:
+        found = read_numbered(source.root, weights, source, number, OPTIMIZER, partial(trainer_orders, folder))
+    except RefusedFile:
+        raise
+    except CheckpointError as error:
+        found = NumberedState([], problem=Problem.of_error(error, OPTIMIZER))
+    if found.problem is None and not any(found.names):
+        found.problem = unnamed(OPTIMIZER, "no parameter")
+    schedule = read_torch_file(folder / SCHEDULER).root if (folder / SCHEDULER).is_file() else None
+    details = found.details(
+        settings_file=source, scheduler=schedule, global_step=steps_taken(folder),
+        buffers_known=base.details.buffers_known,
+    )  # fmt: skip
+    group_of = {name: index for index, names in enumerate(found.names) for name in names}
+    tensors = divided(base.tensors, group_of)
+    problems = () if found.problem is None else (found.problem,)
+    return replace(
+        base,
+        format="trainer",
+        files=(*base.files, File(OPTIMIZER, source.num_bytes, "optimizer")),
+        tensors=(*tensors, *found.tensors),
+        steps={group: value for group, (value, _) in found.steps.items()},
+        records={**base.records, number: record_table(source)},
+        optimizer_problems=problems,
+        details=details,
+    )

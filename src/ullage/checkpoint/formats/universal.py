@@ -15,51 +15,62 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``
 
 from __future__ import annotations
 
-import struct
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
-from ullage.checkpoint.files.pickling import Constant, Instance, TensorCopy, is_writable
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
+from ullage.checkpoint.files.pickling import Instance, TensorCopy
+from ullage.checkpoint.files.torchfile import as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.formats.safe_names import safe_name
+from ullage.checkpoint.formats import model_states
+from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups, saved_number
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
-from ullage.checkpoint.numbers import NUMBER_CODES
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.details import WRAPPER, Details
-from ullage.checkpoint.zero.expert_weights import router_copies
-from ullage.checkpoint.zero.folder import record_table
+from ullage.checkpoint.zero.expert_layers import router_copies
+from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, kept_whole
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_whole
 from ullage.errors import CheckpointError
 from ullage.layout import Int64
 
 #: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+#: Bytes of the longest name of a file on the file systems in use.
+_LONGEST_NAME = 255
 
 
 def universal_targets(inventory: Inventory) -> list[Target]:
-    """The files of the universal checkpoint of ZeRO shards, without the tensors' bytes. Raises ``CheckpointError``."""
+    """The files of the universal checkpoint, without the tensors' bytes. Raises ``CheckpointError``."""
+    return _of_shards(inventory) if _has_shards(inventory) else _of_any(inventory)
+
+
+def _has_shards(inventory: Inventory) -> bool:
+    """Whether the source is shards with model states of their own, which are carried over."""
+    return inventory.format == "zero" and bool(inventory.written_by.stage)
+
+
+def _of_shards(inventory: Inventory) -> list[Target]:
     details = inventory.details
     assert isinstance(details, Details)
     laid_out: dict[Any, Target] = {}
     targets = [state_file(tensor, laid_out=laid_out) for tensor in inventory.tensors]
-    targets += _step_files(inventory)
-    targets.append(_optimizer_file(details))
-    targets += _model_files(inventory, details)
-    return targets
+    named: dict[Any, dict[str, None]] = {}
+    for tensor in inventory.tensors:
+        if tensor.kind == "parameter":
+            named.setdefault(tensor.group, {})[tensor.name] = None
+    for group, names in named.items():
+        targets += step_files(names, *details.steps.get(group, (None, None)))
+    return [*targets, _optimizer_file(details), *_model_files(inventory, details)]
 
 
 def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Target] | None = None) -> Target:
@@ -82,23 +93,6 @@ def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Targ
     if sort not in laid_out:
         laid_out[sort] = archive(name, content, stem=stem)
     return archive_like(laid_out[sort], name, content, copy)
-
-
-def number(value: Any, dtype: str | None) -> Any:
-    """A number as it was saved: a tensor of no dims, or a Python number."""
-    if dtype is None or dtype not in NUMBER_CODES:
-        return value
-    code = NUMBER_CODES[dtype]
-    return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
-
-
-def _step_files(inventory: Inventory) -> list[Target]:
-    steps = inventory.details.steps
-    group_of = {t.name: t.group for t in inventory.tensors if t.kind == "parameter"}
-    named: dict[Any, list[str]] = {}
-    for name, group in group_of.items():
-        named.setdefault(group, []).append(name)
-    return [target for group, names in named.items() for target in step_files(names, *steps.get(group, (None, None)))]
 
 
 def step_files(names: Iterable[str], value: Any, dtype: str | None) -> list[Target]:
@@ -128,40 +122,13 @@ def _optimizer_file(details: Details) -> Target:
     # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-    return described("zero/optimizer_state.pt", content, shard.source, shard.file)
+    return described("zero/optimizer_state.pt", content, shard)
 
 
-def described(name: str, content: Any, source: TorchFile | None, file: int, more: int = 0) -> Target:
-    """An archive of what ``source`` describes. Tensors in it are carried over from there.
-
-    Args:
-        name: of the file.
-        content: what it holds.
-        source: the file that is described; None where nothing in ``content`` refers to one.
-        file: its number in the inventory.
-        more: bytes of description that ``content`` has beyond what ``source`` describes, at most.
-    """
-
-    def stored(ref: TensorRef) -> TensorCopy:
-        assert source is not None
-        return TensorCopy(whole_tensor("", "carried", ref, file, source), ref.dtype)
-
-    with in_file(source):
-        return archive(name, content, stored, stem=Path(name).stem, limit=_limit(source) + more)
-
-
-def kept_entries(model: ModelFile) -> tuple[dict[Any, Any], list[str]]:
-    """The model states that are written again, and the names of entries that cannot be, of classes that torch makes."""
-    # Client state may hold objects that only torch can make. Such an entry is left out, rather than all of the states.
-    limit = _limit(model.source)
-    content = {k: v for k, v in model.root.items() if k not in ("frozen_param_fragments", "module")}
-    left_out = [k for k, v in content.items() if not is_writable(v, limit)]
-    kept = {k: v for k, v in model.root.items() if k != "frozen_param_fragments" and k not in left_out}
-    return kept, [str(k) for k in left_out]
-
-
-def notes_on_left_out(inventory: Inventory) -> list[str]:
-    """One note per file of model states with entries that a universal checkpoint leaves out."""
+def notes_on_missing(inventory: Inventory) -> list[str]:
+    """What the source lacks; of shards, one note per file of model states with entries that are left out."""
+    if not _has_shards(inventory):
+        return model_states.notes_on_missing(inventory)
     found = []
     for model in inventory.details.models.values():
         with in_file(model.source):
@@ -171,24 +138,6 @@ def notes_on_left_out(inventory: Inventory) -> list[str]:
             names = ", ".join(left_out[:5])
             found.append(f"{names} of {model.name} cannot be written again; left out for engines of {stages}")
     return found
-
-
-def _limit(source: TorchFile | None) -> int:
-    """Most bytes of a description that is written again: an object that the source names often is written as often."""
-    return (1 << 20) + 64 * (source.description_bytes if source else 0)
-
-
-@contextmanager
-def in_file(source: TorchFile | None) -> Iterator[None]:
-    """A context in which an error that names no file names ``source``."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.where is None and source is not None:
-            raise CheckpointError(
-                error.what, where=source.path, expected=error.expected, found=error.found, hint=error.hint
-            ) from None
-        raise
 
 
 def _model_files(inventory: Inventory, details: Details) -> list[Target]:
@@ -205,7 +154,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         if model_rank in details.shapes:
             # With experts the file names those of one rank, and has the weights of none.
             content["param_shapes"] = [OrderedDict(named) for named in details.shapes[model_rank]]
-            targets.append(described(whole, content, model.source, model.file))
+            targets.append(described(whole, content, model))
             content = dict(content)
         elif not stage3:
             # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
@@ -216,7 +165,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
         names = [whole, slim] if stage3 else [slim]
-        targets += [described(name, content, model.source, model.file) for name in names]
+        targets += [described(name, content, model) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))
@@ -229,95 +178,53 @@ def read_universal(folder: Path) -> Inventory:
     models = found.models()
     paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     groups = [shapes for model in models for shapes in model.param_shapes or []]
-    saved = found.optimizer({path.stem for path in paths})
-    settings = saved.groups
+    with collected(found.problems, "zero/optimizer_state.pt"):
+        found.read_optimizer({path.stem for path in paths})
     # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers. The model ranks
     # have the same groups.
-    count = len(saved.group_of)
+    flat_groups, count = found.flat_groups, len(found.flat_groups)
     one_to_one = bool(models) and all(len(model.param_shapes or []) == count for model in models)
-    group_of = {name: saved.group_of[n % count] for n, named in enumerate(groups) for name in named if one_to_one}
+    group_of = {name: flat_groups[n % count] for n, named in enumerate(groups) for name in named if one_to_one}
     shapes = {name: shape for named in groups for name, shape in named.items()}
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
-        found.add(path, shapes, group_of)
+        with collected(found.problems, str(path.relative_to(folder))):
+            found.add(path, shapes, group_of)
     for model in models:
         found.add_of_module(model, shapes)
     steps: dict[int, tuple[Any, str | None]] = {}
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
             found.problems.append(Problem("another step", parameter=name, found=str(step[0])))
-    steps = saved.steps | steps  # DeepSpeed's own, of stage 3, has no files of steps
-    optimizer_problems = []
-    if not one_to_one:
+    # DeepSpeed's own, of stage 3, has no files of steps.
+    steps = found.details.steps = found.details.steps | steps
+    if one_to_one:
+        weights = {t.name for t in found.tensors if t.key == "fp32"}
+        names = found.details.names = [[] for _ in found.details.param_groups]
+        for n, named in enumerate(groups):
+            listed = names[flat_groups[n % count]]
+            listed += [x for x in _in_order(list(named), models[0]) if x in weights and x not in listed]
+    else:
         what = "which parameter belongs to which group of the optimizer is not in the files"
-        size = f"{len(groups)} groups of parameters, {len(saved.group_of)} of settings"
-        optimizer_problems.append(Problem(what, found=size, hint="convert the weights only, or from the original"))
-    optimizer_problems += saved.problems
-    weights = {t.name for t in found.tensors if t.key == "fp32"}
-    names: list[list[str]] = [[] for _ in settings]
-    dealt = [_in_order(list(named), models[0]) for named in groups] if one_to_one else []
-    for n, listed in enumerate(dealt):
-        group = saved.group_of[n % count]
-        names[group] += [name for name in listed if name in weights and name not in names[group]]
+        size = f"{len(groups)} groups of parameters, {count} of settings"
+        hint = "convert the weights only, or from the original"
+        found.optimizer_problems.insert(0, Problem(what, found=size, hint=hint))
+    found.details.models = {0: models[0]} if models else {}
     notes = [] if shapes else ["no model states: shapes are those of the state files"]
+    held = {t.name for t in found.tensors}
     return Inventory(
         folder, "universal", WrittenBy(), tuple(found.files), tuple(found.tensors),
-        aliases={a: o for model in models for a, o in model.aliases.items() if o in {t.name for t in found.tensors}},
+        aliases={a: o for model in models for a, o in model.aliases.items() if o in held},
         steps={group: value for group, (value, _) in steps.items()}, notes=tuple(notes),
-        read_problems=tuple(found.problems), records=found.records, optimizer_problems=tuple(optimizer_problems),
-        details=Details(
-            {}, {0: models[0]} if models else {}, steps, settings, names=names if one_to_one else None,
-            numbers=saved.numbers, settings_file=saved.source, wrapper=saved.wrapper,
-        ),
+        read_problems=tuple(found.problems), records=found.records,
+        optimizer_problems=tuple(found.optimizer_problems), details=found.details,
     )  # fmt: skip
 
 
 def _in_order(names: list[str], model: ModelFile) -> list[str]:
     """The names of a flat buffer in the order of the optimizer that the model states are of."""
-    config = model.root.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    dealt = shards.round_robin(config) and isinstance(zero, dict) and zero.get("stage") in (1, 2)
+    dealt = shards.round_robin(model.root) and (shards.zero_config(model.root) or {}).get("stage") in (1, 2)
     return undealt(names, max(1, model.dp_world_size or 1)) if dealt else names
-
-
-@dataclass
-class _SavedOptimizer:
-    """What ``optimizer_state.pt`` says: hyperparameters by group, the group of each flat buffer, and numbers."""
-
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    group_of: list[int] = field(default_factory=list)
-    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    steps: dict[int, tuple[Any, str | None]] = field(default_factory=dict)
-    wrapper: dict[str, Any] = field(default_factory=dict)
-    source: TorchFile | None = None
-    problems: list[Problem] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, path: Path, keys: set[str]) -> _SavedOptimizer:
-        """Read the file; state of ``keys`` has files of its own. Raises ``CheckpointError``."""
-        where, source = str(path), read_torch_file(path)
-        root = metadata.mapping(source.root, "the content", where)
-        saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
-        groups = [metadata.mapping(group, "param_groups", where) for group in saved]
-        found = cls(groups, source=source, wrapper={key: root[key] for key in WRAPPER if key in root})
-        for index, group in enumerate(groups):
-            found.group_of += [index] * len(metadata.sequence(group.get("params"), "params of param_groups", where))
-        inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
-        state = metadata.mapping(inner.get("state"), "state", where)
-        for flat, index in enumerate(found.group_of):
-            for key, value in metadata.mapping(state.get(flat), "state", where).items():
-                if key == "step":
-                    if value is not None:
-                        dtype = value.dtype if isinstance(value, TensorRef) else None
-                        found.steps.setdefault(index, (as_number(value, source), dtype))
-                elif key in keys:
-                    continue  # DeepSpeed's own, of stage 3, has the partitions of rank 0 here too
-                elif isinstance(value, TensorRef) and value.shape:
-                    what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
-                    found.problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
-                elif value is not None:
-                    found.numbers.setdefault(index, {})[key] = as_number(value, source)
-        return found
 
 
 class _Reading:
@@ -331,16 +238,10 @@ class _Reading:
         self.buffers: frozenset[str] = frozenset()
         self.records: dict[int, Int64] = {}
         self.steps: dict[str, tuple[Any, str | None]] = {}
-
-    def _tried(self, path: Path, read: Callable[[], Any]) -> Any:
-        """The result of ``read``; None and a problem where the file cannot be read."""
-        try:
-            return read()
-        except RefusedFile:
-            raise
-        except CheckpointError as error:
-            self.problems.append(Problem.of_error(error, str(path.relative_to(self.folder))))
-            return None
+        self.details = Details()
+        #: by flat buffer: its parameter group
+        self.flat_groups: list[int] = []
+        self.optimizer_problems: list[Problem] = []
 
     def models(self) -> list[ModelFile]:
         """The model states: of the stages below 3 where there are some."""
@@ -349,34 +250,55 @@ class _Reading:
         found = []
         for path in whole:
             file = File(path.name, path.stat().st_size, "model", 0, 0)
-            read = self._tried(path, partial(shards.read_model, self.folder, len(self.files), file))
-            if read is not None:
-                found.append(read[0])
-                read[0].aliases |= router_copies(read[0])
-                self.buffers |= read[0].buffer_names
-                self.records[len(self.files)] = record_table(read[1])
+            with collected(self.problems, path.name):
+                model, source = shards.read_model(self.folder, len(self.files), file)
+                found.append(model)
+                model.aliases |= router_copies(model)
+                self.buffers |= model.buffer_names
+                self.records[len(self.files)] = record_table(source)
                 self.files.append(file)
         return found
 
-    def optimizer(self, keys: set[str]) -> _SavedOptimizer:
-        """The content of ``optimizer_state.pt``; empty where there is none, or none that can be read.
+    def read_optimizer(self, keys: set[str]) -> None:
+        """Read ``optimizer_state.pt``, where there is one: hyperparameters by group, steps, and numbers.
 
-        ``keys``: of the state that has files of its own.
+        ``keys``: of the state that has files of its own. Raises ``CheckpointError``.
         """
         path = self.folder / "zero" / "optimizer_state.pt"
-        found = self._tried(path, partial(_SavedOptimizer.read, path, keys)) if path.is_file() else None
-        return found or _SavedOptimizer()
+        if not path.is_file():
+            return
+        where, source = str(path), read_torch_file(path)
+        root = metadata.mapping(source.root, "the content", where)
+        saved = metadata.sequence(root.get("param_groups"), "param_groups", where)
+        groups = [metadata.mapping(group, "param_groups", where) for group in saved]
+        flats = [metadata.sequence(group.get("params"), "params of param_groups", where) for group in groups]
+        group_of = [index for index, listed in enumerate(flats) for _ in listed]
+        inner = metadata.mapping(root.get("optimizer_state_dict"), "optimizer_state_dict", where)
+        state = metadata.mapping(inner.get("state"), "state", where)
+        numbers: dict[int, dict[str, Any]] = {}
+        steps: dict[int, tuple[Any, str | None]] = {}
+        problems: list[Problem] = []
+        for flat, index in enumerate(group_of):
+            for key, value in metadata.mapping(state.get(flat), "state", where).items():
+                if key == "step":
+                    if value is not None:
+                        steps.setdefault(index, saved_number(value, source))
+                elif key in keys:
+                    continue  # DeepSpeed's own, of stage 3, has the partitions of rank 0 here too
+                elif isinstance(value, TensorRef) and value.shape:
+                    what = f"optimizer state {metadata.brief(key)} is not a partition, and is kept in universal only"
+                    problems.append(Problem(what, path.name, group=index, hint=WEIGHTS_ONLY))
+                elif value is not None:
+                    numbers.setdefault(index, {})[key] = as_number(value, source)
+        wrapper = {key: root[key] for key in WRAPPER if key in root}
+        self.details = Details({}, {}, steps, groups, numbers=numbers, settings_file=source, wrapper=wrapper)
+        self.flat_groups, self.optimizer_problems = group_of, problems
 
     def add(self, path: Path, shapes: metadata.Shapes, group_of: dict[str, int]) -> None:
-        """Read one state file, or the step, of a parameter, and add what it holds."""
-        name, key = path.parent.name, path.stem
-        source = self._tried(path, lambda: read_torch_file(path))
-        if source is None:
-            return
+        """Read one state file, or the step, of a parameter, and add what it holds. Raises ``CheckpointError``."""
+        name, key, source = path.parent.name, path.stem, read_torch_file(path)
         if key == "step":
-            value = self._tried(path, lambda: (as_number(source.root, source),))
-            if value is not None:
-                self.steps[name] = value[0], source.root.dtype if isinstance(source.root, TensorRef) else None
+            self.steps[name] = saved_number(source.root, source)
             return
         ref = source.root.get("param") if isinstance(source.root, dict) else source.root
         where = str(path.relative_to(self.folder))
@@ -388,9 +310,7 @@ class _Reading:
         shape = tuple(ref.shape)
         if not isinstance(source.root, dict) and ref.contiguous:  # DeepSpeed's, of stage 3: flat
             shape = shapes.get(name, shape)
-        made = self._tried(path, lambda: whole_tensor(name, key, ref, len(self.files), source, kind))
-        if made is None:
-            return
+        made = whole_tensor(name, key, ref, len(self.files), source, kind)
         part = made.slices[0]
         part = part if made.merge.kind == "strided" else replace(part, shape=shape)
         key = key if kind == "parameter" else kind
@@ -407,6 +327,66 @@ class _Reading:
             kind = "buffer" if name in self.buffers else "frozen"
             # Stage 3 leaves a tensor of no elements for each parameter that it shards.
             if kind == "buffer" or ref.numel:
-                path = self.folder / model.name
-                made = self._tried(path, partial(whole_tensor, name, kind, ref, model.file, model.source, kind))
-                self.tensors += [] if made is None else [made]
+                with collected(self.problems, model.name):
+                    self.tensors.append(whole_tensor(name, kind, ref, model.file, model.source, kind))
+
+
+def safe_name(name: str) -> str:
+    """``name`` as one component of a path. Raises ``CheckpointError`` for a name that cannot be one."""
+    where = repr(name if len(name) <= 80 else f"{name[:80]}...")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or "/" in name or "\0" in name or name in (".", ".."):
+        raise CheckpointError("a name that cannot be a file's", where=where)
+    if len(encoded) > _LONGEST_NAME:
+        found = f"{len(encoded)} bytes"
+        raise CheckpointError("a name too long to be a file's", where=where, expected=f"{_LONGEST_NAME}", found=found)
+    if name == "optimizer_state.pt":
+        raise CheckpointError(
+            "a parameter has the name of a file of the universal format", where=where, hint="rename the parameter"
+        )
+    return name
+
+
+def _of_any(inventory: Inventory) -> list[Target]:
+    """The files of a universal checkpoint of any source but ZeRO shards.
+
+    They are those that a run of stage 3 would leave: of the module only what no optimizer holds, because the weights
+    are in ``zero/``.
+    """
+    groups = optimizer_groups(inventory)
+    if not groups:
+        raise CheckpointError(
+            "a universal checkpoint has the groups of an optimizer, and this one holds none",
+            where=str(inventory.folder),
+            found=f"{inventory.format} of weights alone",
+            hint="weights alone are loaded as they are: from_pretrained, or load_state_dict",
+        )
+    parts = model_states.parts_of(inventory, None, groups)
+    kinds = dict.fromkeys(parts.trained, "parameter") | dict.fromkeys(parts.frozen, "frozen")
+    laid_out: dict[Any, Target] = {}
+    targets = [state_file(t, kinds.get(t.name, t.kind), laid_out) for t in inventory.tensors]
+    for group in groups:
+        targets += step_files(group.names, group.step, group.step_dtype)
+    details, model, more = Details.of(inventory), Details.of(inventory).lead, model_states.description_bytes(inventory)
+    settings = [{**group.settings, "params": [index]} for index, group in enumerate(groups)]
+    # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.
+    state = {
+        index: {"step": None if group.step is None else number(group.step, group.step_dtype), **group.kept}
+        for index, group in enumerate(groups)
+    }
+    content = {
+        **details.wrapper,
+        "ds_version": model_states.DEEPSPEED,
+        "param_groups": settings,
+        "optimizer_state_dict": {"state": state, "param_groups": settings},
+    }
+    targets.append(described("zero/optimizer_state.pt", content, None, more))
+    names = [[name for name in group.names if name in parts.trained] for group in groups]
+    config = model.root.get("ds_config") if model else {}
+    said = parts.states(parts.module("absent"), names, inventory.written_by.dp, config or {})
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        targets.append(described(name, said, model, more))
+    return targets

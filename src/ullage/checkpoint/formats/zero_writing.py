@@ -19,24 +19,21 @@ DeepSpeed 0.19.8; ``_create_fp16_sub_groups`` for sub-groups.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats import model_states
+from ullage.checkpoint.formats.entries import OptimizerGroup, described, number, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.model_states import ModelParts
-from ullage.checkpoint.formats.optimizer_groups import OptimizerGroup, optimizer_groups, states_by_name
-from ullage.checkpoint.formats.universal import described, number
 from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
 from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.partitions import stage3_group, stage12_group
+from ullage.checkpoint.zero.partitions import rows_by_rank, stage3_group, stage12_group
+from ullage.checkpoint.zero.shards import zero_config
+from ullage.checkpoint.zero.states import Details
 from ullage.display import counted
 from ullage.errors import CheckpointError, InputError, require_int
 
@@ -48,6 +45,8 @@ _MAX_RANKS = 1 << 16
 _FEW_RANKS = 1024
 #: Part of the names of experts in DeepSpeed's own layers.
 _EXPERT = ".deepspeed_experts."
+#: The class of the entries of ``param_slice_mappings``.
+_ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")
 _WEIGHTS_ONLY = "write the weights alone: --weights-only"
 
 
@@ -69,7 +68,11 @@ def zero_targets(
     if ranks is None:
         raise InputError("a ZeRO checkpoint is of a number of ranks", hint="give ranks, or --ranks, of the run to come")
     ranks = require_int(ranks, "ranks", least=1)
-    _require_elements(inventory, ranks)
+    numel = sum(t.numel for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32")
+    # A large run has more elements than ranks.
+    most = min(_MAX_RANKS, max(numel, _FEW_RANKS))
+    if ranks > most:
+        raise InputError("too many ranks", expected=f"at most {most:,}", found=f"{ranks:,} for {numel:,} elements")
     writer = _writer(inventory, stage, ranks, dtype, optimizer)
     prefix = "bf16_" if writer.parts.dtype == "bfloat16" else ""
     found = [
@@ -80,15 +83,6 @@ def zero_targets(
         return [*found, _archive(inventory, "mp_rank_00_model_states.pt", writer.model())]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
     return found + [_archive(inventory, name, writer.model(rank)) for rank, name in enumerate(names)]
-
-
-def _require_elements(inventory: Inventory, ranks: int) -> None:
-    """Raise ``InputError`` for more ranks than any run has; a large one has more elements than ranks."""
-    numel = sum(t.numel for t in inventory.tensors if t.kind == "parameter" and t.key == "fp32")
-    most = min(_MAX_RANKS, max(numel, _FEW_RANKS))
-    if ranks > most:
-        found = f"{ranks:,} for {numel:,} elements"
-        raise InputError("too many ranks", expected=f"at most {most:,}", found=found)
 
 
 def notes_on_rounded(targets: list[Target]) -> list[str]:
@@ -109,16 +103,14 @@ def notes_on_rounded(targets: list[Target]) -> list[str]:
 
 
 def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target:
-    model = model_states.lead_model(inventory)
-    more = model_states.description_bytes(inventory)
-    return described(name, content, model.source if model else None, model.file if model else 0, more)
+    return described(name, content, Details.of(inventory).lead, model_states.description_bytes(inventory))
 
 
 def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, optimizer: bool) -> _ShardWriter:
     """The writer, once the source is found to say all that it needs."""
     groups = optimizer_groups(inventory)
     where = str(inventory.folder)
-    model = model_states.lead_model(inventory)
+    model = Details.of(inventory).lead
     _require_no_experts(inventory)
     if inventory.format == "zero" and model is not None and model.module is None:
         raise CheckpointError(
@@ -138,22 +130,21 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
     parts = model_states.parts_of(inventory, dtype, groups)
     for tensor in parts.trained.values():
         model_states.cast_of(tensor, dtype)
-    known = not isinstance(inventory.details, Details) or inventory.details.buffers_known
-    if stage == 3 and parts.frozen and not known:
+    if stage == 3 and parts.frozen and not Details.of(inventory).buffers_known:
         raise CheckpointError(
             "nothing says whether this is a frozen parameter or a buffer, and stage 3 saves them in different ways",
             where=f"{where}, parameter {next(iter(parts.frozen))}",
             hint="write zero1 or zero2 shards, or universal, which an engine of stage 3 can load",
         )
     if not groups:
-        return _ShardWriter(inventory, stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
+        return _ShardWriter(stage, ranks, parts, [OptimizerGroup(tuple(parts.trained))], {}, False)
     states = states_by_name(inventory) if optimizer else {}
-    return _ShardWriter(inventory, stage, ranks, parts, groups, states, optimizer)
+    return _ShardWriter(stage, ranks, parts, groups, states, optimizer)
 
 
 def _require_no_experts(inventory: Inventory) -> None:
     """Raise ``CheckpointError`` for a model with DeepSpeed's experts, whatever format it comes from."""
-    model = model_states.lead_model(inventory)
+    model = Details.of(inventory).lead
     named = next((t.name for t in inventory.tensors if t.extra.get("is_expert_param") or _EXPERT in t.name), None)
     said = inventory.written_by.experts or (model is not None and model.root.get("num_experts"))
     if named is not None or said:
@@ -166,52 +157,51 @@ def _require_no_experts(inventory: Inventory) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Flat:
-    """A flat buffer: a parameter group, or at stage 3 a sub-group."""
+    """A flat buffer: a parameter group, or at stage 3 a sub-group.
+
+    Attributes:
+        owner: number of the parameter group.
+        group: the buffer and its cut.
+        tensors: by key and name, those that lie in it; ``fp32`` are the masters.
+    """
 
     owner: int
-    names: list[str]
     group: Group
-    keys: list[str]
+    tensors: dict[str, dict[str, Tensor]]
 
     @cached_property
-    def _by_rank(self) -> list[Any]:
-        """The numbers of each rank's pieces, in the order of its partition."""
-        pieces = self.group.pieces
-        order = np.lexsort((pieces.shard_start, pieces.shard))
-        ends = np.searchsorted(pieces.shard[order], np.arange(self.group.num_shards + 1))
-        return [order[low:high] for low, high in itertools.pairwise(ends)]
+    def rows(self) -> list[list[tuple[str, int, int, int]]]:
+        """By rank: (name, elements, start in the partition, start in the parameter), in the order of the partition."""
+        names = self.group.names
+        return [[(names[item], n, begin, start) for item, n, begin, start in rows] for rows in rows_by_rank(self.group)]
 
-    def partition(self, rank: int, key: str, tensors: dict[str, Tensor], numel: int | None = None) -> TensorCopy:
-        """One rank's part of one state, as a tensor of one dim; padding is zero. ``numel``: elements to keep of it."""
+    def partition(self, rank: int, key: str, stripped: bool = False) -> TensorCopy:
+        """One rank's part of one state, as a tensor of one dim; padding is zero, or at its end left out."""
+        tensors = self.tensors[key]
         dtypes = {tensor.dtype for tensor in tensors.values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        pieces, stretches, at = self.group.pieces, [], 0
-        for k in self._by_rank[rank].tolist():
-            begin, length = int(pieces.shard_start[k]), int(pieces.length[k])
+        stretches, at = [], 0
+        for name, length, begin, start in self.rows[rank]:
             if begin > at:
                 stretches.append(Stretch(at, begin - at))
-            tensor = tensors[self.names[pieces.item[k]]]
-            stretches.append(Stretch(begin, length, tensor, int(pieces.item_start[k])))
+            stretches.append(Stretch(begin, length, tensors[name], start))
             at = begin + length
-        numel = self.group.shard_size if numel is None else numel
+        numel = at if stripped else self.group.shard_size
         if at < numel:
             stretches.append(Stretch(at, numel - at))
         merge = Merge("joined", stretches=tuple(stretches))
         name = f"group {self.group.index} of rank {rank}"
         return TensorCopy(Tensor(name, key, (numel,), dtype, "parameter", (), merge), dtype)
 
-    def held(self, rank: int) -> int:
-        """Elements of a rank's partition up to the last that is no padding."""
-        mine = self._by_rank[rank]
-        pieces = self.group.pieces
-        return int((pieces.shard_start[mine] + pieces.length[mine]).max(initial=0))
+    def padding(self, rank: int) -> int:
+        """Elements of a rank's partition after the last that is no padding."""
+        return self.group.shard_size - max((begin + length for _, length, begin, _ in self.rows[rank]), default=0)
 
 
 @dataclass(eq=False)
 class _ShardWriter:
     """Content of the files, rank by rank."""
 
-    inventory: Inventory
     stage: int
     ranks: int
     parts: ModelParts
@@ -221,137 +211,107 @@ class _ShardWriter:
     flats: list[_Flat] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.details = Details.of(self.parts.inventory)
+        self.config = model_states.run_config(self.stage, self.parts)
         for owner, group in enumerate(self.groups):
             names = [name for name in group.names if name in self.parts.trained]
             for part in self._sub_groups(names) if self.stage == 3 else [names]:
                 self.flats.append(self._flat(owner, part))
-        self._tensors = {
-            (i, key): {n: self.parts.trained[n] if key == "fp32" else self.states[n][key] for n in flat.names}
-            for i, flat in enumerate(self.flats)
-            for key in ("fp32", *flat.keys)
-        }
-        if not self.optimizer:
-            # Without states the masters are the weights, in the precision that masters have.
-            self._tensors = {key: {n: _as_master(t) for n, t in held.items()} for key, held in self._tensors.items()}
 
     def _sub_groups(self, names: list[str]) -> list[list[str]]:
         """The parameters of a group in sub-groups: each ends with the parameter that fills it."""
-        shares = [-(-self.parts.trained[name].numel // self.ranks) for name in names]
-        size = self._sub_group_size()
-        if size >= sum(shares):
-            return [names]
+        model = self.details.lead
+        size = ((zero_config(model.root) if model else None) or {}).get("sub_group_size")
+        size = int(size) if isinstance(size, (int, float)) and 0 < size < 2**62 else _SUB_GROUP_SIZE
         found: list[list[str]] = [[]]
         filled = 0
-        for name, share in zip(names, shares):
+        for name in names:
             if filled >= size:
                 found.append([])
                 filled = 0
             found[-1].append(name)
-            filled += share
+            filled += -(-self.parts.trained[name].numel // self.ranks)
         return found
 
-    def _sub_group_size(self) -> int:
-        model = model_states.lead_model(self.inventory)
-        config = model.root.get("ds_config") if model else None
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        size = zero.get("sub_group_size") if isinstance(zero, dict) else None
-        return int(size) if isinstance(size, (int, float)) and 0 < size < 2**62 else _SUB_GROUP_SIZE
-
     def _flat(self, owner: int, names: list[str]) -> _Flat:
-        shapes = {name: self.parts.trained[name].shape for name in names}
-        index = len(self.flats)
-        make = stage3_group if self.stage == 3 else stage12_group
-        group = make(index, 0, shapes, self.ranks)
+        masters = {name: self.parts.trained[name] for name in names}
+        # Without states the masters are the weights, in the precision that masters have.
+        tensors = {"fp32": masters if self.optimizer else {name: _as_master(t) for name, t in masters.items()}}
         # One flat tensor per state: it must be there for every parameter, in its shape.
-        keys = list(dict.fromkeys(key for name in names for key in self.states.get(name, {})))
-        for key in keys:
+        for key in dict.fromkeys(key for name in names for key in self.states.get(name, {})):
+            tensors[key] = {}
             for name in names:
-                tensor = self.states.get(name, {}).get(key)
-                if tensor is None or tensor.shape != shapes[name]:
+                tensor, shape = self.states.get(name, {}).get(key), masters[name].shape
+                if tensor is None or tensor.shape != shape:
                     raise CheckpointError(
                         f"optimizer state {key} does not cover the parameter, and ZeRO keeps one state per group",
-                        where=f"{self.inventory.folder}, parameter {name}",
-                        expected=list(shapes[name]),
+                        where=f"{self.parts.inventory.folder}, parameter {name}",
+                        expected=list(shape),
                         found="no state" if tensor is None else list(tensor.shape),
                         hint=_WEIGHTS_ONLY,
                     )
-        return _Flat(owner, names, group, keys)
+                tensors[key][name] = tensor
+        make = stage3_group if self.stage == 3 else stage12_group
+        shapes = {name: tensor.shape for name, tensor in masters.items()}
+        return _Flat(owner, make(len(self.flats), 0, shapes, self.ranks), tensors)
 
     # One rank's optimizer file
 
     def shard(self, rank: int) -> dict[str, Any]:
         """The content of a rank's optimizer file."""
         content = self._stage3(rank) if self.stage == 3 else self._stage12(rank)
-        config = model_states.run_config(self.stage, self.parts)
-        return {"optimizer_state_dict": content, "ds_config": config, "ds_version": model_states.DEEPSPEED}
-
-    def _masters(self, rank: int, stripped: bool) -> list[TensorCopy]:
-        return [
-            flat.partition(rank, "fp32", self._tensors[i, "fp32"], flat.held(rank) if stripped else None)
-            for i, flat in enumerate(self.flats)
-        ]
+        return {"optimizer_state_dict": content, "ds_config": self.config, "ds_version": model_states.DEEPSPEED}
 
     def _base(self, rank: int) -> dict[str, Any]:
         """The state dict of the inner optimizer, whose parameters are the flat buffers."""
+        if not self.optimizer:  # an engine that asks for the optimizer's state refuses the file, as it should
+            return {"state": {}, "param_groups": []}
         state: dict[int, dict[str, Any]] = {}
-        listed: list[list[int]] = [[] for _ in self.groups]
         for i, flat in enumerate(self.flats):
             group = self.groups[flat.owner]
-            listed[flat.owner].append(i)
-            if not self.optimizer:
-                continue
             held: dict[str, Any] = {} if group.step is None else {"step": number(group.step, group.step_dtype)}
             held |= group.kept
-            held |= {key: flat.partition(rank, key, self._tensors[i, key]) for key in flat.keys}
+            held |= {key: flat.partition(rank, key) for key in flat.tensors if key != "fp32"}
             if held:
                 state[i] = held
-        # Without groups an engine that asks for the optimizer's state refuses the file, as it should.
-        groups = [{**g.settings, "params": listed[n]} for n, g in enumerate(self.groups)] if self.optimizer else []
-        return {"state": state, "param_groups": groups}
-
-    def _wrapper(self) -> dict[str, Any]:
-        details = self.inventory.details
-        return dict(details.wrapper) if isinstance(details, Details) else {}
+        listed = [[i for i, flat in enumerate(self.flats) if flat.owner == n] for n in range(len(self.groups))]
+        return {"state": state, "param_groups": [{**g.settings, "params": p} for g, p in zip(self.groups, listed)]}
 
     def _stage12(self, rank: int) -> dict[str, Any]:
-        mappings = []
-        for flat in self.flats:
-            pieces, mine = flat.group.pieces, flat._by_rank[rank]
-            rows = zip(pieces.item[mine].tolist(), pieces.length[mine].tolist(), pieces.shard_start[mine].tolist())
-            mappings.append(OrderedDict((flat.names[item], _address(length, start)) for item, length, start in rows))
+        places = [{n: {"numel": size, "start": at} for n, size, at, _ in flat.rows[rank]} for flat in self.flats]
         return {
-            **self._wrapper(),
+            **self.details.wrapper,
             "base_optimizer_state": self._base(rank),
-            "single_partition_of_fp32_groups": self._masters(rank, stripped=True),
+            "single_partition_of_fp32_groups": [flat.partition(rank, "fp32", stripped=True) for flat in self.flats],
             "zero_stage": self.stage,
-            "group_paddings": [flat.group.shard_size - flat.held(rank) for flat in self.flats],
-            "param_alignment_paddings": [[0] * len(flat.names) for flat in self.flats],
+            "group_paddings": [flat.padding(rank) for flat in self.flats],
+            "param_alignment_paddings": [[0] * len(flat.group.names) for flat in self.flats],
             "partition_count": [self.ranks] * len(self.flats),
             "ds_version": model_states.DEEPSPEED,
-            "param_slice_mappings": mappings,
+            "param_slice_mappings": [
+                OrderedDict((name, Instance(*_ADDRESS, at)) for name, at in named.items()) for named in places
+            ],
         }
 
     def _stage3(self, rank: int) -> dict[str, Any]:
         scaler = Instance("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False})
-        wrapper = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False, **self._wrapper()}
+        wrapper = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False, **self.details.wrapper}
         wrapper.pop("clip_grad", None)
         return {
             "zero_stage": self.stage,
             **wrapper,
             "partition_count": self.ranks,
             "optimizer_state_dict": self._base(rank),
-            "fp32_flat_groups": self._masters(rank, stripped=False),
+            "fp32_flat_groups": [flat.partition(rank, "fp32") for flat in self.flats],
         }
 
     # Model states
 
     def model(self, rank: int | None = None) -> dict[str, Any]:
         """The content of the model states; at stage 3 those of a rank."""
-        names = [flat.names for flat in self.flats]
-        make = model_states.whole_module if rank is None else model_states.empty_module
-        module = make(self.inventory, self.parts)
-        config = model_states.run_config(self.stage, self.parts)
-        content = model_states.states(self.inventory, self.parts, module, names, self.ranks, config)
+        names = [list(flat.group.names) for flat in self.flats]
+        module = self.parts.module("whole" if rank is None else "empty")
+        content = self.parts.states(module, names, self.ranks, self.config)
         if self.stage < 2:
             content["frozen_param_shapes"] = None
         if self.stage > 1:
@@ -364,11 +324,7 @@ class _ShardWriter:
     def _fragment(self, rank: int, tensor: Tensor) -> TensorCopy:
         """One rank's part of a frozen parameter, cut as a trained one is."""
         group = stage3_group(0, 0, {tensor.name: tensor.shape}, self.ranks)
-        return _Flat(0, [tensor.name], group, []).partition(rank, tensor.key, {tensor.name: tensor})
-
-
-def _address(numel: int, start: int) -> Instance:
-    return Instance("deepspeed.utils.tensor_fragment", "fragment_address", {"numel": numel, "start": start})
+        return _Flat(0, group, {tensor.key: {tensor.name: tensor}}).partition(rank, tensor.key)
 
 
 def _as_master(tensor: Tensor) -> Tensor:
@@ -376,4 +332,4 @@ def _as_master(tensor: Tensor) -> Tensor:
     if tensor.dtype == "float32" or tensor.dtype not in FLOATS:
         return tensor
     merge = Merge("joined", stretches=(Stretch(0, tensor.numel, tensor),))
-    return Tensor(tensor.name, tensor.key, tensor.shape, "float32", tensor.kind, (), merge, tensor.group, tensor.extra)
+    return replace(tensor, dtype="float32", slices=(), merge=merge)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,9 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
 from ullage.checkpoint.inventory import Group
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import is_remote
-from ullage.checkpoint.zero import experts, shards
-from ullage.checkpoint.zero.experts import ExpertFile
-from ullage.checkpoint.zero.shards import ModelFile, ShardFile
-from ullage.errors import CheckpointError
+from ullage.checkpoint.zero import shards
+from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
+from ullage.errors import CheckpointError, listed
 from ullage.layout import Int64
 
 
@@ -46,14 +47,20 @@ class Folder:
     notes: list[str] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
 
-    def add_problem(self, what: str, shard: ShardFile | None = None, **more: Any) -> None:
-        """Add a problem of ``shard``'s file and rank, or of the folder."""
-        name, rank = (shard.name, shard.dp_rank) if shard else (None, None)
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Tied names -> the name that is stored."""
+        return {alias: owner for model in self.models.values() for alias, owner in model.aliases.items()}
+
+    def add_problem(self, what: str, held: ShardFile | ModelFile | ExpertFile | None = None, **more: Any) -> None:
+        """Add a problem of a file and its rank, or of the folder."""
+        name, rank = (held.name, getattr(held, "dp_rank", None)) if held else (None, None)
         self.problems.append(Problem(what, **{"file": name, "rank": rank, **more}))
 
 
-def read_files(folder: Folder) -> None:
-    """Read the descriptions of all files, on several threads; a file that cannot be read is a problem."""
+def read_folder(path: Path) -> Folder:
+    """The descriptions of all files, read on several threads; a file that cannot be read is a problem."""
+    folder = Folder(path, shards.sort_files(path))
 
     def one(index: int) -> Any:
         file = folder.files[index]
@@ -61,7 +68,7 @@ def read_files(folder: Folder) -> None:
             if file.kind == "optimizer":
                 return shards.read_shard(folder.path, index, file)
             if file.kind == "expert":
-                return experts.read_expert(folder.path, index, file)
+                return shards.read_expert(folder.path, index, file)
             return shards.read_model(folder.path, index, file) if file.kind == "model" else None
         except RefusedFile:
             raise
@@ -97,10 +104,24 @@ def read_files(folder: Folder) -> None:
         folder.records[index] = record_table(source)
 
     if strangers:
-        listed = ", ".join(list(strangers)[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+        names = listed(list(strangers), 5)
         folder.notes.append(
-            f"names of other packages, not looked into: {listed}; a loader of the model states imports them"
+            f"names of other packages, not looked into: {names}; a loader of the model states imports them"
         )
+    return folder
+
+
+@contextmanager
+def collected(
+    problems: list[Problem], file: str | None = None, rank: int | None = None, parameter: str | None = None
+) -> Iterator[None]:
+    """A context in which what is wrong becomes a problem, which names these; a refused file ends the reading."""
+    try:
+        yield
+    except RefusedFile:
+        raise
+    except CheckpointError as error:
+        problems.append(Problem.of_error(error, file, rank, parameter))
 
 
 def record_table(source: TorchFile) -> Int64:

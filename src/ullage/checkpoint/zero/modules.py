@@ -11,90 +11,54 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, read_torch_file
+from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import Fragments, Merge, Slice, Tensor
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.folder import Folder, record_table
-from ullage.checkpoint.zero.joining import Stages, join_stages
-from ullage.checkpoint.zero.parallel import Patterns
-from ullage.errors import CheckpointError
-from ullage.layout import Layout
+from ullage.checkpoint.zero.folder import Folder, collected, record_table
+from ullage.checkpoint.zero.parallel import Joining, Stages
+from ullage.checkpoint.zero.partitions import stage3_group
 
 Kind = Literal["parameter", "frozen", "buffer"]
 
 
-def aliases_of(folder: Folder) -> dict[str, str]:
-    """Tied names -> the name that is stored."""
-    return {alias: owner for model in folder.models.values() for alias, owner in model.aliases.items()}
-
-
 def frozen_and_buffers(
-    folder: Folder,
-    world: int,
-    tp: int,
-    patterns: Patterns,
-    trained: set[str],
-    others: Iterable[tuple[int, Tensor]] = (),
+    joining: Joining, world: int, trained: set[str], others: Iterable[tuple[int, Tensor]] = ()
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first.
 
     Args:
-        folder: the files read; gets the problems and notes.
+        joining: joins slices; its folder gets the problems and notes.
         world: number of data-parallel ranks.
-        tp: number of tensor-parallel ranks.
-        patterns: how the slices of a name join.
         trained: names of the parameters that an optimizer holds.
         others: tensors of other files, each with its model rank.
 
     Returns the tensors, and the pairs of frozen parameters that two pipeline stages hold.
     """
-    tied = aliases_of(folder)
+    folder, held = joining.folder, list[tuple[int, Tensor]]()
     stage3 = any(s.stage == 3 for s in folder.shards.values())
-    frozen: Stages = {}
-    whole: dict[str, Tensor] = {}
     for (model_rank, dp_rank), model in sorted(folder.models.items()):
         if dp_rank:
             continue
-        found = _of_module(folder, model, trained, tied)
+        found = _of_module(folder, model, trained)
         if stage3:
             # At stage 3 only buffers are whole in the module; frozen parameters are put together from their fragments.
             found = {k: v for k, v in found.items() if v.kind == "buffer"} | _frozen3(folder, model_rank, world)
-        for tensor in found.values():
-            _sort_in(folder, tensor, frozen, whole, model_rank, tp)
-    for tp_rank, tensor in _of_layers(folder, trained):
-        _sort_in(folder, tensor, frozen, whole, tp_rank, tp)
-    for model_rank, tensor in others:
-        _sort_in(folder, tensor, frozen, whole, model_rank, tp)
-    tensors, twins = join_stages(folder, frozen, patterns, tp, "frozen")
+        held += [(model_rank, tensor) for tensor in found.values()]
+    frozen: Stages = {}
+    whole: dict[str, Tensor] = {}
+    for model_rank, tensor in [*held, *_of_layers(folder, trained), *others]:
+        strided = tensor.merge.kind == "strided"
+        if tensor.kind == "buffer" or (joining.tp == 1 and tensor.name not in whole and strided):
+            whole.setdefault(tensor.name, tensor)
+        elif strided:
+            folder.add_problem("a slice of a frozen parameter is not contiguous", parameter=tensor.name)
+        else:
+            parts, rank = joining.stage_of(frozen, tensor.name, "frozen", model_rank)
+            parts[rank] = replace(tensor.slices[0], model_rank=model_rank), tensor.dtype, None
+    tensors, twins = joining.joined(frozen, "frozen")
     return [*tensors, *whole.values()], twins
-
-
-def _sort_in(
-    folder: Folder, tensor: Tensor, frozen: Stages, whole: dict[str, Tensor], model_rank: int, tp: int
-) -> None:
-    """Add a model rank's tensor to the slices that are to be joined, or to the tensors that are whole already.
-
-    Args:
-        folder: gets the problem of a slice that cannot be joined.
-        tensor: what the model rank holds.
-        frozen: the slices, by name, pipeline stage and tensor-parallel rank.
-        whole: the tensors that need no joining, by name.
-        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
-        tp: number of tensor-parallel ranks.
-    """
-    if tensor.kind == "buffer" or (tp == 1 and tensor.name not in whole and tensor.merge.kind == "strided"):
-        whole.setdefault(tensor.name, tensor)
-    elif tensor.merge.kind == "strided":
-        folder.problems.append(Problem("a slice of a frozen parameter is not contiguous", parameter=tensor.name))
-    else:
-        part = replace(tensor.slices[0], model_rank=model_rank)
-        parts = frozen.setdefault((tensor.name, "frozen"), {}).setdefault(model_rank // tp, {})
-        parts[model_rank % tp] = (part, tensor.dtype, None)
 
 
 def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFile, kind: Kind = "buffer") -> Tensor:
@@ -117,19 +81,16 @@ def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFi
     return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
 
 
-def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str], tied: dict[str, str]) -> dict[str, Tensor]:
+def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
+    tied = folder.aliases
     for name, value in (model.module or {}).items():
         if not isinstance(value, TensorRef):
             _note_other_value(folder, name, value, model.name)
-            continue
-        if not isinstance(name, str) or name in trained or (name in tied and name not in model.buffer_names):
-            continue
-        kind = "buffer" if name in model.buffer_names else "frozen"
-        try:
-            found[name] = whole_tensor(name, kind, value, model.file, model.source, kind)
-        except CheckpointError as error:
-            folder.problems.append(Problem.of_error(error, model.name, model.dp_rank, name))
+        elif isinstance(name, str) and name not in trained and (name not in tied or name in model.buffer_names):
+            kind = "buffer" if name in model.buffer_names else "frozen"
+            with collected(folder.problems, model.name, model.dp_rank, name):
+                found[name] = whole_tensor(name, kind, value, model.file, model.source, kind)
     return found
 
 
@@ -138,21 +99,17 @@ def _note_other_value(folder: Folder, name: Any, value: Any, file: str) -> None:
     is_tensor = isinstance(value, Inert) and value.module.startswith("torch._") and value.name.startswith("_rebuild")
     if is_tensor:
         kind = value.name.removeprefix("_rebuild_")
-        folder.problems.append(Problem("a tensor of an unsupported kind", file, parameter=str(name), found=kind))
+        folder.add_problem("a tensor of an unsupported kind", file=file, parameter=str(name), found=kind)
     elif value is not None:
         folder.notes.append(f"{name} is not a tensor ({metadata.brief(value)}); it is kept with the model states only")
 
 
 def note_left_out_parameters(folder: Folder) -> None:
     """Note that frozen parameters were left out when the checkpoint was saved."""
+    if all(shard.stage < 2 for shard in folder.shards.values()):
+        return
     for model in folder.models.values():
-        stages = {s.stage for s in folder.shards.values()}
-        if (
-            model.dp_rank == 0
-            and model.frozen_shapes is None
-            and "frozen_param_shapes" in model.root
-            and max(stages) > 1
-        ):
+        if model.dp_rank == 0 and model.frozen_shapes is None and "frozen_param_shapes" in model.root:
             folder.notes.append(
                 "frozen parameters were left out when this was saved (exclude_frozen_parameters); what is converted "
                 "is without them too"
@@ -164,31 +121,22 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
     lead = folder.models[model_rank, 0]
     found: dict[str, Tensor] = {}
     for name, shape in (lead.frozen_shapes or {}).items():
-        numel = int(np.prod(shape, dtype=np.int64))
-        # The cut of stage 3: W parts of ceil(numel / W), of which the last may be shorter or empty.
-        pieces = Layout([numel]).pieces(np.arange(world + 1) * -(-numel // world))
+        pieces = stage3_group(0, model_rank, {name: shape}, world).pieces
         rows: list[tuple[int, int, int, int]] = []
         dtypes: list[str] = []
         for rank, start, length in zip(pieces.shard.tolist(), pieces.item_start.tolist(), pieces.length.tolist()):
             model = folder.models.get((model_rank, rank))
             ref = model.frozen_fragments.get(name) if model else None
             if model is None or ref is None or ref.numel < length or not ref.contiguous:
-                folder.problems.append(
-                    Problem(
-                        "a fragment of a frozen parameter is missing or too short",
-                        model.name if model else f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_model_states.pt",
-                        rank,
-                        parameter=name,
-                    )
-                )
+                what = "a fragment of a frozen parameter is missing or too short"
+                file = model.name if model else f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_model_states.pt"
+                folder.add_problem(what, file=file, rank=rank, parameter=name)
                 continue
             dtypes.append(ref.dtype)
             rows.append((model.file, model.source.place(ref), start, length))
         if len(set(dtypes)) > 1:
-            kinds = ", ".join(sorted(set(dtypes)))
-            folder.problems.append(
-                Problem("fragments of a frozen parameter are of several dtypes", parameter=name, found=kinds)
-            )
+            what = "fragments of a frozen parameter are of several dtypes"
+            folder.add_problem(what, parameter=name, found=", ".join(sorted(set(dtypes))))
         own = lead.frozen_fragments.get(name)
         dtype = dtypes[0] if dtypes else own.dtype if own else "float32"
         fragments = Fragments.of(rows)
@@ -207,7 +155,7 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
         match = shards.LAYER.fullmatch(file.name)
         if match is None:
             continue
-        try:
+        with collected(folder.problems, file.name):
             source = read_torch_file(folder.path / file.name)
             folder.records[index] = record_table(source)
             root = metadata.mapping(source.root, "a layer", str(folder.path / file.name))
@@ -225,8 +173,4 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
                 elif not known:
                     kind = "buffer" if name in buffers else "frozen"
                     found.append((int(match[2]), whole_tensor(name, kind, value, index, source, kind)))
-        except RefusedFile:
-            raise
-        except CheckpointError as error:
-            folder.problems.append(Problem.of_error(error, file.name))
     return found

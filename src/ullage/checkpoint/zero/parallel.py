@@ -1,4 +1,4 @@
-"""Joining of the slices that tensor-parallel ranks hold, by the patterns of ``universal_checkpoint_info``.
+"""Joining of slices over tensor-parallel ranks, by the patterns of ``universal_checkpoint_info``, and over stages.
 
 Megatron-DeepSpeed saves lists of regular expressions (``re.match``, at most one match a list) that say, by the name of
 a parameter, what its slices are: replicas, parts along dim 0 (the default) or dim 1 (row parallel), parts of several
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
-from ullage.checkpoint.numbers import CodedBlocks
+from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice, Tensor
+from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
+from ullage.checkpoint.zero.folder import Folder
 from ullage.errors import CheckpointError
 
 _MAX_VERSION = 0.5
@@ -28,13 +32,20 @@ _MAX_VERSION = 0.5
 _MAX_SUB_PARAMETERS = 1 << 16
 _INFO = "universal_checkpoint_info"
 _UNDESCRIBED = "autotp_unsupported_parameter_patterns"
+#: Lists of patterns of parameters of which each slice has all elements, and how these join.
+_WHOLE: dict[str, Literal["replicated", "average"]] = {
+    "tp_replicated_parameter": "replicated",
+    "parameter_to_average": "average",
+}
 #: Lists of patterns that say how slices join.
-_CATEGORIES = (
-    "tp_replicated_parameter",
-    "parameter_to_average",
-    "parameter_with_2_sub_params_cat_dim_0",
-    "parameter_with_row_parallelism",
-)
+_CATEGORIES = (*_WHOLE, "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism")
+#: By tensor-parallel rank: the slice, its dtype, and its parameter group.
+Parts = dict[int, tuple[Slice, str, int | None]]
+#: By name and key, then by pipeline stage.
+Stages = dict[tuple[str, str], dict[int, Parts]]
+#: A folder that claims more than ``_LEAST`` ranks, of which fewer than one in ``_RATIO`` is there, is not looked into:
+#: the number is damage, and everything that is allocated per rank would grow with it.
+_LEAST, _RATIO = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -46,30 +57,18 @@ class SubParameters:
     partition_dim: int
 
 
-def _fused_parameters(info: dict[str, Any], where: str) -> list[SubParameters]:
-    entry = f"parameter_with_sub_params of {_INFO}"
-    found = []
-    for given in metadata.sequence(info.get("parameter_with_sub_params"), entry, where):
-        held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
-        shape = tuple(
-            tuple(metadata.integers(d, entry, where))
-            if isinstance(d, (list, tuple))
-            else metadata.integer(d, entry, where, least=-1)
-            for d in metadata.sequence(held.get("shape"), entry, where)
-        )
-        dim = metadata.integer(held.get("partition_dim"), entry, where)
-        if dim >= len(shape):
-            raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
-        found.append(SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim))
-    return found
-
-
-def _shard_widths(info: dict[str, Any], where: str) -> dict[Any, list[list[int]]]:
-    entry = f"sub_param_shard_widths of {_INFO}"
-    return {
-        pattern: [metadata.integers(row, entry, where) for row in metadata.sequence(rows, entry, where)]
-        for pattern, rows in metadata.mapping(info.get("sub_param_shard_widths"), entry, where).items()
-    }
+def _fused_parameter(given: Any, entry: str, where: str) -> SubParameters:
+    held = metadata.mapping(getattr(given, "state", None) or given, entry, where)
+    shape = tuple(
+        tuple(metadata.integers(d, entry, where))
+        if isinstance(d, (list, tuple))
+        else metadata.integer(d, entry, where, least=-1)
+        for d in metadata.sequence(held.get("shape"), entry, where)
+    )
+    dim = metadata.integer(held.get("partition_dim"), entry, where)
+    if dim >= len(shape):
+        raise metadata.malformed(entry, where, f"a shape of more than {dim} dims", shape)
+    return SubParameters(metadata.regexes(held.get("patterns"), entry, where), shape, dim)
 
 
 @dataclass
@@ -110,8 +109,14 @@ class Patterns:
         if self._lists.get("vocabulary_parameter_patterns"):
             size = self.info.get("original_vocab_size")
             self.vocab_size = metadata.integer(size, f"original_vocab_size of {_INFO}", self.where)
-        self._fused = _fused_parameters(self.info, self.where)
-        self.widths = _shard_widths(self.info, self.where)
+        entry = f"sub_param_shard_widths of {_INFO}"
+        self.widths: dict[Any, list[list[int]]] = {
+            pattern: [metadata.integers(row, entry, self.where) for row in metadata.sequence(rows, entry, self.where)]
+            for pattern, rows in metadata.mapping(self.info.get("sub_param_shard_widths"), entry, self.where).items()
+        }
+        entry = f"parameter_with_sub_params of {_INFO}"
+        listed = metadata.sequence(self.info.get("parameter_with_sub_params"), entry, self.where)
+        self._fused = [_fused_parameter(given, entry, self.where) for given in listed]
         self.affine = AffineMaps(self.info, self.where)
 
     def require_described(self, name: str) -> None:
@@ -194,18 +199,15 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
 
 def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Joint:
     """How the slices join, by the lists of patterns. Raises ``CheckpointError`` for slices that do not fit together."""
-    first = slices[0].shape
-    tp = len(slices)
     extra: dict[str, Any] = {}
     # The pattern that matches says what the slices are: replicas, values to average, or bands along one dim.
     sub = patterns.sub_parameters(name)
     bands: list[Band]
-    if patterns.match("tp_replicated_parameter", name):
-        _same_shapes(name, slices)
-        return Joint(first, Merge("replicated") if tp > 1 else Merge(), extra)
-    if patterns.match("parameter_to_average", name):
-        _same_shapes(name, slices)
-        return Joint(first, Merge("average") if tp > 1 else Merge(), extra)
+    for category, kind in _WHOLE.items():
+        if patterns.match(category, name):
+            if len({s.shape for s in slices}) > 1:
+                raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
+            return Joint(slices[0].shape, Merge(kind) if len(slices) > 1 else Merge(), extra)
     if patterns.match("parameter_with_2_sub_params_cat_dim_0", name):
         if not all(s.shape for s in slices):
             raise CheckpointError("a parameter of two halves without a dim", where=name)
@@ -241,11 +243,15 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
     if shape and patterns.match("expert_parameter", name):
         extra |= {"is_expert_param": True, "ep_num_experts": shape[0]}
     # 3. Bands that are contiguous runs of the whole need no merging: their fragments address the whole.
-    if merge.kind == "columns" and (merge.outer == 1 or len(slices) == 1):
-        joined = _flattened(slices, merge, math.prod(shape), item_bytes)
-        return Joined(shape, (_whole(slices, shape, joined),), Merge(), extra)
+    bands = merge.bands
+    if len(slices) == 1 and all(b.begin == b.at for b in bands) and sum(b.width for b in bands) == merge.size:
+        merge = Merge()  # nothing was cut, and its sub-parameters already lie in order
+    numel = math.prod(shape)
+    if merge.kind == "columns" and merge.outer == 1:
+        return Joined(shape, (_whole(slices, shape, flattened(slices, merge, numel, item_bytes)),), Merge(), extra)
     if merge.kind == "flat":
-        cut = slices[0].fragments.window(0, math.prod(shape), item_bytes)
+        held = slices[0].fragments
+        cut = held if math.prod(slices[0].shape) <= numel else held.window(0, numel, item_bytes)
         return Joined(shape, (_whole(slices, shape, cut),), merge, extra)
     return Joined(shape, tuple(slices), merge, extra)
 
@@ -253,11 +259,6 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
 def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) -> Slice:
     """One slice that holds the whole, from ``fragments`` of several."""
     return Slice(slices[0].model_rank, shape, fragments, CodedBlocks.join([s.blocks for s in slices]))
-
-
-def _same_shapes(name: str, slices: list[Slice]) -> None:
-    if len({s.shape for s in slices}) > 1:
-        raise CheckpointError("replicas differ in shape", where=name, found=[list(s.shape) for s in slices])
 
 
 def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
@@ -347,23 +348,113 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     return dim, tuple(shape), widths, SubParameters(sub.patterns, tuple(kept), dim)
 
 
-def _flattened(slices: list[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
+def flattened(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
     """The fragments of bands that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
     parts = []
     for band in merge.bands:
-        whole = merge.outer if len(slices) == 1 else 1
-        if len(slices) == 1 and len(merge.bands) == 1:  # nothing was cut: the slice is the whole
-            if limit >= math.prod(slices[0].shape):
-                return slices[0].fragments
-            parts.append(slices[0].fragments.window(0, min(limit, whole * band.width * merge.inner), item_bytes))
-            break
-        if whole > 1:  # one slice: its sub-parameters already lie in order
-            parts.append(slices[0].fragments.window(0, limit, item_bytes))
-            break
         # Nothing comes before the dim, so a band is one run: of its slice from ``begin`` on, of the whole from ``at``
         # on. ``moved`` shifts its fragments from the one address to the other.
         begin, at = band.begin * merge.inner, band.at * merge.inner
         width = max(0, min(band.width * merge.inner, limit - at))
-        piece = slices[band.slice].fragments.window(begin, begin + width, item_bytes)
-        parts.append(piece.moved(at - begin))
+        parts.append(slices[band.slice].fragments.window(begin, begin + width, item_bytes).moved(at - begin))
     return Fragments.join(parts)
+
+
+def require_plausible(folder: Folder, what: str, claimed: int, there: int) -> None:
+    """Raise ``CheckpointError`` for a number of ranks of which almost none is there, before memory depends on it."""
+    if claimed > max(_LEAST, _RATIO * there):
+        raise CheckpointError(
+            f"the files say that {claimed} {what}, and almost none is there",
+            where=str(folder.path),
+            expected=claimed,
+            found=there,
+            hint="copy the folder again from where it was saved",
+        )
+
+
+def parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
+    """(tensor-parallel, pipeline-parallel) sizes, as the files say or as their names show."""
+    degrees = folder.models[min(folder.models)].degrees
+    if degrees is not None:
+        require_plausible(folder, "model ranks wrote it", degrees[0] * degrees[1], model_ranks)
+        return degrees
+    # A pipeline module's layer files have the tensor-parallel rank in their names; without any, there is one stage.
+    layers = [m for m in (shards.LAYER.fullmatch(f.name) for f in folder.files) if m]
+    tp = len({int(m[2]) for m in layers}) if layers else model_ranks
+    return max(1, tp), max(1, model_ranks // max(1, tp))
+
+
+@dataclass
+class Joining:
+    """Joining of slices over tensor-parallel ranks, and over the pipeline stages that hold one name.
+
+    Attributes:
+        folder: gets the problems and notes.
+        patterns: how the slices of a name join.
+        tp: number of tensor-parallel ranks; a model rank is pipeline stage · ``tp`` + tensor-parallel rank.
+    """
+
+    folder: Folder
+    patterns: Patterns
+    tp: int
+
+    def stage_of(self, slices: Stages, name: str, key: str, model_rank: int) -> tuple[Parts, int]:
+        """Of one name and key: the slices of the model rank's pipeline stage, and its tensor-parallel rank."""
+        return slices.setdefault((name, key), {}).setdefault(model_rank // self.tp, {}), model_rank % self.tp
+
+    def joined(self, slices: Stages, kind: str = "parameter") -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """The tensors, and pairs of those that several stages, or choices of ranks, hold and that must be equal.
+
+        Of several stages the first one's tensor is taken; a conversion compares it with the others.
+        """
+        tensors: list[Tensor] = []
+        twins: list[tuple[Tensor, Tensor]] = []
+        for (name, key), stages in slices.items():
+            # One tensor per stage. If any of them cannot be made, its problem is noted and the name is left out.
+            made = [self._of_stage(name, key, stages[stage], kind) for stage in sorted(stages)]
+            if not all(made):
+                continue
+            twins += [(tensor, copy) for tensor, *copies in made for copy in copies]
+            first, *others = (tensor for tensor, *_ in made)
+            tensors.append(first)
+            for other in others:
+                if (other.shape, other.dtype) == (first.shape, first.dtype):
+                    twins.append((first, other))
+                    continue
+                what = f"pipeline stages hold different tensors of one name ({key})"
+                one, two = (f"{t.dtype} {list(t.shape)}" for t in (first, other))
+                self.folder.add_problem(what, parameter=name, expected=one, found=two)
+            if others and key in ("fp32", "frozen"):
+                note = f"{name} is in {len(made)} pipeline stages; they are compared, and the first is taken"
+                self.folder.notes.append(note)
+        return tensors, twins
+
+    def _of_stage(self, name: str, key: str, parts: Parts, kind: Any) -> list[Tensor]:
+        """The tensor that the ranks of one stage hold; none, and a problem, where it cannot be made.
+
+        Further ones are the same tensor, taken from other ranks that must hold the same elements.
+        """
+        lead, dtype, group = parts[min(parts)]
+        for rank in sorted(set(range(self.tp)) - set(parts)):
+            # What a rank holds no element of is in no flat buffer; only the map tells that from a loss.
+            shape = self.patterns.affine.empty_slice(name, rank)
+            if shape is None:
+                self.folder.add_problem(f"no slice of {key} on tensor-parallel rank {rank}", parameter=name)
+                return []
+            parts[rank] = Slice(lead.model_rank, shape, Fragments.of([]), lead.blocks), dtype, group
+        slices = [parts[t][0] for t in range(self.tp)]
+        dtypes = sorted({part[1] for part in parts.values()})
+        if len(dtypes) > 1:
+            what = f"slices of {key} are of several dtypes"
+            self.folder.add_problem(what, parameter=name, found=", ".join(dtypes))
+            return []
+        if len({s.blocks is None for s in slices}) > 1:
+            self.folder.add_problem(f"slices of {key} are 8-bit on some ranks only", parameter=name)
+            return []
+        try:
+            whole = join(name, slices, self.patterns, ITEM_BYTES[dtype] if slices[0].blocks is None else 1)
+        except CheckpointError as error:
+            self.folder.problems.append(Problem.of_error(error, parameter=error.where or name))
+            return []
+        first = Tensor(name, key, whole.shape, dtype, kind, whole.slices, whole.merge, group, whole.extra)
+        return [first, *(replace(first, slices=slices, merge=merge) for slices, merge in whole.others)]

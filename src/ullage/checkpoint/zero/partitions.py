@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,25 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
         # The last ranks may have less of it, or nothing: cuts reach past the end of the layout, where no piece is.
         share = -(-numel // world)
         pieces = Layout([numel]).pieces(np.arange(world + 1) * share)
-        rows.append(Pieces(pieces.item + item, pieces.shard, pieces.item_start, pieces.shard_start + at, pieces.length))
+        rows.append(replace(pieces, item=pieces.item + item, shard_start=pieces.shard_start + at))
         at += share
     # Parameter by parameter, so ordered by item, as ``Pieces`` must be.
-    fields = ("item", "shard", "item_start", "shard_start", "length")
-    joined = [np.concatenate([getattr(r, f) for r in rows]) if rows else np.zeros(0, np.int64) for f in fields]
-    return Group(index, model_rank, tuple(named), Pieces(*joined), at, world)
+    joined = {
+        field.name: np.concatenate([getattr(row, field.name) for row in rows] or [np.zeros(0, np.int64)])
+        for field in fields(Pieces)
+    }
+    return Group(index, model_rank, tuple(named), Pieces(**joined), at, world)
+
+
+def rows_by_rank(group: Group) -> list[list[tuple[int, int, int, int]]]:
+    """By rank: (number of the parameter, elements, start in the partition, start in the parameter), in order."""
+    pieces = group.pieces
+    order = np.lexsort((pieces.shard_start, pieces.shard))
+    columns = (pieces.shard, pieces.item, pieces.length, pieces.shard_start, pieces.item_start)
+    found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(group.num_shards)]
+    for shard, item, length, begin, start in zip(*(column[order].tolist() for column in columns)):
+        found[shard].append((item, length, begin, start))
+    return found
 
 
 def undealt(names: list[str], ranks: int) -> list[str]:
@@ -89,13 +103,8 @@ def fragments_of(
     for rank, shard in mine.items():
         flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
         if flat is None or flat.dtype != dtype or (flat.coded is None) != (first.coded is None):
-            folder.add_problem(
-                f"state {key} is missing or of another dtype",
-                shard,
-                group=group.index,
-                expected=dtype,
-                found=flat and flat.dtype,
-            )
+            facts = {"expected": dtype, "found": flat and flat.dtype}
+            folder.add_problem(f"state {key} is missing or of another dtype", shard, group=group.index, **facts)
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
         if flat.coded is not None:
@@ -138,21 +147,11 @@ def _compare_lengths(
     for rank in np.unique(pieces.shard[short]).tolist():
         first = int(np.flatnonzero(short & (pieces.shard == rank))[0])
         end = int((pieces.shard_start + pieces.length)[pieces.shard == rank].max())
-        folder.add_problem(
-            f"the shard is too short for {key}",
-            mine[rank],
-            group=group.index,
-            parameter=group.names[int(pieces.item[first])],
-            expected=f"at least {end} elements",
-            found=str(int(numel[rank])),
-        )
+        facts = {"expected": f"at least {end} elements", "found": str(int(numel[rank]))}
+        name = group.names[int(pieces.item[first])]
+        folder.add_problem(f"the shard is too short for {key}", mine[rank], group=group.index, parameter=name, **facts)
     for rank, shard in mine.items():
         # A longer shard would mean another layout than the one derived, so its elements may be of other parameters.
         if numel[rank] > group.shard_size:
-            folder.add_problem(
-                f"the shard is too long for {key}",
-                shard,
-                group=group.index,
-                expected=f"{group.shard_size} elements",
-                found=str(int(numel[rank])),
-            )
+            facts = {"expected": f"{group.shard_size} elements", "found": str(int(numel[rank]))}
+            folder.add_problem(f"the shard is too long for {key}", shard, group=group.index, **facts)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
@@ -26,31 +25,28 @@ from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.numbers import ITEM_BYTES
-from ullage.checkpoint.zero import expert_weights, modules, muon, plain, shards
-from ullage.checkpoint.zero.agreement import compare_mappings, require_agreement, require_ranks
-from ullage.checkpoint.zero.details import WRAPPER, Details
-from ullage.checkpoint.zero.expert_layers import layers_of
-from ullage.checkpoint.zero.expert_parts import FlatBuffer, dense_ranks, experts_of, parts_of
-from ullage.checkpoint.zero.folder import Folder, read_files
-from ullage.checkpoint.zero.joining import Stages, join_stages, parallel_sizes, require_plausible
-from ullage.checkpoint.zero.kinds import require_known_kind, shard_groups, unsaved_state
-from ullage.checkpoint.zero.muon import Momentum, taken_momentum
-from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero import modules
+from ullage.checkpoint.zero.agreement import (
+    compare_mappings,
+    require_agreement,
+    require_known_kind,
+    require_ranks,
+    shard_groups,
+    unsaved_state,
+)
+from ullage.checkpoint.zero.expert_layers import Experts, FlatBuffer, dense_ranks, router_copies, untrained_experts
+from ullage.checkpoint.zero.folder import Folder
+from ullage.checkpoint.zero.parallel import Joining, Patterns, Stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
 from ullage.checkpoint.zero.shards import ShardFile
-from ullage.checkpoint.zero.states import Uncut, compare_uncut
+from ullage.checkpoint.zero.states import MOMENTUM, WRAPPER, Details, Momentum, Uncut, compare_uncut, taken_momentum
 from ullage.errors import CheckpointError
 
 
-def read_zero(path: Path) -> Inventory:
-    """The inventory of a ZeRO folder (the tag's), or of stage 0. Raises ``CheckpointError`` when it is neither."""
-    # 1. The description of every file, and whether all files are there and agree.
-    folder = Folder(path, shards.sort_files(path))
-    read_files(folder)
-    if plain.is_plain(folder):
-        if folder.experts:
-            raise RefusedFile("experts without ZeRO are not supported", where=str(path))
-        return plain.read_plain(folder)
+def read_shards(folder: Folder) -> Inventory:
+    """The inventory of a folder of ZeRO shards. Raises ``CheckpointError`` where it holds none."""
+    # 1. Whether all files are there and agree.
+    path = folder.path
     require_known_kind(folder)
     first = _first(folder)
     lead = folder.models[min(folder.models)]
@@ -64,26 +60,26 @@ def read_zero(path: Path) -> Inventory:
     require_ranks(folder, world, range(tp * pp), copies)
     require_agreement(folder)
     for model in folder.models.values():
-        model.aliases |= expert_weights.router_copies(model)
+        model.aliases |= router_copies(model)
     saved = first.root.get("optimizer_state_dict", {})
     info = lead.info or saved.get("universal_checkpoint_info")
     patterns = Patterns(metadata.mapping(info, "universal_checkpoint_info", str(path)), str(path))
     if tp > 1 and not info:
         folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
     # 2. Slices of trained parameters, rank by rank, then joined over tensor- and pipeline-parallel ranks.
-    found = _Found()
+    joining = Joining(folder, patterns, tp)
+    found = _Trained(joining, world)
     for model_rank in model_ranks:
-        _read_model_rank(folder, model_rank, world, tp, found)
-    tensors, twins = join_stages(folder, found.slices, patterns, tp)
+        found.read(model_rank)
+    tensors, twins = joining.joined(found.slices)
     # 3. Tensors that no optimizer holds.
     trained = {name for name, _ in found.slices}
-    more_files = expert_weights.untrained(folder, trained)
-    untrained, more = modules.frozen_and_buffers(folder, world, tp, patterns, trained, more_files)
+    others = untrained_experts(folder, trained)
+    untrained, more = modules.frozen_and_buffers(joining, world, trained, others)
     modules.note_left_out_parameters(folder)
     if unused := patterns.unused():
         folder.notes.append(f"patterns that match no parameter: {unused[:20]}")
-    steps = _steps(folder)
-    dealt = any(shard.round_robin and shard.stage < 3 for shard in folder.shards.values())
+    details = _details(folder, found)
     return Inventory(
         folder=path,
         format="zero",
@@ -91,40 +87,47 @@ def read_zero(path: Path) -> Inventory:
         files=tuple(folder.files),
         tensors=(*tensors, *untrained),
         groups=tuple(folder.groups),
-        steps={group: value for group, (value, _) in steps.items()},
-        aliases=modules.aliases_of(folder),
+        steps={group: value for group, (value, _) in details.steps.items()},
+        aliases=folder.aliases,
         notes=tuple(dict.fromkeys(folder.notes)),
         read_problems=tuple(folder.problems),
         records=folder.records,
         twins=(*twins, *more, *found.twins),
         optimizer_problems=(*unsaved_state(folder), *(p for uncut in found.uncut.values() for p in uncut.problems)),
-        details=Details(
-            {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
-            {m: s for (m, d), s in sorted(folder.models.items()) if d == 0},
-            steps,
-            _param_groups(first),
-            found.uncut,
-            names=_names_in_order(folder, tp) if dealt else None,
-            wrapper={key: saved[key] for key in WRAPPER if key in saved},
-            global_step=_global_step(folder),
-            shapes=found.shapes,
-        ),
+        details=details,
     )
 
 
-def _names_in_order(folder: Folder, tp: int) -> list[list[str]]:
-    """By parameter group, the names in the order that the optimizer was given, which round robin has changed."""
-    found: dict[int, list[str]] = {}
-    for group in folder.groups:
-        if group.model_rank % tp:
-            continue  # the tensor-parallel ranks of a stage have the same names
-        found.setdefault(group.index, []).extend(undealt(list(group.names), group.num_shards))
-    return [list(dict.fromkeys(found[index])) for index in sorted(found)]
-
-
-def _global_step(folder: Folder) -> int | None:
-    steps = folder.models[min(folder.models)].root.get("global_steps")
-    return steps if type(steps) is int else None
+def _details(folder: Folder, found: _Trained) -> Details:
+    """What writers of other formats need beside the tensors."""
+    first, lead = folder.shards[min(folder.shards)], folder.models[min(folder.models)]
+    # Step and its dtype by parameter group, from the first shard that has the group.
+    steps: dict[int, tuple[Any, str | None]] = {}
+    for _, shard in sorted(folder.shards.items()):
+        for scalar, dtype, group in zip(shard.scalars, shard.step_dtypes, shard.group_of):
+            steps.setdefault(group, (scalar.get("step"), dtype))
+    # An elastic file holds no hyperparameters, and gets one entry per group.
+    saved = first.root.get("optimizer_state_dict", {})
+    step = saved.get("base_optimizer_state_step")
+    own = {} if step is None else {"step": step}
+    names: dict[int, list[str]] = {}
+    for each in folder.groups:
+        # In the order that the optimizer was given, which round robin has changed; tensor-parallel ranks have the same.
+        if each.model_rank % found.joining.tp == 0:
+            names.setdefault(each.index, []).extend(undealt(list(each.names), each.num_shards))
+    dealt = any(shard.round_robin and shard.stage < 3 for shard in folder.shards.values())
+    taken = lead.root.get("global_steps")
+    return Details(
+        {m: s for (m, d), s in sorted(folder.shards.items()) if d == 0},
+        {m: s for (m, d), s in sorted(folder.models.items()) if d == 0},
+        steps,
+        first.settings or [{"params": [i], **own} for i in range(len(first.flats))],
+        found.uncut,
+        names=[list(dict.fromkeys(names[index])) for index in sorted(names)] if dealt else None,
+        wrapper={key: saved[key] for key in WRAPPER if key in saved},
+        global_step=taken if type(taken) is int else None,
+        shapes=found.shapes,
+    )
 
 
 def _first(folder: Folder) -> ShardFile:
@@ -148,10 +151,12 @@ def _first(folder: Folder) -> ShardFile:
 
 
 @dataclass
-class _Found:
-    """Content of the model ranks.
+class _Trained:
+    """What the optimizer files hold, read model rank by model rank.
 
     Attributes:
+        joining: of slices; its folder gets groups, problems and notes.
+        world: number of data-parallel ranks.
         slices: of trained parameters, by (name, state key), pipeline stage and tensor-parallel rank.
         twins: pairs of tensors, or of slices of one, that two ranks hold and that must be equal.
         uncut: by model rank, the state that is not cut like the weights.
@@ -160,6 +165,8 @@ class _Found:
         shapes: by model rank with experts, the shapes of all parameters by group.
     """
 
+    joining: Joining
+    world: int
     slices: Stages = field(default_factory=dict)
     twins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     uncut: dict[int, Uncut] = field(default_factory=dict)
@@ -167,117 +174,86 @@ class _Found:
     experts: list[int] = field(default_factory=list)
     shapes: dict[int, list[Shapes]] = field(default_factory=dict)
 
-
-def _read_model_rank(folder: Folder, model_rank: int, world: int, tp: int, found: _Found) -> None:
-    """Add the slices of one model rank to ``found``, parameter by parameter and key by key.
-
-    Args:
-        folder: the files read; gets groups, problems and notes.
-        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
-        world: number of data-parallel ranks.
-        tp: number of tensor-parallel ranks.
-        found: gets the slices, and the state that is not cut.
-    """
-    model = folder.models.get((model_rank, 0))
-    # Shards of ranks beyond the world size are problems already (``require_ranks``), and have no partition here.
-    mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < world}
-    if model is None or not mine:
-        return
-    shapes = model.param_shapes or []
-    for rank, shard in sorted(mine.items()):
-        if len(shapes) != len(shard.flats):
-            folder.add_problem(
-                "groups disagree with param_shapes", shard, expected=str(len(shapes)), found=str(len(shard.flats))
-            )
-            del mine[rank]
-    if not mine:
-        return
-    lead = mine[min(mine)]
-    experts = experts_of(model, layers_of(folder, model, tp))
-    if experts.layers and lead.stage == 3:
-        raise RefusedFile("experts at ZeRO stage 3 are not supported", where=f"{folder.path / model.name}")
-    parts: list[FlatBuffer] = []
-    for index, named in enumerate(shapes):
-        cut = partial(_group, folder, index, model_rank)
-        parts += parts_of(folder, index, named, mine, world, experts, cut)
-    groups = [part.group for part in parts]
-    folder.groups += groups
-    found.ep |= experts.sizes
-    found.experts += [layer.total for layer in experts.layers.values()] if model_rank % tp == 0 else []
-    if experts.sizes:
-        found.shapes[model_rank] = [
-            {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}
-            for index in range(len(shapes))
-        ]
-    momenta = [taken_momentum(part.group, part.local, part.mine) for part in parts]
-    uncut = found.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
-    folder.notes += uncut.notes
-    for part in parts:
-        for key in lead.flats[part.group.index]:
-            # State that is no partition has no place in the layout; ``kept_whole`` carries it.
-            if key not in uncut.keys:
-                _add_slices(folder, part, key, tp, found.slices)
-    for part, momentum in zip(parts, momenta):
-        if momentum is not None:
-            _add_momentum(momentum, part.local, model_rank, tp, lead.group_of[part.group.index], found)
-    # Stage 3 writes no mappings.
-    if lead.stage < 3:
-        compare_mappings(folder, parts)
-
-
-def _add_slices(folder: Folder, part: FlatBuffer, key: str, tp: int, slices: Stages) -> None:
-    """Add one state of the parameters of a flat buffer to ``slices``; a stack of experts has a part in several.
-
-    Args:
-        folder: gets the problems.
-        part: the flat buffer.
-        key: which state of it.
-        tp: number of tensor-parallel ranks.
-        slices: gets the slices, and more fragments of those that it has.
-    """
-    group, lead = part.group, part.mine[min(part.mine)]
-    if key not in lead.flats[group.index]:
-        folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
-        return
-    dtype, fragments, blocks = fragments_of(folder, group, key, part.mine)
-    if blocks is not None:
-        folder.notes.append(f"group {group.index}: {key} is 8-bit in the files, and is decoded to float32")
-        if any(placed.rows is not None for placed in part.placed):
-            folder.add_problem("8-bit state of stacked experts is not supported", lead, group=group.index)
+    def read(self, model_rank: int) -> None:
+        """Add the slices of one model rank, parameter by parameter and key by key."""
+        folder, tp = self.joining.folder, self.joining.tp
+        model = folder.models.get((model_rank, 0))
+        # Shards of ranks beyond the world size are problems already (``require_ranks``), and have no partition here.
+        mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < self.world}
+        if model is None or not mine:
             return
-    for placed, pieces in zip(part.placed, fragments):
-        # A model rank is pipeline stage · tp + tensor-parallel rank.
-        there = slices.setdefault((placed.name, key), {}).setdefault(group.model_rank // tp, {})
-        whole = placed.moved(pieces, ITEM_BYTES[dtype])
-        if placed.rows is not None and group.model_rank % tp in there:
-            known, other, _ = there[group.model_rank % tp]
-            if other != dtype:
-                folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
-                continue
-            whole = Fragments.join([known.fragments, whole])
-        made = Slice(group.model_rank, placed.shape, whole, blocks)
-        there[group.model_rank % tp] = (made, dtype, lead.group_of[group.index])
+        shapes = model.param_shapes or []
+        for rank, shard in sorted(mine.items()):
+            if len(shapes) != len(shard.flats):
+                sizes = {"expected": str(len(shapes)), "found": str(len(shard.flats))}
+                folder.add_problem("groups disagree with param_shapes", shard, **sizes)
+                del mine[rank]
+        if not mine:
+            return
+        lead = mine[min(mine)]
+        experts = Experts.of(folder, model, tp)
+        if experts.layers and lead.stage == 3:
+            raise RefusedFile("experts at ZeRO stage 3 are not supported", where=f"{folder.path / model.name}")
+        parts: list[FlatBuffer] = []
+        for index, named in enumerate(shapes):
+            cut = partial(_group, folder, index, model_rank)
+            parts += experts.flat_buffers(index, named, mine, self.world, cut)
+        groups = [part.group for part in parts]
+        folder.groups += groups
+        self.ep |= experts.sizes
+        self.experts += [layer.total for layer in experts.layers.values()] if model_rank % tp == 0 else []
+        if experts.sizes:
+            self.shapes[model_rank] = [
+                {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}
+                for index in range(len(shapes))
+            ]
+        momenta = [taken_momentum(part.group, part.local, part.mine) for part in parts]
+        uncut = self.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
+        folder.notes += uncut.notes
+        for part in parts:
+            for key in lead.flats[part.group.index]:
+                # State that is no partition has no place in the layout; ``kept_whole`` carries it.
+                if key not in uncut.keys:
+                    self._add_slices(part, key)
+        for part, momentum in zip(parts, momenta):
+            if momentum is not None:
+                self._add_momentum(momentum, part, lead.group_of[part.group.index])
+        # Stage 3 writes no mappings.
+        if lead.stage < 3:
+            compare_mappings(folder, parts)
 
+    def _add_slices(self, part: FlatBuffer, key: str) -> None:
+        """Add one state of the parameters of a flat buffer; a stack of experts has a part in several."""
+        folder, group, lead = self.joining.folder, part.group, part.mine[min(part.mine)]
+        if key not in lead.flats[group.index]:
+            folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
+            return
+        dtype, fragments, blocks = fragments_of(folder, group, key, part.mine)
+        if blocks is not None:
+            folder.notes.append(f"group {group.index}: {key} is 8-bit in the files, and is decoded to float32")
+            if any(placed.rows is not None for placed in part.placed):
+                folder.add_problem("8-bit state of stacked experts is not supported", lead, group=group.index)
+                return
+        for placed, pieces in zip(part.placed, fragments):
+            there, rank = self.joining.stage_of(self.slices, placed.name, key, group.model_rank)
+            whole = placed.moved(pieces, ITEM_BYTES[dtype])
+            if placed.rows is not None and rank in there:
+                known, other, _ = there[rank]
+                if other != dtype:
+                    folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
+                    continue
+                whole = Fragments.join([known.fragments, whole])
+            there[rank] = Slice(group.model_rank, placed.shape, whole, blocks), dtype, lead.group_of[group.index]
 
-def _add_momentum(
-    momentum: Momentum, named: dict[str, tuple[int, ...]], model_rank: int, tp: int, group: int, found: _Found
-) -> None:
-    """Add the whole momenta of a Muon group; of several copies the first is taken, and the others must equal it.
-
-    Args:
-        momentum: of the group.
-        named: the shape of each parameter.
-        model_rank: pipeline stage · ``tp`` + tensor-parallel rank.
-        tp: number of tensor-parallel ranks.
-        group: the parameter group.
-        found: gets the slices, and the pairs to compare.
-    """
-    for name, copies in momentum.copies.items():
-        held = [Slice(model_rank, named[name], whole) for whole in copies]
-        parts = found.slices.setdefault((name, muon.KEY), {}).setdefault(model_rank // tp, {})
-        parts[model_rank % tp] = (held[0], momentum.dtype, group)
-        first, *others = (Tensor(name, muon.KEY, s.shape, momentum.dtype, "parameter", (s,)) for s in held)
-        found.twins += [(first, other) for other in others]
+    def _add_momentum(self, momentum: Momentum, part: FlatBuffer, group: int) -> None:
+        """Add the whole momenta of a Muon group; of several copies the first is taken, the others must equal it."""
+        model_rank = part.group.model_rank
+        for name, copies in momentum.copies.items():
+            held = [Slice(model_rank, part.local[name], whole) for whole in copies]
+            parts, rank = self.joining.stage_of(self.slices, name, MOMENTUM, model_rank)
+            parts[rank] = held[0], momentum.dtype, group
+            first, *others = (Tensor(name, MOMENTUM, s.shape, momentum.dtype, "parameter", (s,)) for s in held)
+            self.twins += [(first, other) for other in others]
 
 
 def _group(
@@ -302,20 +278,3 @@ def _group(
     if group.shard_size > least:  # some version aligned to more than 2W; the mappings will be compared
         folder.notes.append(f"group {index}: partitions of {group.shard_size} elements, where {least} would do")
     return group
-
-
-def _param_groups(shard: ShardFile) -> list[dict[str, Any]]:
-    """Hyperparameters by group; an elastic file holds no hyperparameters, and gets one entry per group."""
-    step = shard.root.get("optimizer_state_dict", {}).get("base_optimizer_state_step")
-    return shard.settings or [
-        {"params": [i]} | ({} if step is None else {"step": step}) for i in range(len(shard.flats))
-    ]
-
-
-def _steps(folder: Folder) -> dict[int, tuple[Any, str | None]]:
-    """Step and its dtype by parameter group, from the first shard that has the group."""
-    steps: dict[int, tuple[Any, str | None]] = {}
-    for _, shard in sorted(folder.shards.items()):
-        for scalar, dtype, group in zip(shard.scalars, shard.step_dtypes, shard.group_of):
-            steps.setdefault(group, (scalar.get("step"), dtype))
-    return steps

@@ -6,35 +6,64 @@ Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor-
     mp_rank_{MP}_model_states.pt                             the module, stages 1 and 2
     zero_pp_rank_{DP}_mp_rank_{MP}_model_states.pt           the module, stage 3
     layer_{L}-model_{TP}-model_states.pt                     layers of a pipeline module
-    layer_{L}_expert_{E}_mp_rank_{MP}_model_states.pt        experts, see ``experts``
+    layer_{L}_expert_{E}_mp_rank_{MP}_model_states.pt        experts, see ``expert_layers``
 
-Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19.
+State of the 8-bit optimizers of bitsandbytes (``adamw_bnb_8bit`` and the like) is found among a shard's tensors. A
+parameter of such an optimizer, which is a rank's whole partition here, has up to two states. State *i* is
+
+    state{i}     codes, uint8, one per element; or float32, in a partition of fewer than ``min_8bit_size`` elements
+    qmap{i}      the 256 values of the codes, float32
+    absmax{i}    one float32 scale per block of (today) 256 elements, from the first element of the partition
+
+and all of them may lie one dict deeper, under a name that hides them from FSDP. The size of a block is not saved; it
+follows from the number of scales. Two states are Adam's moments (AdamW, LAMB too) and get the names that DeepSpeed
+has for them. One state may be a momentum, a second moment or a sum: nothing says which, so it keeps its name.
+
+Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19; ``bitsandbytes/optim/optimizer.py``
+0.50.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
-from ullage.checkpoint.zero import blockwise, experts
-from ullage.checkpoint.zero.flat import FlatTensor
+from ullage.checkpoint.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
 from ullage.errors import CheckpointError
 
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-#: Group 1: number of the layer; group 2: tensor-parallel rank.
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+#: Group 1: number of the layer.
+LAYER = re.compile(r"layer_(\d+)-model_(?P<mp>\d+)-model_states\.pt")
+#: Groups: number of the layer, of the expert among all, of the model rank.
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+#: Written for experts without ZeRO, and by old versions with ZeRO, where it holds nothing.
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+#: Of versions that did not number the layers: the experts of all layers in one file.
+_UNNUMBERED = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+#: Kinds of file by name; of the ranks in it, ``dp`` is the data-parallel and ``mp`` the model rank.
+_KINDS: dict[re.Pattern[str], Literal["optimizer", "model", "layer", "expert"]] = {
+    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"): "optimizer",
+    re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"): "model",
+    LAYER: "layer",
+    _EXPERT: "expert",
+    _EXPERT_OPTIMIZER: "expert",
+}
+_OF_OLD = "a mixture of experts of a version that does not number its layers is not supported"
+_LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a newer one"
+_FOLDED = "AutoEP folded with tensor parallelism is not supported"
 #: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
 _SMALL_STATE = 1 << 16
+#: The entry of a state that holds what is quantised.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+#: Two states of these optimizers, by the names that all others have for them.
+_MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 @dataclass
@@ -97,6 +126,29 @@ class ModelFile:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class ExpertFile:
+    """The weights of one expert of one layer.
+
+    Attributes:
+        file: number of the file.
+        name: of the file.
+        layer: number among the layers with experts of its model rank.
+        expert: number among all experts of the layer.
+        model_rank: the rank among tensor- and pipeline-parallel ranks.
+        tensors: by name.
+        source: the file.
+    """
+
+    file: int
+    name: str
+    layer: int
+    expert: int
+    model_rank: int
+    tensors: dict[str, TensorRef]
+    source: TorchFile = field(repr=False)
+
+
 def sort_files(folder: Path) -> list[File]:
     """The files of a ZeRO folder whose names are known, by kind. Raises ``CheckpointError`` for experts of old."""
     files = []
@@ -104,28 +156,14 @@ def sort_files(folder: Path) -> list[File]:
     for path in sorted(
         folder.iterdir(), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p.name)]
     ):
-        name = path.name
         if not path.is_file():
             continue
-        size = path.stat().st_size
-        if match := _OPTIMIZER.fullmatch(name):
-            files.append(File(name, size, "optimizer", int(match[1]), int(match[2])))
-        elif match := _MODEL.fullmatch(name):
-            files.append(File(name, size, "model", 0, int(match[1])))
-        elif match := _MODEL3.fullmatch(name):
-            files.append(File(name, size, "model", int(match[1]), int(match[2])))
-        elif match := LAYER.fullmatch(name):
-            files.append(File(name, size, "layer", 0, int(match[2])))
-        elif match := experts.WEIGHTS.fullmatch(name):
-            files.append(File(name, size, "expert", None, int(match[3])))
-        elif match := experts.OPTIMIZER.fullmatch(name):
-            files.append(File(name, size, "expert", None, int(match[2])))
-        elif experts.UNNUMBERED.fullmatch(name):
-            raise RefusedFile(
-                "a mixture of experts of a version that does not number its layers is not supported",
-                where=f"{folder}: {name}",
-                hint="load it with the version that wrote it, and save it with a newer one",
-            )
+        if _UNNUMBERED.fullmatch(path.name):
+            raise RefusedFile(_OF_OLD, where=f"{folder}: {path.name}", hint=_LOAD_AND_SAVE)
+        for pattern, kind in _KINDS.items():
+            if match := pattern.fullmatch(path.name):
+                dp_rank = None if kind == "expert" else int(match.groupdict().get("dp") or 0)
+                files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"])))
     return files
 
 
@@ -135,7 +173,7 @@ def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFi
     root, where = source.root, str(folder / file.name)
     if not isinstance(root, dict) or "module" not in root:
         raise CheckpointError("not model states: no module in it", where=where)
-    experts.require_known(root, where)
+    _require_known(root, where)
     given = root.get("param_shapes")
     given = [given] if isinstance(given, dict) else given
     degrees = metadata.mapping(root.get("checkpoint_parallel_dimensions"), "checkpoint_parallel_dimensions", where)
@@ -158,6 +196,42 @@ def read_model(folder: Path, index: int, file: File) -> tuple[ModelFile, TorchFi
         info=metadata.mapping(root.get("universal_checkpoint_info"), "universal_checkpoint_info", where),
     )  # fmt: skip
     return model, source
+
+
+def read_expert(folder: Path, index: int, file: File) -> tuple[ExpertFile, TorchFile] | None:
+    """One file of an expert's weights; ``None`` for one of optimizer state that holds nothing.
+
+    Raises ``CheckpointError``.
+    """
+    source = read_torch_file(folder / file.name)
+    where = str(folder / file.name)
+    if _EXPERT_OPTIMIZER.fullmatch(file.name):
+        if metadata.mapping(source.root, "the content", where).get("optimizer") is not None:
+            raise RefusedFile(
+                "optimizer state of experts without ZeRO is not supported",
+                where=where,
+                hint="train with ZeRO stage 1 or 2, whose optimizer files can be read",
+            )
+        return None
+    match = _EXPERT.fullmatch(file.name)
+    assert match is not None
+    held = metadata.mapping(source.root, "the weights of an expert", where)
+    if "folding" in held:
+        raise RefusedFile(_FOLDED, where=where)
+    tensors = metadata.tensors(held, "the weights of an expert", where)
+    layer, expert, model_rank = (int(number) for number in match.groups())
+    return ExpertFile(index, file.name, layer, expert, model_rank, tensors, source), source
+
+
+def _require_known(root: dict[str, Any], where: str) -> None:
+    """Raise ``RefusedFile`` for model states with experts of a kind that is not read."""
+    if "folding" in root:
+        raise RefusedFile(_FOLDED, where=where)
+    if root.get("autoep_layers") and not root.get("ds_autoep_layers"):
+        raise RefusedFile("AutoEP without its layers' description is not supported", where=where)
+    counts = root.get("num_experts")
+    if counts and not isinstance(counts, (list, tuple)):
+        raise RefusedFile(_OF_OLD, where=where, hint=_LOAD_AND_SAVE)
 
 
 def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFile]:
@@ -184,7 +258,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
                 "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
             )
         flat, scalar = _split(source, master, state, f"{where}, group {i}")
-        flats.append(blockwise.decoded(flat))
+        flats.append(decoded(flat))
         scalars.append(scalar)
         step = state.get("step")
         dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
@@ -207,7 +281,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
         paddings=metadata.integers(optimizer.get("group_paddings"), "group_paddings", where),
         alignments=[metadata.integers(group, "param_alignment_paddings", where) for group in paddings],
         mappings=[_mapping(group, where) for group in mappings],
-        round_robin=round_robin(source.root.get("ds_config")),
+        round_robin=round_robin(source.root),
         scaled=_scaled(optimizer.get("loss_scaler")),
         group_of=groups,
         settings=settings,
@@ -253,7 +327,7 @@ def _states(
     state = metadata.mapping(base.get("state"), f"state of {entry}", where)
     found = []
     for identity, g in zip(ids, groups):
-        held = blockwise.unwrapped(dict(metadata.mapping(state.get(identity), f"state of {entry}", where)))
+        held = unwrapped(dict(metadata.mapping(state.get(identity), f"state of {entry}", where)))
         step = settings[g].get("step") if g < len(settings) else None
         # FusedAdam keeps the step in the group, not in the state of each parameter.
         if "step" not in held and step is not None:
@@ -305,8 +379,78 @@ def _scaled(scaler: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def round_robin(config: Any) -> bool | None:
-    """Whether a configuration of DeepSpeed asks for ``round_robin_gradients``; None where it does not tell."""
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        return None
-    return bool(config["zero_optimization"].get("round_robin_gradients", False))
+def zero_config(root: dict[str, Any]) -> dict[str, Any] | None:
+    """``zero_optimization`` of the configuration of DeepSpeed in a file; None where it does not tell."""
+    config = root.get("ds_config")
+    found = config.get("zero_optimization") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def offload_of(zero: dict[str, Any] | None) -> dict[str, Any]:
+    """``offload_optimizer`` of that configuration; empty where there is none."""
+    found = (zero or {}).get("offload_optimizer")
+    return found if isinstance(found, dict) else {}
+
+
+def round_robin(root: dict[str, Any]) -> bool | None:
+    """Whether the configuration in a file asks for ``round_robin_gradients``; None where it does not tell."""
+    zero = zero_config(root)
+    return None if zero is None else bool(zero.get("round_robin_gradients", False))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A flat tensor in a file.
+
+    Attributes:
+        dtype: of its elements.
+        numel: number of elements.
+        offset: byte of the file at which the first lies.
+        digest: of its content, for a small tensor whose length is not the partition's; else None.
+        coded: how its elements are decoded, where the file holds codes of one byte.
+    """
+
+    dtype: str
+    numel: int
+    offset: int
+    digest: str | None = None
+    coded: CodedPart | None = None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element in the file."""
+        return ITEM_BYTES[self.dtype] if self.coded is None else 1
+
+
+def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of one parameter without the dict in it that hides tensors from FSDP."""
+    inner = state.get(_WRAPPED)
+    if not isinstance(inner, dict):
+        return state
+    return {key: value for key, value in state.items() if key != _WRAPPED} | inner
+
+
+def decoded(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
+    """The tensors of a group by key, where codes with their scales and table are one float32 tensor.
+
+    What does not have the layout above stays as it is, to be refused by its name (``states``).
+    """
+    found = dict(flats)
+    first, second = flats.get("state1"), flats.get("state2")
+    # AdEMAMix keeps two moments in its first state, which then is no partition.
+    if first is None or (second is not None and second.numel != first.numel):
+        return found
+    for number in "12" if second is not None else "1":
+        codes, scales, table = (flats.get(f"{stem}{number}") for stem in ("state", "absmax", "qmap"))
+        if codes is None or codes.dtype != "uint8" or scales is None or table is None:
+            continue
+        block = block_size(codes.numel, scales.numel)
+        if block is None or table.numel != NUM_CODES or {scales.dtype, table.dtype} != {"float32"}:
+            continue
+        part = CodedPart(codes.offset, scales.offset, table.offset, codes.numel, block)
+        found[f"state{number}"] = replace(codes, dtype="float32", digest=None, coded=part)
+        del found[f"absmax{number}"], found[f"qmap{number}"]
+    if second is None:
+        return found
+    # What is still codes keeps its name, by which it is refused.
+    return {key if flat.dtype == "uint8" else _MOMENTS.get(key, key): flat for key, flat in found.items()}

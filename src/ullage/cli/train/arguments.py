@@ -58,14 +58,13 @@ DEFAULTS: dict[str, Any] = {
 def parse(argv: Sequence[str]) -> TrainCommand:
     """Parse the arguments of a call. Raises ``UsageError``, with near matches of an unknown name."""
     parser = Parser()
-    before, rest = _split_config(argv)
     flags: list[str] = []
-    for path in before:
+    for path in parser.given(argv).pop("config", ()):
         parser.where = path
         flags += parser.flags_of(_read_config(Path(path)))
         parser.parse_known_args(flags)  # while ``where`` is set, so that the error of a wrong value names the file
     parser.where = None
-    flags += rest
+    flags += argv
     given = parser.given(flags)
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
@@ -120,17 +119,6 @@ def _zero(given: dict[str, Any]) -> list[str]:
     return [f"--deepspeed={json.dumps({**settings, **dict.fromkeys(auto, 'auto')})}"]
 
 
-def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``--config`` values, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action="append", default=[])
-    try:
-        known, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise UsageError(str(error)) from error
-    return known.config, rest
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -157,7 +145,9 @@ class Parser(HfArgumentParser):
         self.where: str | None = None
         self.emptied: set[str] = set()
         super().__init__(cast(Any, KINDS), prog="ullage train", add_help=False, allow_abbrev=False)
-        self.add_argument("--config", metavar="FILE", help="a YAML file of these arguments; the command line wins")
+        self.add_argument(
+            "--config", action="append", metavar="FILE", help="a YAML file of these arguments; the command line wins"
+        )
         self._by_name = {action.dest: action for action in self._actions if action.option_strings}
         # A bare --resume_from_checkpoint means the last one.
         resume = self._by_name["resume_from_checkpoint"]
@@ -173,12 +163,12 @@ class Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, where=self.where, hint="see ullage train --help")
 
-    def given(self, flags: list[str]) -> dict[str, Any]:
+    def given(self, flags: Sequence[str]) -> dict[str, Any]:
         """The values of ``flags``, without defaults; ``None`` in a config file counts as said."""
         # argparse fills in no default where the namespace has a value, so what is not given keeps this mark.
         unsaid = object()
-        names = argparse.Namespace(**dict.fromkeys(self._by_name, unsaid))
-        said, _ = self.parse_known_args(flags, namespace=names)
+        names = {**dict.fromkeys(self._by_name, unsaid), "config": []}
+        said, _ = self.parse_known_args(flags, namespace=argparse.Namespace(**names))
         return {name: value for name, value in vars(said).items() if value is not unsaid}
 
     def near(self, name: str) -> str:

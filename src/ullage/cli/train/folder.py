@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
@@ -352,6 +353,32 @@ def _belongs_to_run(path: Path) -> bool:
     """
     beside = path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE
     return beside or is_unfinished(path)
+
+
+def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
+    """Raise ``CheckpointError`` for a checkpoint that this kind of run, with an axis flag or without, cannot continue.
+
+    The engine takes a plain Trainer's as well as its own; the Trainer takes the engine's only converted. ``asked``: the
+    run has such a flag.
+    """
+    if checkpoint is None:
+        return
+    # Only the engine saves a folder of this name; the Trainer saves weights and optimizer in files of their own.
+    is_engines = (checkpoint / MODEL_AND_OPTIMIZER).is_dir()
+    if asked and not is_engines and (checkpoint / "latest").is_file():
+        raise CheckpointError(
+            "a checkpoint of DeepSpeed's is not continued with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="continue it without them on one process, whose checkpoints they take, or convert it for fsdp.load "
+            "with ullage convert --to dcp",
+        )
+    if is_engines and not asked:
+        raise CheckpointError(
+            "this checkpoint was written with --dp, --cp or --tp",
+            where=str(checkpoint),
+            hint="give them again, in any layout (--dp 1 for one process), or make one that goes on without them: "
+            f"ullage convert {checkpoint} OTHER/{checkpoint.name} --to trainer",
+        )
 
 
 # The record

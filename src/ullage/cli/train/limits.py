@@ -83,21 +83,12 @@ def _tables(model: nn.Module) -> list[tuple[str, int]]:
 def within_positions(command: TrainCommand, model: nn.Module, say: Callable[[str], None]) -> TrainCommand:
     """The call, with a default ``--max_length`` that the model's positions allow, and a line where that is another.
 
-    The call itself stays as it is, so that it is recorded as it was typed. Raises ``InputError`` where the call says a
-    length above the positions.
+    The call itself stays as it is, so that it is recorded as it was typed. A length that the call gives is looked at
+    when those of the samples are known.
     """
-    limit, name, max_length = max_positions(model), type(model).__name__, command.data.max_length
-    # What is looked at when the lengths are known: that nothing is cut.
-    if limit is None or (max_length <= limit and (max_length or "max_length" in command.given)):
+    limit, name = max_positions(model), type(model).__name__
+    if limit is None or command.data.max_length <= limit or "max_length" in command.given:
         return command
-    if "max_length" in command.given:
-        raise InputError(
-            "sequences may be longer than the model has positions",
-            where="--max_length",
-            expected=f"at most {limit}, the positions of {name}",
-            found=max_length,
-            hint=f"give --max_length {limit}, or leave it out",
-        )
     say(f"sequences are cut to {limit} tokens, the positions of {name} (--max_length)")
     return replace(command, data=replace(command.data, max_length=limit))
 
@@ -124,18 +115,18 @@ def notes_on_lengths(command: TrainCommand, model: nn.Module, training: Any, hel
             found=room,
         )
     notes = (
-        _beyond(model, longest),
+        _beyond(model, longest, command.data.max_length),
         _unfilled(training.layout.lengths, min(batch, len(training)), rows, arguments.packing_capacity),
     )
     return [note for note in notes if note is not None]
 
 
-def _beyond(model: nn.Module, longest: int) -> str | None:
+def _beyond(model: nn.Module, longest: int, max_length: int) -> str | None:
     limit, name = max_positions(model), type(model).__name__
     if limit is not None and longest > limit:
         raise InputError(
             "a sequence is longer than the model has positions",
-            where="--max_length 0",
+            where=f"--max_length {max_length}",
             expected=f"at most {limit} tokens, the positions of {name}",
             found=longest,
             hint=f"give --max_length {limit}, which cuts longer ones",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+#: Slots a rank holds in a microbatch unless --packing_capacity is given: over axes every run is packed.
+_CAPACITY = 8192
 #: Seconds that the first rank has to say what is wrong with a call or its data, which every rank finds by itself.
 _FIRST_SPEAKS = 10.0
 
@@ -59,8 +61,15 @@ def train(ctx: typer.Context) -> None:
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
     from ullage.cli.train.data import datasets_of, samples_of
-    from ullage.cli.train.folder import Situation, begin, look_at, no_empty_folder, revisions_before, write_record
-    from ullage.cli.train.layout import require_layout_of
+    from ullage.cli.train.folder import (
+        Situation,
+        begin,
+        look_at,
+        no_empty_folder,
+        require_layout_of,
+        revisions_before,
+        write_record,
+    )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.progress import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
@@ -161,7 +170,6 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
 
-    from ullage.cli.train.layout import parallel_trainer
     from ullage.cli.train.progress import Progress, run_log, show_log
     from ullage.training import RaggedCollator, Trainer
 
@@ -173,7 +181,7 @@ def _trainer(
     given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
     trainer: Any
     with one_line_of("the run cannot begin", kinds=REFUSALS):
-        trainer = parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
+        trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -182,6 +190,24 @@ def _trainer(
     show_log(command)
     trainer.add_callback(run_log(command, trainer))
     return trainer, progress
+
+
+def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
+    """The trainer of a model that is spread over the axes that the call asks for; ``others`` as for the trainer."""
+    import torch
+
+    from ullage.engines import fsdp
+    from ullage.training import Trainer
+    from ullage.training.arguments import form_process_group
+
+    sizes, arguments = command.parallel, command.training
+    form_process_group(arguments)  # before the axes are made of its ranks
+    if arguments.packing_capacity is None:
+        arguments.packing_capacity = _CAPACITY
+    topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
+    dtype = torch.bfloat16 if arguments.bf16 else None
+    options: dict[str, Any] = {"cp_method": sizes.cp_method, "dp_replicate": sizes.dp_replicate, "dtype": dtype}
+    return Trainer(fsdp.parallelize(model, topology, **options), arguments, **others)
 
 
 def _train(

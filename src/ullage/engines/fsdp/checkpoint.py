@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ullage.checkpoint.formats.dcp_reading import LAYOUT
+from ullage.checkpoint.formats.dcp import LAYOUT
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.optimizer_state import OptimizerLoader, optimizer_state
+from ullage.engines.fsdp.optimizer import OptimizerLoader, optimizer_state
 from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.trainer_checkpoint import TrainerCheckpoint, is_trainer_checkpoint
 from ullage.engines.fsdp.weights import tied_names
@@ -149,9 +149,9 @@ def _load_trainer_checkpoint(
     reader.load()
 
 
-def is_checkpoint(folder: str | Path) -> bool:
-    """Whether ``folder`` is a whole checkpoint of torch's format."""
-    return (Path(folder) / ".metadata").is_file()
+def whole_weights(model: Any) -> dict[str, Any]:
+    """All weights of a sharded model by name, on rank 0; the others take part in gathering them and keep none."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
@@ -160,8 +160,7 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
     Collective; rank 0 gathers all weights in its memory. Raises on every rank if they could not be written.
     """
     parallel_of(model)
-    # Every rank takes part in gathering; with these two options only rank 0 keeps the tensors.
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = whole_weights(model)
 
     def write(staging: Path) -> None:
         if _rank() == 0:

@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import ullage.attention as packed_attention
+from ullage.attention.heads import loss_name, works_by_sequence
 from ullage.engines.fsdp import tensor_parallel
-from ullage.engines.fsdp.building import Source
-from ullage.engines.fsdp.objective import NEXT_TOKEN, objective_of, takes_row
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
-from ullage.engines.fsdp.trained import TrainedSharding
+from ullage.engines.fsdp.trained import TrainedParallel
+from ullage.engines.fsdp.weights import Source
 from ullage.errors import InputError, require_one_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
@@ -27,6 +28,10 @@ from ullage.training.packable import make_packable, require_equal_calls
 from ullage.training.sharding import ATTRIBUTE, sharding_of
 
 Model = TypeVar("Model", bound=nn.Module)
+#: What a loss is a mean over.
+NEXT_TOKEN, TOKEN, SEQUENCE = "next_token", "token", "sequence"
+#: The objective of transformers' losses beside the next token's.
+_OBJECTIVES = {"ForTokenClassification": TOKEN, "ForMaskedLM": TOKEN, "ForSequenceClassification": SEQUENCE}
 
 
 def parallelize(
@@ -83,9 +88,9 @@ def parallelize(
         source = Source.of(model, weights, seed)
     device = device_of_rank()
     if world.size == 1:
-        return _on_one_process(model, Parallel(topology, device, dtype=dtype, objective=objective), source, cpu_offload)
-    mesh, dp_cp = mesh_of(topology)
-    sharded, tp = dp_cp, mesh["tp"]
+        return _on_one_process(model, TrainedParallel(topology, device, dtype=dtype), source, cpu_offload)
+    mesh, sharded = mesh_of(topology)
+    tp = mesh["tp"]
     if dp_replicate > 1:
         hybrid = hybrid_mesh(mesh, dp_replicate)
         sharded, tp = hybrid["dp_replicate", "dp_shard_cp"], hybrid["tp"]
@@ -104,8 +109,7 @@ def parallelize(
     _shard(model, sharded, dtype, device if cpu_offload else None, reshard_after_forward)
     if source is not None:
         source.fill(model, torch.device("cpu") if cpu_offload else device)
-    made = Parallel(topology, device, mesh, sharded, cp_method, cp_fallback, dtype, objective, dp_replicate, dp_cp)
-    _leave(model, made)
+    _leave(model, TrainedParallel(topology, device, mesh, cp_method, cp_fallback, dtype, dp_replicate))
     return model
 
 
@@ -123,7 +127,7 @@ def _on_one_process(model: Model, parallel: Parallel, source: Source | None, cpu
 
 def _leave(model: Any, parallel: Parallel) -> None:
     """Tell whoever gets the model how it lies over the ranks, and accelerate that there is nothing left to wrap."""
-    setattr(model, ATTRIBUTE, TrainedSharding(parallel))
+    setattr(model, ATTRIBUTE, parallel)
     model._is_accelerate_prepared = True
 
 
@@ -154,7 +158,7 @@ def _check(model: Any, topology: Topology, world: int, dp_replicate: int) -> str
     refuse_learned_prompt(model)
     if sharding_of(model) is not None:
         raise InputError("this model is parallel already", found=type(model).__name__)
-    objective = objective_of(inner)
+    objective = _objective_of(inner)
     if topology.pp.size > 1:
         raise InputError("FSDP takes no pipeline stages", expected="pp 1", found=f"pp {topology.pp.size}")
     if topology.world_size != world:
@@ -209,7 +213,7 @@ def _require_context(model: Any, topology: Topology, method: str, fallback: bool
 
 def _put_attention(model: Any, objective: str) -> None:
     """Set the attention that keeps packed sequences apart, unless the model's forward takes their lengths itself."""
-    if not takes_row(model, objective):
+    if not _takes_row(model, objective):
         if getattr(model.config, "pad_token_id", None) is None:
             raise InputError(
                 "a classifier of sequences is run on padded rows, and finds their ends by the id of padding",
@@ -252,3 +256,29 @@ def _layers(model: Any) -> list[nn.Module]:
     inner: Any = bare(model)
     kinds = set(inner._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds and module is not model]
+
+
+def _objective_of(model: Any) -> str:
+    """What the loss of a model without its adapters is a mean over: tokens, or sequences.
+
+    Raises ``InputError`` for a model that is not trained here.
+    """
+    loss = model.loss_function
+    if "labels" in inspect.signature(model.forward).parameters:
+        # A loss that transformers does not list is the model's own, and is taken for a next-token loss.
+        if loss is ForCausalLMLoss or loss not in LOSS_MAPPING.values():
+            return NEXT_TOKEN
+        found = SEQUENCE if works_by_sequence(model) else _OBJECTIVES.get(loss_name(model) or "")
+        if found is not None and not getattr(model.config, "is_encoder_decoder", False):
+            return found
+    raise InputError(
+        "only causal language models, and classifiers of tokens or sequences, are trained by this engine",
+        expected="a model whose loss predicts the next token, or one class per token or sequence",
+        found=type(model).__name__,
+        hint="ullage.training.Trainer trains the others",
+    )
+
+
+def _takes_row(model: Any, objective: str) -> bool:
+    """Whether a microbatch runs as one packed row, and not padded."""
+    return objective != SEQUENCE or "cu_seq_lens_q" in inspect.signature(model.forward).parameters

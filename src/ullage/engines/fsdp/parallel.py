@@ -6,7 +6,6 @@ laid out by what the ranks themselves say: each tells its coordinates.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import ullage.attention as packed_attention
-from ullage.engines.fsdp.objective import NEXT_TOKEN
 from ullage.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import end_groups_at_exit
@@ -36,55 +33,23 @@ class Parallel:
         topology: of all ranks, with its groups.
         device: on which this rank computes.
         mesh: of dp, cp and tp; ``None`` on one process.
-        sharded: dp·cp of the mesh as one axis, over which parameters are sharded and gradients averaged, or with
-            dp_replicate the two axes of HSDP; ``None`` on one process.
         cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
         dtype: what layers compute in; ``None`` is that of their parameters.
         dp_replicate: groups of dp ranks that each hold all parameters.
-        dp_cp: the ranks that have different tokens, as one axis.
-        objective: what the loss is a mean over, see :mod:`ullage.engines.fsdp.objective`.
     """
 
     topology: Topology
     device: torch.device
     mesh: DeviceMesh | None = None
-    sharded: DeviceMesh | None = None
     cp_method: str = "auto"
     cp_fallback: bool = True
     dtype: torch.dtype | None = None
-    objective: str = NEXT_TOKEN
     dp_replicate: int = 1
-    dp_cp: DeviceMesh | None = None
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a forward of this model runs."""
-        if self.mesh is None and self.dtype is not None:  # no FSDP to cast its weights
-            return torch.autocast(self.device.type, self.dtype)
-        if self.mesh is None or self.topology.cp.size == 1:
-            return contextlib.nullcontext()
-        return packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
 
     @cached_property
     def cp(self) -> Axis:
         """The context-parallel axis, on the mesh's own group."""
         return Axis.from_group(None if self.mesh is None else self.mesh.get_group("cp"), "cp")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different microbatches."""
-        assert self.mesh is not None
-        return self.mesh.get_group("dp")
-
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses add up to the step's: dp·cp."""
-        assert self.dp_cp is not None
-        return self.dp_cp.get_group()
-
-    @property
-    def averaged_over(self) -> int:
-        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
-        return self.topology.dp.size * self.topology.cp.size
 
 
 def parallel_of(model: nn.Module) -> Parallel:
@@ -92,7 +57,7 @@ def parallel_of(model: nn.Module) -> Parallel:
     found: Any = sharding_of(model)
     if found is None:
         raise InputError("this model was not made parallel", found=type(model).__name__, hint="parallelize it first")
-    return found.parallel
+    return found
 
 
 def make_topology(*, dp: int | None = None, cp: int = 1, tp: int = 1) -> Topology:

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 import ullage.attention as packed_attention
 from ullage.batch import RaggedBatch
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
-from ullage.engines.fsdp.checkpoint import load, save
-from ullage.engines.fsdp.clipping import clip_grad_norm
-from ullage.engines.fsdp.optimizer import require_optimizer
+from ullage.engines.fsdp.checkpoint import load, save, whole_weights
+from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel
 from ullage.errors import InputError
-from ullage.ranks import Axis, Topology
+from ullage.ranks import Axis
 from ullage.training.arguments import AUTO
 
 #: Arguments that are not honoured for such a model, and the values that ask for nothing.
@@ -43,28 +41,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class TrainedSharding:
-    """:class:`ullage.training.sharding.Sharding` of a model that ``parallelize`` has made ``parallel``."""
-
-    def __init__(self, parallel: Parallel) -> None:
-        self.parallel = parallel
-
-    @property
-    def topology(self) -> Topology:
-        return self.parallel.topology
+class TrainedParallel(Parallel):
+    """:class:`ullage.training.sharding.Sharding` of a model that ``parallelize`` has spread."""
 
     @property
     def averaged_over(self) -> int:
-        return self.parallel.averaged_over
+        return self.topology.dp.size * self.topology.cp.size
 
     @cached_property
     def ranks_of_batch(self) -> list[list[int]]:
-        mesh = self.parallel.mesh
+        mesh = self.mesh
         return [[0]] if mesh is None else mesh.mesh.reshape(mesh.shape[0], -1).tolist()
 
     def require_trainable(self, arguments: Any) -> None:
         require_supported(arguments)
-        if arguments.bf16 and self.parallel.dtype is None:
+        if arguments.bf16 and self.dtype is None:
             raise InputError(
                 "bf16 is asked of a model whose layers compute in another type",
                 where="TrainingArguments.bf16",
@@ -74,18 +65,23 @@ class TrainedSharding:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with warnings.catch_warnings(), self.parallel.context():
+        inner: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.mesh is None and self.dtype is not None:  # no FSDP to cast its weights
+            inner = torch.autocast(self.device.type, self.dtype)
+        elif self.topology.cp.size > 1:
+            inner = packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
+        with warnings.catch_warnings(), inner:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: none here
             yield
 
     def keywords(self, batch: RaggedBatch) -> dict[str, Any] | None:
         if self.topology.cp.size == 1:
             return None
-        return packed_attention.shard_batch(batch, self.parallel.cp)
+        return packed_attention.shard_batch(batch, self.cp)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         if self.topology.cp.size > 1:
-            dist.all_reduce(loss, group=self.parallel.cp.require_group())
+            dist.all_reduce(loss, group=self.cp.require_group())
         return loss
 
     @contextlib.contextmanager
@@ -108,8 +104,7 @@ class TrainedSharding:
         require_optimizer(model, optimizer)
 
     def whole_weights(self, model: Any) -> dict[str, Tensor]:
-        # Every rank takes part in gathering; with these two options only rank 0 keeps the tensors.
-        return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+        return whole_weights(model)
 
     def save(self, checkpoint: Path, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
         states = {} if scheduler is None else {"scheduler": scheduler}

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ullage.checkpoint.formats.torch_optimizer import decaying_first
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.optimizer import make_state, names_of, require_optimizer
-from ullage.engines.fsdp.optimizer_state import IMPLEMENTATION
+from ullage.engines.fsdp.optimizer import IMPLEMENTATION, make_state, names_of, require_optimizer
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.errors import CheckpointError, first_line
 

@@ -1,4 +1,8 @@
-"""Weights in a folder of safetensors, read in parts: each rank takes the elements that it holds, and no more.
+"""Weights in a folder of safetensors, read in parts, and models that are built without theirs.
+
+Each rank takes the elements that it holds, and no more. A model that is on meta everywhere, or real on rank 0 alone, is
+cut first and gets its memory afterwards, a rank its own part: from a folder, or from rank 0, tensor by tensor. Only
+rank 0 ever holds the whole, and only where it is the source.
 
 Source: the format's own reader (``safetensors.safe_open``); the index of ``transformers.PreTrainedModel``.
 """
@@ -6,13 +10,21 @@ Source: the format's own reader (``safetensors.safe_open``); the index of ``tran
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from ullage.errors import CheckpointError
+from ullage.engines.fsdp import chunks
+from ullage.errors import CheckpointError, InputError
+from ullage.mixers.wrappers import bare
+from ullage.ranks import Axis
+from ullage.ranks.wire import gather_objects
 
 _FILE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 
@@ -126,3 +138,133 @@ def tied_names(model: Any) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [several for several in names.values() if len(several) > 1]
+
+
+#: Reads the elements of a tensor at these indices.
+Read = Callable[[tuple[slice, ...]], Tensor]
+
+
+class Source:
+    """The weights of a model that is on meta on this rank; ``None`` from :meth:`of` where every rank has its own.
+
+    Args:
+        model: of which all tensors, or on rank 0 none, are on meta.
+        weights: the folder that they are read from; None where rank 0 sends them.
+        held: on rank 0, where it sends them, the tensors by name.
+    """
+
+    def __init__(self, model: Any, weights: Path | None, held: dict[str, Tensor]) -> None:
+        self._folder = None if weights is None else WeightFolder(weights)
+        self._held = held
+        targets = dict(_persistent(model))
+        self._names = {} if self._folder is None else names_in(model, self._folder, targets, tied_names(model))
+        self._buffers: dict[str, Tensor] = {}
+        if self._folder is not None:
+            # What no file holds, such as rotary frequencies, is computed where a model is made.
+            twin = _twin(model)
+            self._buffers = {n: b for n, b in twin.named_buffers() if n not in self._names}
+
+    @classmethod
+    def of(cls, model: Any, weights: str | Path | None, seed: int | None) -> Source | None:
+        """The source of the weights that some rank lacks. Collective. Raises ``InputError`` where there is none."""
+        tensors = [*model.parameters(), *model.buffers()]
+        is_meta = [tensor.is_meta for tensor in tensors]
+        lacks = any(parameter.is_meta for parameter in model.parameters())
+        said: list[tuple[bool, bool]] = gather_objects((lacks, all(is_meta)), Axis.world())
+        if not any(lacking for lacking, _ in said):
+            if weights is not None or seed is not None:
+                name = "weights" if weights is not None else "seed"
+                raise InputError("this model has its weights already", where=name, expected="a model on meta")
+            return None
+        lacking = [rank for rank, (lacks, _) in enumerate(said) if lacks]
+        if any(not said[rank][1] for rank in lacking) or (0 not in lacking and len(lacking) < len(said) - 1):
+            raise InputError(
+                "some weights are on meta and some are not",
+                expected="all of them on all ranks, or on all ranks but the first",
+                found=f"on meta, in whole or part, on ranks {lacking}",
+            )
+        given = sum(each is not None for each in (weights, seed))
+        if given != (1 if 0 in lacking else 0):
+            raise InputError(
+                "this model has no weights yet" if 0 in lacking else "rank 0 has the weights already",
+                expected="one of weights=FOLDER and seed=NUMBER" if 0 in lacking else "neither weights nor seed",
+                found="parameters on the meta device" if not given else "both" if given > 1 else "one of them",
+            )
+        if weights is not None:
+            return cls(model, Path(weights), {})
+        held: dict[str, Tensor] = {}
+        if Axis.world().rank == 0:
+            source = model
+            if seed is not None:
+                # The caller's random numbers go on as if nothing had been drawn.
+                with torch.random.fork_rng():
+                    torch.manual_seed(seed)
+                    source = type(_unwrapped(model))(model.config)
+                source.to(next(model.parameters()).dtype)
+            held = {name: tensor.data for name, tensor in (*source.named_parameters(), *source.named_buffers())}
+        return cls(model, None, held)
+
+    def take(self, model: nn.Module) -> None:
+        """Put this rank's model on meta, if it is not there: what it held is in the source now."""
+        _replace(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Give a model that was cut on meta its memory, and this rank's part of every tensor. Collective."""
+        _replace(model, lambda tensor: torch.empty_like(tensor, device=device))
+        # FSDP2 keeps views of the tensors that were there when it cut them; _apply makes it look again.
+        model._apply(lambda tensor: tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            chunks.fill(tensor, self._reader(name, tensor, device))
+
+    def _reader(self, name: str, tensor: Tensor, device: torch.device) -> Read:
+        if self._folder is not None and name in self._names:
+            folder, there = self._folder, self._names[name]
+            return lambda indices: folder.part(there, indices)
+        if self._folder is not None:
+            whole = self._buffers[name]
+        elif Axis.world().size == 1:
+            whole = self._held.pop(name)
+        else:
+            # One tensor at a time: no other rank ever holds two whole ones.
+            rank = Axis.world().rank
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if rank == 0:
+                whole.copy_(self._held.pop(name))
+            dist.broadcast(whole, src=0)
+        return lambda indices: whole[indices] if indices else whole
+
+
+def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that a folder of weights has."""
+    return list(model.state_dict(keep_vars=True).items())
+
+
+def _unwrapped(model: Any) -> Any:
+    inner = bare(model)
+    if inner is not model:
+        raise InputError(
+            "a model with adapters is not built from a seed", where=type(model).__name__, hint="give rank 0 its weights"
+        )
+    return inner
+
+
+def _twin(model: Any) -> nn.Module:
+    """Another model of the same kind, with real buffers and no weights."""
+    with init_empty_weights(include_buffers=False):
+        return type(_unwrapped(model))(model.config)
+
+
+def _replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put other tensors in the place of a model's, tied ones tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                other = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = parameter, other  # the old one is kept, so that its id stays its own
+            module._parameters[name] = made[id(parameter)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = make(buffer)

@@ -31,11 +31,11 @@ _LEVEL = 10_000
 _PAIRS, _PARTNERS = 200, 6
 #: Sizes of a rank that are tried, in thousandths of its microbatches' capacity, and rounds of balancing each.
 _ROOMS = (1000, 997, 993, 988, 982, 976, 970, 960, 950, 930, 900)
-_ROUNDS = 30
+_ROUNDS_OF_RANKS = 30
 #: Microbatches tried beyond the least, in multiples.
 _EXTRA = 2
 #: Above this many items ranks are not tried one by one.
-_MANY = 32768
+_MANY_FOR_RANKS = 32768
 
 
 @kernel
@@ -108,7 +108,7 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
         bins = no_bins(n, ranks)
         if not heaviest_first(items, bins, whole, 0, 1 << 40):
             continue
-        improve(items, bins, whole, ranks, bound, _ROUNDS, budget)
+        improve(items, bins, whole, ranks, bound, _ROUNDS_OF_RANKS, budget)
         # Totals more than 0.1 % above the bound are not level: try another size.
         if (bins.load.max() - bound) * 1000 > bound:
             continue
@@ -154,7 +154,7 @@ def balance_totals(
         return homes, microbatches
     bound = least_path(items.slots, items.costs, room.capacity, ranks)
     # First choice: level totals, then microbatches, with one or two microbatches more if need be.
-    for extra in range(_EXTRA + 1 if n <= _MANY else 0):
+    for extra in range(_EXTRA + 1 if n <= _MANY_FOR_RANKS else 0):
         if _rank_by_rank(items, room, ranks, microbatches + extra * microbatch_multiple, homes, budget):
             found = np.empty(n, np.int64)
             found[order] = homes

@@ -128,26 +128,12 @@ def load_universal(
 
 
 @contextlib.contextmanager
-def resume_from_universal() -> Iterator[None]:
-    """Within it the Hugging Face ``Trainer`` resumes from a universal checkpoint by :func:`load_universal`::
-
-        with resume_from_universal():
-            trainer.train(resume_from_checkpoint="out/checkpoint-400")
-
-    The Trainer cannot ask for one by itself (transformers#33157). Convert the ``global_step*`` folder inside the
-    Trainer's ``checkpoint-*`` folder, to a folder beside it; a checkpoint that has ``latest_universal`` and no newer
-    checkpoint of DeepSpeed's own is then loaded from it, at any number of ranks and any stage, and any other as ever.
-    Everything else the Trainer keeps (its state, random states, scheduler) it reads from the same folder as before.
-    """
-    with checkpoints_loaded_by(lambda engine, path, strict: False):
-        yield
-
-
-@contextlib.contextmanager
 def checkpoints_loaded_by(load: Callable[[Any, str, bool], bool]) -> Iterator[None]:
     """Within it the Hugging Face ``Trainer`` loads a checkpoint of DeepSpeed's by ``load``, if that returns True.
 
-    A universal checkpoint is loaded by :func:`load_universal`, and what ``load`` leaves by transformers' own function.
+    What ``load`` leaves is loaded by transformers' own function; but first of all, a universal checkpoint of the same
+    step or a later one (``latest_universal`` in the Trainer's ``checkpoint-*`` folder) by :func:`load_universal`. The
+    Trainer cannot ask for one by itself (transformers#33157).
     """
     module: Any = import_module("transformers.trainer")
     original = module.deepspeed_load_checkpoint

@@ -1,7 +1,7 @@
 """Loading of a checkpoint of DeepSpeed's into an engine of another layout, or into a model without DeepSpeed.
 
 1. The first rank reads the descriptions of all files and proves that each element lies in exactly one place
-   (``content``); every rank compares it with what it holds (``engine``, ``plan``). Whatever does not fit is raised
+   (``content``); every rank compares it with what it holds (``engine``). Whatever does not fit is raised
    here, by all ranks, and nothing has been touched.
 2. Each rank reads the elements that it holds into its own tensors, and the sums of what all read are compared with
    those of the files.
@@ -37,7 +37,17 @@ from ullage.ranks import Axis, together
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects
 from ullage.replacing import replaced
-from ullage.training.deepspeed.content import SCALE, Content, ModelStates, Saved, read_saved, shared_content
+from ullage.training.deepspeed.content import (
+    SCALE,
+    Content,
+    ModelStates,
+    RangePlan,
+    Read,
+    Saved,
+    make_plan,
+    read_saved,
+    shared_content,
+)
 from ullage.training.deepspeed.engine import (
     EngineTensors,
     HeldRange,
@@ -47,7 +57,6 @@ from ullage.training.deepspeed.engine import (
     require_engine,
     tensors_of,
 )
-from ullage.training.deepspeed.plan import RangePlan, Read, make_plan
 
 #: Of the bytes that a rank reads for itself, one in this many may be read for comparisons besides.
 _SPARE = 32
@@ -430,8 +439,8 @@ def _compare(sources: Sources, content: Content, runs: list[Int64], rank: int) -
     Raises ``CheckpointError`` that names the file and what lies in the bytes that differ.
     """
     spare, count = sources.num_bytes // _SPARE, 0
-    together = np.unique(np.concatenate(runs), axis=0) if runs else np.zeros((0, 4), np.int64)
-    for number, (file, low, size, crc, inside) in enumerate(_units(content, together)):
+    every = np.unique(np.concatenate(runs), axis=0)
+    for number, (file, low, size, crc, inside) in enumerate(_units(content, every)):
         if number % len(runs) != rank:
             continue
         gaps = size - int(inside[:, 2].sum())

@@ -180,16 +180,6 @@ class CallMetrics:
         for name, value in merged.items():
             trainer._metrics[mode].setdefault(name, []).append(value)
 
-    @contextlib.contextmanager
-    def step(self, num_tokens: int) -> Iterator[list[Taken]]:
-        """A packed step of training; yields the list that its calls are taken into. Collective at its end.
-
-        ``num_tokens``: real tokens of the step over all ranks.
-        """
-        calls: list[Taken] = []
-        yield calls
-        self.merge(calls, "train", num_tokens)
-
     def _of_ranks(self, mine: Mapping[str, tuple[float, float]]) -> Iterator[dict[str, tuple[float, float]]]:
         """What every rank has merged, by rank."""
         assert self._names is not None

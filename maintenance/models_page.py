@@ -1,17 +1,30 @@
-"""The audit of every text type of the installed transformers, and of our recurrent models, as one table."""
+"""Audit every text type of the installed transformers, and our recurrent models, and write the table of the results.
+
+``python maintenance/models_page.py docs/models.md``: takes minutes; exit status 1 if one leaks or differs.
+"""
 
 from __future__ import annotations
 
 import platform
 import re
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from tqdm import tqdm
+
 from ullage.errors import InputError
+from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.models.cells import CELLS
 from ullage.proofs.auditing import Audit, audit
 from ullage.proofs.tiny import KINDS, model_types, tiny_model
+from ullage.replacing import replacing
 
 #: Beside the kinds of transformers' heads: our own models, by cell.
 RECURRENT = "recurrent"
@@ -24,7 +37,7 @@ _TITLES = {
 }
 _HEAD = """# Models that pack, and how that is proved
 
-Made on {today} by `ullage audit --all --output docs/models.md`, with {versions}, on the CPU in float32.
+Made on {today} by `python maintenance/models_page.py docs/models.md`, with {versions}, on the CPU in float32.
 
 Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 72 tokens in one row
 are then compared with each of them alone: outputs to 2e-5, every gradient to 2e-4, in other orders and beside one-token
@@ -40,8 +53,6 @@ lengths and its attention reads them; **backbone** or **whole**, the backbone or
 
 def entries(kinds: Sequence[str] = (*KINDS, RECURRENT)) -> list[tuple[str, str]]:
     """(kind, model type) of everything that is audited, in the order of the table."""
-    from ullage.models.cells import CELLS
-
     return [(kind, name) for kind in kinds for name in (sorted(CELLS) if kind == RECURRENT else model_types(kind))]
 
 
@@ -62,10 +73,6 @@ def model_of(kind: str, name: str, *, seed: int = 0) -> Any:
 
 
 def _recurrent(cell: str, seed: int) -> Any:
-    import torch
-
-    from ullage.models import RecurrentConfig, RecurrentForCausalLM
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return RecurrentForCausalLM(RecurrentConfig(cell=cell, vocab_size=99, hidden_size=32, num_hidden_layers=2))
@@ -73,9 +80,6 @@ def _recurrent(cell: str, seed: int) -> Any:
 
 def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:
     """The table as a page of Markdown. ``audits``: with the kind of each."""
-    import torch
-    import transformers
-
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
     columns = (
         "kind",
@@ -131,3 +135,18 @@ def told(report: Audit) -> str:
         return f"{max(report.value('logits') or 0.0, report.value('gradients') or 0.0):.0e}"
     failed = ", ".join(f"{check.name} {check.value:.0e}" for check in report.checks if not check.passed)
     return re.sub(r"\s+", " ", report.reason or failed).replace("|", "/")
+
+
+def main(path: Path) -> int:
+    """Write the page to ``path``; 1 if a model leaks or differs, else 0."""
+    transformers.utils.logging.set_verbosity_error()  # remarks on single types
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # tiny models lose more to a second thread than it gives
+    audits = [(kind, audit_entry(kind, name)) for kind, name in tqdm(entries(), unit="type")]
+    with replacing(path) as file:
+        file.write(page(audits, date.today()))
+    return int(any(report.verdict in ("leak", "differs") for _, report in audits))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -10,63 +10,71 @@ Source: ``_common_checkpoint_state`` in ``deepspeed/runtime/engine.py``; ``Optim
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
+from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.formats.torch_optimizer import read_numbered, unnamed
+from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, unnamed
 from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
-from ullage.checkpoint.zero.details import Details
-from ullage.checkpoint.zero.folder import Folder
-from ullage.checkpoint.zero.joining import parallel_sizes
-from ullage.checkpoint.zero.parallel import Patterns
+from ullage.checkpoint.zero.folder import Folder, read_folder
+from ullage.checkpoint.zero.parallel import Joining, Patterns, parallel_sizes
+from ullage.checkpoint.zero.reading import read_shards
 from ullage.checkpoint.zero.shards import ModelFile
 
 
-def is_plain(folder: Folder) -> bool:
+def _is_plain(folder: Folder) -> bool:
     """Whether the folder was written without ZeRO: no optimizer shards, and model states that name no groups."""
     shards = any(file.kind == "optimizer" for file in folder.files)
     return not shards and bool(folder.models) and all(m.param_shapes is None for m in folder.models.values())
 
 
-def read_plain(folder: Folder) -> Inventory:
+def read_zero(path: Path) -> Inventory:
+    """The inventory of a folder of DeepSpeed (the tag's). Raises ``CheckpointError`` where it is none of any stage."""
+    folder = read_folder(path)
+    if not _is_plain(folder):
+        return read_shards(folder)
+    if folder.experts:
+        raise RefusedFile("experts without ZeRO are not supported", where=str(path))
+    return _read_plain(folder)
+
+
+def _read_plain(folder: Folder) -> Inventory:
     """The inventory of a folder of stage 0."""
     lead = folder.models[min(folder.models)]
     model_ranks = len({model_rank for model_rank, _ in folder.models})
     tp, pp = parallel_sizes(folder, model_ranks)
     for model_rank in sorted(set(range(tp * pp)) - {m for m, _ in folder.models}):
-        folder.problems.append(Problem("model states are missing", f"mp_rank_{model_rank:02d}_model_states.pt", 0))
+        folder.add_problem("model states are missing", file=f"mp_rank_{model_rank:02d}_model_states.pt", rank=0)
     patterns = Patterns(lead.info, str(folder.path))
     if tp > 1 and not lead.info:
         folder.add_problem("tensor parallel, and universal_checkpoint_info is missing: nothing says how slices join")
     tied = _ties(lead) if tp * pp == 1 else {}
     for model in folder.models.values():
         model.aliases = {**tied, **model.aliases}
-    held, twins = modules.frozen_and_buffers(folder, 1, tp, patterns, set())
+    held, twins = modules.frozen_and_buffers(Joining(folder, patterns, tp), 1, set())
     # No optimizer has claimed anything yet, so all parameters were read as frozen; here they are the weights.
     weights = [replace(t, key="fp32", kind="parameter") if t.kind == "frozen" else t for t in held]
     folder.notes.append("no ZeRO (stage 0): the weights are those of the module")
-    states, details, problems = _optimizer(lead, weights) if tp * pp == 1 else ([], None, [unnamed(lead.name, "ranks")])
-    if details is None:
-        details = Details({}, {0: lead}, {}, [])
-    if not lead.root.get("optimizer"):
-        problems = []
+    found = _optimizer(lead, weights, tp * pp)
+    group_of = {tensor.name: tensor.group for tensor in found.tensors}
+    weights = [replace(t, group=group_of.get(t.name)) for t in weights]
     return Inventory(
         folder=folder.path,
         format="zero",
         written_by=WrittenBy(0, "no ZeRO", lead.dp_world_size or 1, tp, pp),
         files=tuple(folder.files),
-        tensors=(*_grouped(weights, states), *states),
-        steps={group: value for group, (value, _) in details.steps.items()},
-        aliases=modules.aliases_of(folder),
+        tensors=(*weights, *found.tensors),
+        steps={group: value for group, (value, _) in found.steps.items()},
+        aliases=folder.aliases,
         notes=tuple(dict.fromkeys(folder.notes)),
         read_problems=tuple(folder.problems),
         records=folder.records,
         twins=tuple(twins),
-        optimizer_problems=tuple(problems),
-        details=details,
+        optimizer_problems=(found.problem,) if found.problem and lead.root.get("optimizer") else (),
+        details=found.details(models={0: lead}, settings_file=lead.source),
     )
 
 
@@ -84,19 +92,12 @@ def _ties(model: ModelFile) -> dict[str, str]:
     return found
 
 
-def _grouped(weights: list[Tensor], states: list[Tensor]) -> list[Tensor]:
-    groups = {tensor.name: tensor.group for tensor in states}
-    return [replace(t, group=groups[t.name]) if t.name in groups else t for t in weights]
-
-
-def _optimizer(model: ModelFile, weights: list[Tensor]) -> tuple[list[Tensor], Details | None, list[Problem]]:
-    """The optimizer's state by name: its tensors and settings, or why it cannot be had."""
+def _optimizer(model: ModelFile, weights: list[Tensor], ranks: int) -> NumberedState:
+    """The optimizer's state by name, or why it cannot be had."""
+    if ranks > 1:
+        return NumberedState([], problem=unnamed(model.name, "ranks"))
     saved = metadata.mapping(model.root.get("optimizer"), "optimizer", model.source.path)
     if not isinstance(saved.get("param_groups"), (list, tuple)):  # of an FP16 or BF16 optimizer: flat, unnamed
-        return [], None, [unnamed(model.name, "an optimizer for mixed precision")]
+        return NumberedState([], problem=unnamed(model.name, "an optimizer for mixed precision"))
     trained = {t.name: t for t in weights if t.kind == "parameter"}
-    found = read_numbered(saved, trained, model.source, model.file, model.name)
-    if found.problem is not None:
-        return [], None, [found.problem]
-    details = Details({}, {0: model}, found.steps, found.groups, names=found.names, numbers=found.numbers)
-    return found.tensors, replace(details, settings_file=model.source), []
+    return read_numbered(saved, trained, model.source, model.file, model.name)
