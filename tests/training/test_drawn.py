@@ -241,14 +241,15 @@ def test_what_does_not_tell_its_sequences_is_refused(message):
         as_ragged(REFUSED[message])
 
 
-def test_a_sequence_over_the_capacity_is_named_before_the_first_step(tmp_path):
+def test_a_sequence_over_the_capacity_is_named_before_the_first_step(tmp_path, monkeypatch):
     samples = samples_of([3, 129, 4, 5])
     trainer = packing_script.make_trainer("recurrent", str(tmp_path), samples=samples, max_steps=1)
     trainer.data_collator = DataCollatorWithFlattening()
     with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[1\]\): .* found 129"):
         trainer.train()
     trainer.train_dataset = [dict(sample) for sample in samples]
-    trainer._check._require_capacity = lambda dataset: None  # as if no length were known before the step
+    # As if no length were known before the step.
+    monkeypatch.setattr("ullage.training.beginning.stored_lengths", lambda *_: None)
     with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[1\]\): .* found 129"):
         trainer.train()
 

@@ -28,59 +28,46 @@ from ullage.training.reading import BatchReader
 from ullage.training.saving import WholeCheckpointMixin
 
 
-class RunCheck:
-    """Checks before a run of ``trainer``: its data, and its arguments on all ranks."""
+def require_agreement(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
-        self._trainer, self._reader, self._packer = trainer, reader, packer
+    Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the capacity;
+    ``DistributedError`` on every rank where one failed, and where arguments or data differ.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    several = args.world_size > 1
+    # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
+    standard = type(trainer).get_train_dataloader is transformers.Trainer.get_train_dataloader
+    described: dict[str, Any] = {}
+    with agreement(several, "looking at its training data"):
+        empty_step_of(args)
+        _require_whole_checkpoints(trainer)
+        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
+        if standard and dataset is not None:
+            _require_capacity(trainer, reader, packer)
+            described = describe_data(dataset, reader.main_input) if several else {}
+    if several:
+        ranks = gather((describe_arguments(args), described), several)
+        compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
 
-    def require_agreement(self) -> None:
-        """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
 
-        Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the
-        capacity; ``DistributedError`` on every rank where one failed, and where arguments or data differ.
-        """
-        trainer, args = self._trainer, self._trainer.args
-        several = args.world_size > 1
-        # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
-        standard = type(trainer).get_train_dataloader is transformers.Trainer.get_train_dataloader
-        described: dict[str, Any] = {}
-        with agreement(several, "looking at its training data"):
-            empty_step_of(args)
-            _require_whole_checkpoints(trainer)
-            dataset = trainer.train_dataset
-            if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
-                raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
-            if standard and dataset is not None:
-                self._require_capacity(dataset)
-                described = describe_data(dataset, self._reader.main_input) if several else {}
-        if several:
-            ranks = gather((describe_arguments(args), described), several)
-            compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
-
-    def _require_capacity(self, dataset: Any) -> None:
-        """Raise ``InputError`` for a sequence over the capacity, where lengths are known without reading samples."""
-        options = self._packer.options
-        if options is None or options.oversize != "error":
-            return
-        length_column = getattr(self._trainer.args, "length_column_name", "length")
-        lengths = stored_lengths(dataset, self._reader.main_input, length_column)
-        large = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths > options.capacity)
-        if lengths is None or not len(large):
-            return
-        # A stored sequence may be longer than what is trained on, so ask the collator about the first one before
-        # refusing.
-        first = int(large[0])
-        if self._collated_length(dataset, first) <= options.capacity:
-            return  # what is stored is padded, or cut by the collator: the steps will tell
-        truncates = self._packer.truncates
-        error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=truncates)
-        raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
-
-    def _collated_length(self, dataset: Any, index: int) -> int:
-        """Tokens of a sample as the collator gives it; 0 if that is not known."""
-        batch = collated(self._trainer, self._reader, dataset, [index])
-        return 0 if batch is None else batch.max_seqlen
+def _require_capacity(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    """Raise ``InputError`` for a sequence over the capacity, where lengths are known without reading samples."""
+    dataset, options = trainer.train_dataset, packer.options
+    if options is None or options.oversize != "error":
+        return
+    lengths = stored_lengths(dataset, reader.main_input, getattr(trainer.args, "length_column_name", "length"))
+    large = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths > options.capacity)
+    if lengths is None or not len(large):
+        return
+    # A stored sequence may be longer than what is trained on, so ask the collator about the first one before refusing.
+    first = int(large[0])
+    batch = collated(trainer, reader, dataset, [first])
+    if batch is None or batch.max_seqlen <= options.capacity:
+        return  # what is stored is padded, or cut by the collator: the steps will tell
+    error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=packer.truncates)
+    raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
 
 
 def collated(trainer: Any, reader: BatchReader, dataset: Any, indices: list[int]) -> RaggedBatch | None:

@@ -8,7 +8,6 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``Packer``          plans a step, exchanges it, and trains on its microbatches (``packing``)
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``steps``)
 ``Evaluator``       evaluates, and puts samples back together (``evaluation``)
-``RunCheck``        looks at data and arguments before a run (``beginning``)
 ``Rehearsal``       evaluates a few samples before the first step (``rehearsal``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``capacity``)
 ``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
@@ -43,7 +42,7 @@ from ullage.replacing import replaced
 from ullage.training import fsdp
 from ullage.training.arguments import PackingOptions, form_process_group
 from ullage.training.background import BackgroundSave
-from ullage.training.beginning import RunCheck, refuse_dispatching
+from ullage.training.beginning import refuse_dispatching, require_agreement
 from ullage.training.capacity import CapacityFinder
 from ullage.training.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator, evaluation_loader
@@ -135,7 +134,6 @@ class RaggedTrainerMixin(_Base):
         self._packer = Packer(self, self._reader)
         self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
-        self._check = RunCheck(self, self._reader, self._packer)
         self._continuation = Continuation(self)
         self._capacity = CapacityFinder(self, self._reader, self._packer)
         self._rehearsal = Rehearsal(self, self._reader)
@@ -229,7 +227,7 @@ class RaggedTrainerMixin(_Base):
             peak_flops=None if options is None else options.peak_flops,
         )
         self._steps.begin_run()
-        self._check.require_agreement()
+        require_agreement(self, self._reader, self._packer)
         return super()._inner_training_loop(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -140,13 +140,8 @@ class Packer:
     def __init__(self, trainer: Any, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self.metrics = CallMetrics(trainer)
-        self._options: PackingOptions | None = None
-        self._are_options_read = False
         #: For packing_capacity='auto', once it is found.
         self.found_capacity: int | None = None
-        # What is known of the model, until the trainer has another.
-        self._cost: Cost | None = None
-        self._num_parameters: int | None = None
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
@@ -155,12 +150,10 @@ class Packer:
         self.weigher = SequenceWeigher(trainer, reader)
         self.proof = PackingProof(trainer, reader, self)
 
-    @property
+    @functools.cached_property
     def options(self) -> PackingOptions | None:
         """The arguments of packing, None without it."""
-        if not self._are_options_read:
-            self._options, self._are_options_read = PackingOptions.of(self._trainer.args, self.found_capacity), True
-        return self._options
+        return PackingOptions.of(self._trainer.args, self.found_capacity)
 
     @property
     def padded_loss(self) -> PaddedLoss | None:
@@ -183,11 +176,13 @@ class Packer:
 
     def forget_options(self) -> None:
         """Read the arguments again: they were changed."""
-        self._are_options_read = False
+        vars(self).pop("options", None)
 
     def forget_model(self) -> None:
         """Forget what was known of the model: the trainer has another."""
-        self._cost = self._num_parameters = self._divided = None
+        self._divided = None
+        for name in ("_cost_of_model", "_num_parameters"):
+            vars(self).pop(name, None)
 
     def require_packable(self) -> None:
         """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
@@ -247,11 +242,13 @@ class Packer:
         topology = Topology.from_groups(dp=dist.group.WORLD) if sharding is None else sharding.topology
         return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
 
-    @property
+    @functools.cached_property
     def _cost_of_model(self) -> Cost:
-        if self._cost is None:
-            self._cost = cost_of(self._reader.model)
-        return self._cost
+        return cost_of(self._reader.model)
+
+    @functools.cached_property
+    def _num_parameters(self) -> int:
+        return num_parameters(self._reader.model)
 
     @property
     def _zero_stage(self) -> int:
@@ -283,8 +280,6 @@ class Packer:
         if isinstance(cost, TransformerCost):
             squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
             return int(cost.training_flops(tokens, squares))
-        if self._num_parameters is None:
-            self._num_parameters = num_parameters(self._reader.model)
         # Two FLOPs per parameter and token forward, four backward.
         return 6 * tokens * self._num_parameters
 
