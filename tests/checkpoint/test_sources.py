@@ -106,6 +106,18 @@ def test_torchs_chunks_are_read_whatever_they_are_cut_along(tmp_path: Path, shap
     assert checkpoint.verify(inventory, tmp_path / "st") == []
 
 
+@pytest.mark.regression
+def test_some_rows_may_be_cut_and_others_not(tmp_path: Path):
+    whole = torch.randn(4, 5)
+    blocks = Blocks(whole, [[2], [3]])
+    # The first two rows are one chunk, the last two are two.
+    blocks.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 5])), *blocks.chunks[2:]]
+    dcp.save({"model": {"w": blocks}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    inventory = checkpoint.read(tmp_path / "dcp")
+    assert inventory.problems() == []
+    assert torch.equal(value(inventory, "w"), whole)
+
+
 def test_what_get_state_dict_saved_becomes_shards(tmp_path: Path):
     """Groups in the optimizer's order, which is not that of the model; steps and settings by group."""
     model, optimizer = trained()

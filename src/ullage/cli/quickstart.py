@@ -218,15 +218,14 @@ class _Quickstart:
         """Write the page; returns its path."""
         from ullage.checkpoint import read
         from ullage.datasets.text import docstring_lengths
+        from ullage.display import write_page
         from ullage.planning import plan
         from ullage.report.journey import journey_page
 
         stop = self.stops[0]
         inventory = read(self.folder / "run" / f"checkpoint-{stop}" / f"global_step{stop}")
         step = plan(docstring_lengths(_BATCH), ranks=2, capacity=_CAPACITY, sync="step")
-        page = self.folder / "quickstart.html"
-        page.write_text(journey_page(journey, step, inventory, self.typed), encoding="utf-8")
-        return page
+        return write_page(self.folder / "quickstart.html", journey_page(journey, step, inventory, self.typed))
 
 
 def _run(command: Sequence[str], shown: str) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.display import counted
+from ullage.errors import listed
 from ullage.layout import Int64
 from ullage.planning import Plan
 from ullage.report.curves import round_numbers, tick_texts
@@ -360,9 +361,7 @@ def _title(plan: Plan, ids: Int64) -> str:
     tokens = int(plan.lengths[ids].sum())
     if len(ids) == 1:
         return f"sequence {ids[0]}: {tokens:,} tokens"
-    named = ", ".join(map(str, ids[:_NAMED].tolist()))
-    rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return f"{len(ids)} sequences: {named}{rest}: {tokens:,} tokens"
+    return f"{len(ids)} sequences: {listed(ids.tolist(), _NAMED)}: {tokens:,} tokens"
 
 
 _BUCKETS = 48

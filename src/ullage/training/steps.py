@@ -238,6 +238,11 @@ class EverySample(IterableDatasetShard):
 class EveryBatch(BatchSamplerShard):
     """One rank's batches of a data set with indices, without samples that fill up an epoch's last step."""
 
+    @property
+    def sampler(self) -> Any:
+        """The sampler of all ranks, which whoever begins an epoch tells its number, also behind skipped batches."""
+        return self.batch_sampler.sampler
+
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
 

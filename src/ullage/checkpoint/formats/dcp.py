@@ -17,6 +17,7 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
-from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_pickle, read_torch_file
+from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
 from ullage.checkpoint.formats.entries import (
     cast_of,
@@ -35,6 +36,7 @@ from ullage.checkpoint.formats.entries import (
     known_buffers,
     number,
     optimizer_groups,
+    saved_number,
     states_of,
     text_file,
     weights_of,
@@ -62,6 +64,10 @@ CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 #: The item that lists the names of buffers.
 BUFFERS = ("ullage", "buffers")
+#: Runs of neighbouring elements in one tensor, each of which is read by itself.
+_MAX_RUNS = 1 << 22
+#: The sizes of the axes of the run that wrote a folder, as ``ullage.engines.fsdp`` writes them.
+LAYOUT = "ullage_layout.json"
 
 
 class ItemWriter:
@@ -275,12 +281,6 @@ def _is(value: Any, module: str, name: str) -> bool:
     return isinstance(value, Inert) and (value.module, value.name) == (module, name)
 
 
-#: Runs of neighbouring elements in one tensor, each of which is read by itself.
-_MAX_RUNS = 1 << 22
-#: The sizes of the axes of the run that wrote a folder, as ``ullage.engines.fsdp`` writes them.
-LAYOUT = "ullage_layout.json"
-
-
 def read_dcp(folder: Path) -> Inventory:
     """The inventory of a DCP folder. Raises ``CheckpointError`` for one that is not of this format.
 
@@ -358,11 +358,11 @@ class ItemReading:
         self._records.setdefault(file, []).append(record_table(source))
         return Chunk(file, source.place(ref), tuple(ref.shape), offsets, ref.dtype, whole)
 
-    def value(self, flat: str) -> TorchFile | None:
-        """The archive of an item that is in one place; None where it is not there, or cannot be read."""
+    def value(self, flat: str, read: Callable[[TorchFile], Any]) -> Any:
+        """What ``read`` makes of an item that is in one place; None where it is not there, or cannot be read."""
         for place in self.places.get(flat, [])[:1]:
             with collected(self.problems, place.file, parameter=flat):
-                return place.open(self.folder)
+                return read(place.open(self.folder))
         return None
 
 
@@ -376,8 +376,8 @@ class _DcpReading(ItemReading):
         self.numbers: dict[int, dict[str, Any]] = {}
         self._steps: dict[str, tuple[Any, str | None]] = {}
         self.settings = self._settings()
-        told = self.value(".".join(BUFFERS))
-        self.buffers = None if told is None else metadata.names(told.root, ".".join(BUFFERS), str(folder))
+        name = ".".join(BUFFERS)
+        self.buffers = self.value(name, lambda source: metadata.names(source.root, name, str(folder)))
         names = [group.get("params") for group in self.settings]
         self.group_of = {
             name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
@@ -388,13 +388,10 @@ class _DcpReading(ItemReading):
         is_state, is_tensor = flat.startswith("optim.state."), entry.name == "TensorStorageMetadata"
         name, _, key = flat.removeprefix("optim.state.").rpartition(".")  # the key follows the last dot
         if is_state and (key == "step" or not is_tensor):
-            source = self.value(flat)
-            number = None if source is None else as_number(source.root, source)
-            if source is None or number is None:
-                return
-            if key == "step":
-                self._steps[name] = number, source.root.dtype if isinstance(source.root, TensorRef) else None
-            else:
+            number, dtype = self.value(flat, lambda source: saved_number(source.root, source)) or (None, None)
+            if number is not None and key == "step":
+                self._steps[name] = number, dtype
+            elif number is not None:
                 self.numbers.setdefault(self.group_of.get(name, 0), {})[key] = number
         elif is_tensor and (is_state or not flat.startswith("optim.")):
             name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
@@ -408,7 +405,7 @@ class _DcpReading(ItemReading):
         for flat, entry in self.entries.items():
             index, _, setting = flat.removeprefix("optim.param_groups.").partition(".")
             is_one = flat.startswith("optim.param_groups.") and index.isdecimal()
-            source = self.value(flat) if is_one and entry.name == "BytesStorageMetadata" else None
+            source = self.value(flat, lambda each: each) if is_one and entry.name == "BytesStorageMetadata" else None
             if source is not None:
                 found.setdefault(int(index), {})[setting] = source.root
         return [found[index] for index in sorted(found)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Constant, TensorCopy, is_writable
-from ullage.checkpoint.files.torchfile import TorchFile, read_bytes
+from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.locate import text_of
 from ullage.checkpoint.inventory import Fragments, Inventory, Merge, Slice, Tensor
@@ -146,6 +146,11 @@ def number(value: Any, dtype: str | None) -> Any:
         return value
     code = NUMBER_CODES[dtype]
     return Constant(dtype, (), struct.pack("<" + code, value if code in "fde" else int(value)))
+
+
+def saved_number(value: Any, source: TorchFile) -> tuple[Any, str | None]:
+    """What :func:`number` takes: a number of a file, None for anything else, and the dtype of one that is a tensor."""
+    return as_number(value, source), value.dtype if isinstance(value, TensorRef) else None
 
 
 def text_file(name: str, text: bytes) -> Target:

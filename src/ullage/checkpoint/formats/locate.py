@@ -20,6 +20,9 @@ JOURNAL, COMPLETE = ".journal", "ullage.json"
 #: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded: the folder with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+TRAINER_STATE = "trainer_state.json"
+#: States beside model and optimizer, as ``ullage.engines.fsdp`` writes them.
+_STATES = "ullage_states.json"
 
 
 def locate(folder: str | Path) -> tuple[Path, str]:
@@ -105,11 +108,6 @@ def is_megatron(folder: Path) -> bool:
         except (ValueError, RecursionError):
             return False
     return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
-
-
-TRAINER_STATE = "trainer_state.json"
-#: States beside model and optimizer, as ``ullage.engines.fsdp`` writes them.
-_STATES = "ullage_states.json"
 
 
 def text_of(folder: Path, name: str) -> bytes | None:

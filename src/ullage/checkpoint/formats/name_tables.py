@@ -25,6 +25,8 @@ from ullage.errors import CheckpointError
 Rule = Literal["same", "vocabulary", "grouped", "halves"]
 #: Rows ``[begin, end)`` of Megatron-Core's tensor.
 Range = tuple[int, int]
+#: Megatron's flags under which weights mean something else than those of Hugging Face.
+_OTHER_MEANING = ("apply_layernorm_1p", "layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate")
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,6 @@ def ranges_of(row: NameRow, rows: int, architecture: Architecture, where: str) -
         [(at + query, at + query + channels) for at in starts],
         [(at + query + channels, at + query + 2 * channels) for at in starts],
     ]
-
-
-#: Megatron's flags under which weights mean something else than those of Hugging Face.
-_OTHER_MEANING = ("apply_layernorm_1p", "layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate")
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

@@ -52,6 +52,13 @@ _COMPANIONS = (
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json",
 )  # fmt: skip
 
+#: Names of tensors by file, relative to the folder; None of a file that cannot be read.
+Held = Mapping[str, "set[str] | None"]
+_NUMBERED = re.compile(r"(?P<stem>.*[-_])(?P<number>\d{1,18})-of-(?P<count>\d{1,18})(?P<rest>.*)\.safetensors")
+#: As for the header of a file: more is damage.
+_MAX_INDEX_BYTES = 100 << 20
+_COPY = "copy the file again from where it was saved"
+
 
 def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
     """The files of the folder, without the tensors' bytes."""
@@ -288,15 +295,6 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], int]:
             found = f"{type(error).__name__}: {str(error)[:100]}"
             raise CheckpointError("truncated, corrupted, or not safetensors", where=str(path), found=found) from None
     return 8 + length, metadata.mapping(header, "the header", str(path)), size
-
-
-#: Names of tensors by file, relative to the folder; None of a file that cannot be read.
-Held = Mapping[str, "set[str] | None"]
-
-_NUMBERED = re.compile(r"(?P<stem>.*[-_])(?P<number>\d{1,18})-of-(?P<count>\d{1,18})(?P<rest>.*)\.safetensors")
-#: As for the header of a file: more is damage.
-_MAX_INDEX_BYTES = 100 << 20
-_COPY = "copy the file again from where it was saved"
 
 
 def missing_parts(folder: Path, held: Held) -> tuple[list[Problem], list[str]]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error, as_number
+from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error
 from ullage.checkpoint.files.unpickling import TensorRef
+from ullage.checkpoint.formats.entries import saved_number
 from ullage.checkpoint.inventory import Tensor
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
@@ -84,11 +85,10 @@ def read_numbered(
     for group, (listed, parameters) in enumerate(zip(states, names)):
         for state, parameter in zip(listed, parameters):
             for key, value in state.items():
-                number = as_number(value, source)
+                number, _ = step = saved_number(value, source)
                 what, shape = f"optimizer state {metadata.brief(key)}", weights[parameter].shape
                 problem = None
                 if key == "step" and number is not None:
-                    step = number, value.dtype if isinstance(value, TensorRef) else None
                     if found.steps.setdefault(group, step) != step:
                         problem = "parameters of one group are at two steps"
                 elif isinstance(key, str) and isinstance(value, TensorRef) and tuple(value.shape) == shape:

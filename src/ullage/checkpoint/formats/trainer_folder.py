@@ -39,6 +39,7 @@ from ullage.errors import CheckpointError
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
 _COPIED = (TRAINER_STATE, "adapter_config.json")
 _LIMIT = 64 << 20
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def trainer_targets(inventory: Inventory) -> list[Target]:
@@ -108,9 +109,6 @@ def optimizer_target(inventory: Inventory, groups: list[OptimizerGroup]) -> Targ
         count += len(group.names)
     state = {k: held for k, held in state.items() if held}
     return archive("optimizer.pt", {"state": state, "param_groups": listed}, stem="optimizer", limit=_LIMIT)
-
-
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def read_trainer(folder: Path) -> Inventory:

@@ -28,7 +28,7 @@ from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups
+from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups, saved_number
 from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions
@@ -45,6 +45,8 @@ from ullage.layout import Int64
 
 #: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
+#: Bytes of the longest name of a file on the file systems in use.
+_LONGEST_NAME = 255
 
 
 def universal_targets(inventory: Inventory) -> list[Target]:
@@ -280,8 +282,7 @@ class _Reading:
             for key, value in metadata.mapping(state.get(flat), "state", where).items():
                 if key == "step":
                     if value is not None:
-                        dtype = value.dtype if isinstance(value, TensorRef) else None
-                        steps.setdefault(index, (as_number(value, source), dtype))
+                        steps.setdefault(index, saved_number(value, source))
                 elif key in keys:
                     continue  # DeepSpeed's own, of stage 3, has the partitions of rank 0 here too
                 elif isinstance(value, TensorRef) and value.shape:
@@ -297,8 +298,7 @@ class _Reading:
         """Read one state file, or the step, of a parameter, and add what it holds. Raises ``CheckpointError``."""
         name, key, source = path.parent.name, path.stem, read_torch_file(path)
         if key == "step":
-            dtype = source.root.dtype if isinstance(source.root, TensorRef) else None
-            self.steps[name] = as_number(source.root, source), dtype
+            self.steps[name] = saved_number(source.root, source)
             return
         ref = source.root.get("param") if isinstance(source.root, dict) else source.root
         where = str(path.relative_to(self.folder))
@@ -329,10 +329,6 @@ class _Reading:
             if kind == "buffer" or ref.numel:
                 with collected(self.problems, model.name):
                     self.tensors.append(whole_tensor(name, kind, ref, model.file, model.source, kind))
-
-
-#: Bytes of the longest name of a file on the file systems in use.
-_LONGEST_NAME = 255
 
 
 def safe_name(name: str) -> str:

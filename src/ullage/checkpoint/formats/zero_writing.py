@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats import model_states
@@ -33,7 +31,7 @@ from ullage.checkpoint.formats.entries import OptimizerGroup, described, number,
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
 from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.zero.partitions import stage3_group, stage12_group
+from ullage.checkpoint.zero.partitions import rows_by_rank, stage3_group, stage12_group
 from ullage.checkpoint.zero.shards import zero_config
 from ullage.checkpoint.zero.states import Details
 from ullage.display import counted
@@ -174,13 +172,8 @@ class _Flat:
     @cached_property
     def rows(self) -> list[list[tuple[str, int, int, int]]]:
         """By rank: (name, elements, start in the partition, start in the parameter), in the order of the partition."""
-        pieces = self.group.pieces
-        order = np.lexsort((pieces.shard_start, pieces.shard))
-        columns = (pieces.shard, pieces.item, pieces.length, pieces.shard_start, pieces.item_start)
-        found: list[list[tuple[str, int, int, int]]] = [[] for _ in range(self.group.num_shards)]
-        for shard, item, length, begin, start in zip(*(column[order].tolist() for column in columns)):
-            found[shard].append((self.group.names[item], length, begin, start))
-        return found
+        names = self.group.names
+        return [[(names[item], n, begin, start) for item, n, begin, start in rows] for rows in rows_by_rank(self.group)]
 
     def partition(self, rank: int, key: str, stripped: bool = False) -> TensorCopy:
         """One rank's part of one state, as a tensor of one dim; padding is zero, or at its end left out."""

@@ -30,6 +30,7 @@ _ENTRY = "affine_map of universal_checkpoint_info"
 _ENCODING = 1
 #: Runs of elements of one parameter: a layout of more is refused, since each costs 32 bytes.
 _MAX_RUNS = 1 << 22
+_NO_RUNS = np.zeros((0, 4), np.int64)
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,6 @@ def _require_same(name: str, given: AffineMap, stated: Joint, slices: list[Slice
             expected=f"{stated.merge.kind}, {list(stated.shape)}, as the patterns say",
             found=f"{kind}, {list(given.shape)}",
         )
-
-
-_NO_RUNS = np.zeros((0, 4), np.int64)
 
 
 def _with_rank(rank: int, runs: Int64) -> Int64:

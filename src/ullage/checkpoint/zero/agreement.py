@@ -19,6 +19,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.expert_layers import FlatBuffer
 from ullage.checkpoint.zero.folder import Folder
+from ullage.checkpoint.zero.partitions import rows_by_rank
 from ullage.checkpoint.zero.shards import ShardFile, offload_of, zero_config
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 
@@ -93,20 +94,14 @@ def compare_mappings(folder: Folder, parts: list[FlatBuffer]) -> None:
     wrong: list[tuple[ShardFile, int, str]] = []
     total = 0
     for part in parts:
-        group, names = part.group, list(part.local)
-        expected: dict[int, dict[str, tuple[int, int]]] = {}
-        pieces = group.pieces
-        for item, rank, length, start in zip(
-            pieces.item.tolist(), pieces.shard.tolist(), pieces.length.tolist(), pieces.shard_start.tolist()
-        ):
-            expected.setdefault(rank, {})[names[item]] = (length, start)
+        group, names, rows = part.group, list(part.local), rows_by_rank(part.group)
         for rank, shard in part.mine.items():
             if group.index >= len(shard.mappings):
                 continue
             # Entries of length 0 say nothing: the layout has no piece there.
             booked = {n: at for n, at in shard.mappings[group.index].items() if at[0] > 0}
             # A rank of padding only has no entry on either side.
-            layout = expected.get(rank, {})
+            layout = {names[item]: (length, start) for item, length, start, _ in rows[rank]}
             total += len(layout)
             wrong += [(shard, group.index, n) for n in {*booked, *layout} if booked.get(n) != layout.get(n)]
     if not wrong:

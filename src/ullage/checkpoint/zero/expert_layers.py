@@ -40,6 +40,9 @@ from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
 
 #: Groups: prefix of the layer's experts, number of the expert, name within it.
 _NUMBERED = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d+)\.(.+)", re.DOTALL)
+_BEFORE = "use_data_before_expert_parallelism"
+#: Group 1: the size of expert parallelism for which the writer named a group.
+_NAME = re.compile(r"ep_size_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -250,11 +253,6 @@ def router_copies(model: ModelFile) -> dict[str, str]:
             if owner != name and owner in module:
                 found[name] = owner
     return found
-
-
-_BEFORE = "use_data_before_expert_parallelism"
-#: Group 1: the size of expert parallelism for which the writer named a group.
-_NAME = re.compile(r"ep_size_(\d+)")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ _WHOLE: dict[str, Literal["replicated", "average"]] = {
 }
 #: Lists of patterns that say how slices join.
 _CATEGORIES = (*_WHOLE, "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism")
+#: By tensor-parallel rank: the slice, its dtype, and its parameter group.
+Parts = dict[int, tuple[Slice, str, int | None]]
+#: By name and key, then by pipeline stage.
+Stages = dict[tuple[str, str], dict[int, Parts]]
+#: A folder that claims more than ``_LEAST`` ranks, of which fewer than one in ``_RATIO`` is there, is not looked into:
+#: the number is damage, and everything that is allocated per rank would grow with it.
+_LEAST, _RATIO = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -351,16 +358,6 @@ def flattened(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int
         width = max(0, min(band.width * merge.inner, limit - at))
         parts.append(slices[band.slice].fragments.window(begin, begin + width, item_bytes).moved(at - begin))
     return Fragments.join(parts)
-
-
-#: By tensor-parallel rank: the slice, its dtype, and its parameter group.
-Parts = dict[int, tuple[Slice, str, int | None]]
-#: By name and key, then by pipeline stage.
-Stages = dict[tuple[str, str], dict[int, Parts]]
-
-#: A folder that claims more than ``_LEAST`` ranks, of which fewer than one in ``_RATIO`` is there, is not looked into:
-#: the number is damage, and everything that is allocated per rank would grow with it.
-_LEAST, _RATIO = 1024, 64
 
 
 def require_plausible(folder: Folder, what: str, claimed: int, there: int) -> None:

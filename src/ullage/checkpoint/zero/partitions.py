@@ -66,6 +66,17 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
     return Group(index, model_rank, tuple(named), Pieces(**joined), at, world)
 
 
+def rows_by_rank(group: Group) -> list[list[tuple[int, int, int, int]]]:
+    """By rank: (number of the parameter, elements, start in the partition, start in the parameter), in order."""
+    pieces = group.pieces
+    order = np.lexsort((pieces.shard_start, pieces.shard))
+    columns = (pieces.shard, pieces.item, pieces.length, pieces.shard_start, pieces.item_start)
+    found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(group.num_shards)]
+    for shard, item, length, begin, start in zip(*(column[order].tolist() for column in columns)):
+        found[shard].append((item, length, begin, start))
+    return found
+
+
 def undealt(names: list[str], ranks: int) -> list[str]:
     """The parameters of a group in the order that the optimizer was given, from the order of memory under round robin.
 

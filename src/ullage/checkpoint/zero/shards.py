@@ -60,6 +60,10 @@ _LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a new
 _FOLDED = "AutoEP folded with tensor parallelism is not supported"
 #: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
 _SMALL_STATE = 1 << 16
+#: The entry of a state that holds what is quantised.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+#: Two states of these optimizers, by the names that all others have for them.
+_MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 @dataclass
@@ -416,12 +420,6 @@ class FlatTensor:
     def item_bytes(self) -> int:
         """Bytes per element in the file."""
         return ITEM_BYTES[self.dtype] if self.coded is None else 1
-
-
-#: The entry of a state that holds what is quantised.
-_WRAPPED = "__bnb_optimizer_quant_state__"
-#: Two states of these optimizers, by the names that all others have for them.
-_MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 def unwrapped(state: dict[str, Any]) -> dict[str, Any]:

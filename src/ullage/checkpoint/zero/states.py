@@ -34,6 +34,10 @@ WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --t
 _RECOMPUTED = {"RMS"}
 #: Dtypes of codes: no optimizer keeps values of its own in one byte.
 _CODES = {"uint8", "int8"}
+#: Muon's state.
+MOMENTUM = "momentum_buffer"
+#: Entries of a shard that are the same on all ranks, of DeepSpeed's wrapper around the optimizer.
+WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 @dataclass
@@ -176,10 +180,6 @@ def kept_whole(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
     return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}
 
 
-#: Muon's state.
-MOMENTUM = "momentum_buffer"
-
-
 @dataclass
 class Momentum:
     """The momentum of one group: its dtype, and by parameter one whole copy per rank that has one."""
@@ -228,10 +228,6 @@ def taken_momentum(group: Group, named: Shapes, mine: dict[int, ShardFile]) -> M
 def _uses_muon(shard: ShardFile, index: int) -> bool:
     group = shard.group_of[index] if index < len(shard.group_of) else -1
     return 0 <= group < len(shard.settings) and bool(shard.settings[group].get("use_muon"))
-
-
-#: Entries of a shard that are the same on all ranks, of DeepSpeed's wrapper around the optimizer.
-WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 @dataclass

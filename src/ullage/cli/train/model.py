@@ -78,10 +78,11 @@ def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Se
     """
     several = several_ranks()
     path, commit = Path(name), None
-    with agreement(several, f"finding the {kind} {name}"):
-        if not path.exists():
-            path = _snapshot(name, kind, files, command.revisions.get(argument))
-            commit = path.name
+    for is_turn in (rank_here(several) == 0, rank_here(several) != 0):  # the first rank says what is wrong, for all
+        with agreement(several, f"finding the {kind} {name}"):
+            if is_turn and not path.exists():
+                path = _snapshot(name, kind, files, command.revisions.get(argument))
+                commit = path.name
     if len(set(gather(commit, several))) > 1:
         raise InputError(f"the {kind} is not the same on all machines", where=name, found="other files, or revisions")
     if commit is not None:

@@ -29,10 +29,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ullage.checkpoint.formats.dcp import LAYOUT
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.optimizer import OptimizerLoader, optimizer_state
+from ullage.engines.fsdp.optimizer import (
+    DistributedOptimizer,
+    OptimizerLoader,
+    TrainerOptimizer,
+    optimizer_state,
+    read_mapped,
+)
 from ullage.engines.fsdp.parallel import parallel_of
-from ullage.engines.fsdp.trainer_checkpoint import TrainerCheckpoint, is_trainer_checkpoint
-from ullage.engines.fsdp.weights import tied_names
+from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.errors import CheckpointError, InputError
 from ullage.ranks import Axis, together
 from ullage.training.agreement import require_same_folder
@@ -111,8 +116,8 @@ def load(
         if _first_of_machine():
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
-    if is_trainer_checkpoint(folder):
-        _load_trainer_checkpoint(folder, model, optimizer, hyperparameters, states)
+    if _is_trainers(folder):
+        _load_trainers(folder, model, optimizer, hyperparameters, states)
         return
     with together(Axis.world(), "reading a checkpoint"):
         # All checks, on every rank together, before the model is touched. A new optimizer gets empty state here, since
@@ -124,8 +129,9 @@ def load(
         weights = _weights(model, names)
         chunks.require_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
         _require_nothing_is_left(folder, model, names)
-        loader = None if optimizer is None else OptimizerLoader(folder, model, optimizer, names)
-        if loader is not None:
+        loader = None
+        if optimizer is not None:
+            loader = OptimizerLoader(model, optimizer, DistributedOptimizer(folder, names))
             loader.check()
     settings = loader.settings() if loader is not None and hyperparameters else []
     # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is
@@ -139,14 +145,44 @@ def load(
         state.load_state_dict(told[name])
 
 
-def _load_trainer_checkpoint(
+def _is_trainers(folder: Path) -> bool:
+    """Whether a folder holds a Trainer's weights, and neither torch's format nor DeepSpeed's."""
+    if (folder / ".metadata").is_file() or (folder / "latest").is_file():
+        return False
+    return any(folder.glob("*model*.safetensors"))
+
+
+def _load_trainers(
     folder: Path, model: Any, optimizer: torch.optim.Optimizer | None, hyperparameters: bool, states: dict[str, Any]
 ) -> None:
+    """Fill them from a plain Trainer's folder, of which each rank reads the elements that it holds. Collective.
+
+    The way back is ``ullage convert --to trainer``.
+    """
     with together(Axis.world(), "reading a Trainer's checkpoint"):
         require_same_model(model.config, folder)
-        reader = TrainerCheckpoint(folder, model, _weights(model), optimizer, states)
-        reader.check(hyperparameters)
-    reader.load()
+        unknown = [name for name in states if name != "scheduler"]
+        if unknown:
+            raise CheckpointError(
+                f"a Trainer's checkpoint holds no state of {unknown[0]!r}", where=str(folder), found=["scheduler"]
+            )
+        there, weights = WeightFolder(folder), _weights(model)
+        if there.is_adapter:
+            trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            weights = {name: value for name, value in weights.items() if name in trained}
+        names = names_in(model, there, weights, tied_names(model))
+        schedule = read_mapped(folder / "scheduler.pt") if states else None
+        loader, settings = None, []
+        if optimizer is not None:
+            loader = OptimizerLoader(model, optimizer, TrainerOptimizer(folder / "optimizer.pt", model))
+            settings = loader.settings() if hyperparameters else []
+            loader.check()
+    for name, value in weights.items():
+        chunks.fill(value, lambda indices, name=names[name]: there.part(name, indices))
+    if loader is not None:
+        loader.load(settings)
+    for state in states.values():
+        state.load_state_dict(schedule)
 
 
 def whole_weights(model: Any) -> dict[str, Any]:
