@@ -62,23 +62,15 @@ def test_the_file_is_as_the_formats_page_says(folder):
     assert content["files_crc32"] == f"{zlib.crc32(text.encode()):08x}"
 
 
-def test_a_range_is_checked_by_the_blocks_it_lies_in(folder):
+def test_a_block_is_checked_by_itself(folder):
     manifest = read_manifests(folder)
     assert manifest is not None
-
-    def blocks(start: int, stop: int) -> list[int]:
-        return [block.offset // BLOCK_BYTES for block in manifest.within("large.bin", start, stop)]
-
-    assert blocks(0, 1) == [0]
-    assert blocks(0, BLOCK_BYTES) == [0]
-    assert blocks(BLOCK_BYTES - 1, BLOCK_BYTES + 1) == [0, 1]
-    assert blocks(BLOCK_BYTES, BLOCK_BYTES) == []
-    assert blocks(2 * BLOCK_BYTES + 4, 2 * BLOCK_BYTES + 5) == [2]
+    first, second, _ = (block for block in manifest.blocks if block.name == "large.bin")
     with open(folder / "large.bin", "r+b") as stream:
         stream.seek(BLOCK_BYTES + 7)
         stream.write(b"x")
-    assert damage_in(folder, manifest.within("large.bin", 0, BLOCK_BYTES)) == []
-    [damage] = damage_in(folder, manifest.within("large.bin", BLOCK_BYTES, BLOCK_BYTES + 8))
+    assert damage_in(folder, [first]) == []
+    [damage] = damage_in(folder, [second])
     assert damage.kind == "changed"
     assert damage.expected.endswith("in bytes 16,777,216 to 33,554,432")
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train import limits, progress, summary, verb
+from ullage.cli.train import limits, process, progress, summary, verb
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.model import choose, load_weights
 from ullage.cli.train.settings import ModelArguments
@@ -573,3 +573,15 @@ def test_other_ranks_leave_the_first_time_to_say_what_is_wrong(monkeypatch, caps
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="invalid float value"):
         verb.train(call)
+    # The first has not heard of what one rank alone meets before its first step, such as a full device.
+    monkeypatch.setenv("RANK", "1")
+
+    def refused(argv, first):
+        with process.one_line_of(process.CANNOT_BEGIN, kinds=process.REFUSALS):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(verb, "_run", refused)
+    with pytest.raises(SystemExit, match="1"):
+        verb.train(call)
+    said = "ullage (rank 1): the run cannot begin: found CUDA out of memory. Tried to allocate 2 GiB\n"
+    assert capsys.readouterr().err == said

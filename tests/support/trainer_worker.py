@@ -49,7 +49,7 @@ def arguments(job: Job, folder: Path | None, **options: Any) -> Any:
         logging_steps=1,
         learning_rate=1e-2,
         weight_decay=0.1,
-        max_grad_norm=0.0,
+        max_grad_norm=0.0 if job.stage else 1.0,  # accelerate makes of 0 what DeepSpeed's config lacks: 1
         report_to=[],
         remove_unused_columns=False,
         disable_tqdm=True,

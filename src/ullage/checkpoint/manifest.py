@@ -76,10 +76,6 @@ class Manifest:
     identity: str = ""
     damage: tuple[Damage, ...] = field(default=())
 
-    def within(self, name: str, start: int, stop: int) -> list[Block]:
-        """The blocks that the bytes ``start`` to ``stop`` of the file ``name`` lie in."""
-        return [b for b in self.blocks if b.name == name and b.offset < stop and start < b.offset + b.num_bytes]
-
 
 def manifest_name(rank: int = 0) -> str:
     """The manifest of the disk that ``rank`` is the first to write to."""

@@ -29,7 +29,7 @@ from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, st
 from ullage.errors import CheckpointError
 
 
-def _source_order(inventory: Inventory, targets: list[Target], unit: Unit) -> tuple[int, int]:
+def _source_order(targets: list[Target], unit: Unit) -> tuple[int, int]:
     """(file, byte) at which a unit begins to read; units are done in this order, that of the disk."""
     target = targets[unit.first]
     if target.copy_of is not None:
@@ -268,7 +268,7 @@ def run_units(
         return line
 
     # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.
-    ordered = sorted(units, key=lambda u: _source_order(inventory, targets, u))
+    ordered = sorted(units, key=lambda u: _source_order(targets, u))
     pool = ThreadPoolExecutor(workers)
     try:
         futures = [pool.submit(one, unit) for unit in ordered]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
-from ullage.cli.train.process import REFUSALS, one_line_of
+from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
 from ullage.replacing import replacing
@@ -266,7 +266,7 @@ def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Any) ->
                 (command.folder / RECORD).unlink()
         if state.global_step or "log_level" in command.given:  # which shows where an error comes from
             raise
-        with one_line_of("the run cannot begin", kinds=REFUSALS):
+        with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
             raise error
 
 

@@ -48,6 +48,8 @@ def path_of_environment(path: str) -> str:
     return os.pathsep.join([own, *others] if sys.prefix != sys.base_prefix else [*others, own])
 
 
+#: What is said of an error before the first step.
+CANNOT_BEGIN = "the run cannot begin"
 #: What libraries raise where they refuse an argument: a wrong number, a tracker that is not installed.
 REFUSALS = (ValueError, TypeError, ArithmeticError, ImportError, RuntimeError)
 

@@ -17,7 +17,7 @@ import typer
 
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
-from ullage.cli.train.process import REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
+from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
 from ullage.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def train(ctx: typer.Context) -> None:
         if first:
             raise
         # What the data is like, all ranks found alike; what one rank found alone, the others may not have heard of.
-        if isinstance(error.__cause__, OSError) and not error.told_to_all:
+        alone = isinstance(error.__cause__, OSError) or error.what == CANNOT_BEGIN
+        if alone and not error.told_to_all:
             typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
         # A launcher ends the others as soon as one is gone, and the first may still be loading libraries.
         if isinstance(error, InputError) and not error.told_to_all:
@@ -180,7 +181,7 @@ def _trainer(
     given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
     given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
     trainer: Any
-    with one_line_of("the run cannot begin", kinds=REFUSALS):
+    with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
         trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):
