@@ -30,7 +30,7 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in history if "loss" in row}
 
 
-@pytest.mark.parametrize("layout", [TRAINER, PARALLEL], ids=["Trainer", "ParallelTrainer"])
+@pytest.mark.parametrize("layout", [TRAINER, PARALLEL], ids=["Trainer", "over dp"])
 def test_sigterm_to_one_rank_ends_both_with_a_checkpoint_and_the_same_command_goes_on(server, tmp_path, layout):
     """The signal comes in step 4; the other rank hears of it before step 5."""
     given = arguments(tmp_path, "run", *layout)

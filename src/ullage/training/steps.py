@@ -243,8 +243,8 @@ class EveryBatch(BatchSamplerShard):
         """The sampler of all ranks, which whoever begins an epoch tells its number, also behind skipped batches."""
         return self.batch_sampler.sampler
 
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
+    def __iter__(self) -> Generator[Any, None, None]:
+        yield from itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
 
 
 def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = False) -> None:
