@@ -10,6 +10,9 @@ degree of its own inside a microbatch; list scheduling tells its critical path. 
 ranks for a whole microbatch; the difference is what it gives up.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

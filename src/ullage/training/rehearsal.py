@@ -164,7 +164,7 @@ class Rehearsal:
             False,
             None,
         )
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
         try:
             with random_states_kept(devices):
                 yield

@@ -13,6 +13,9 @@ placement are dealt to the ranks, and the most expensive rank and the cheapest d
 again, so that half the difference moves over, again and again.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 import numpy as np

@@ -15,6 +15,9 @@ division, in Gray code, so that each step moves one item. More: the best exchang
 found in one pass over both sorted bins, again and again.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 import numpy as np

@@ -11,6 +11,9 @@ levels, where a bit of a level says whether the word of 64 below it is not empty
 that is not empty and then descends. 16 million values take four levels.
 """
 
+# numpy's type stubs do not know that an int64 number is an int to numba.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import Annotated, NamedTuple
