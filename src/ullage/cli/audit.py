@@ -34,11 +34,11 @@ def audit(
 
     Exit status 1 for a model that is not exact.
     """
-    from ullage import proofs
+    from ullage.proofs import audit as audited
     from ullage.proofs import tiny
 
     config = tiny.config_of(model, trust_remote_code=trust_remote_code)
-    report = proofs.audit(
+    report = audited(
         tiny.tiny_like(config, kind=kind, seed=seed, attention=attn_implementation), pack=packed, seed=seed
     )
     if as_json:
