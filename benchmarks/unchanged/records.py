@@ -55,13 +55,14 @@ _TIMES = (
     (re.compile(r"(?<![\w.])(?:\d+:)?\d+:\d\d(?![\w.])"), "TIME"),
 )
 _FIGURES = re.compile(
-    r"(?<![\w.])[\d.,]+(?:e[+-]?\d+)?(?= ?(?:s|ms|us|min|h|seconds?|minutes?|s/it|\w+/s|(?:k|M|G|T)?(?:B|iB|FLOP)/s|"
-    r"MB of memory|(?:k|M|G)i?B free)(?![\w/]))"
+    r"(?<![\w.])[\d.,]+(?:e[+-]?\d+)? ?(?:s|ms|us|µs|min|h|seconds?|minutes?|s/it|\w+/s|(?:k|M|G|T)?(?:B|iB|FLOP)/s|"
+    r"[kMGT]i?B|tokens per second)(?![\w/])"
+    r"|(?<=median) +[\d.,]+(?: +[\d.,]+)*(?: +[+-][\d.,]+ %)*"
 )
 
 
 def normal(text: str) -> str:
-    """Text without what differs from run to run: folders, times, rates, memory addresses."""
+    """Text without what differs from run to run: folders, addresses, times, rates, sizes of files that hold times."""
     text = _FOLDERS.sub("FOLDER", text)
     for pattern, word in _TIMES:
         text = pattern.sub(word, text)
