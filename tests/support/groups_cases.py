@@ -47,6 +47,7 @@ def groups(rank, world):
 def worlds(rank, world):
     """Groups of two worlds after each other on one store, as torchrun's outlives a world."""
     store = c10d._get_default_store()
+    dist.barrier()  # a rank that left at once would close connections that the other is still making
     dist.destroy_process_group()
     found = []
     for turn in range(2):

@@ -30,7 +30,7 @@ from ullage.datasets.files import load_tokenizer
 from ullage.datasets.stored import list_lengths, require_values
 from ullage.datasets.tables import kind_of, quiet, read_file, text_column
 from ullage.display import Shown, counted
-from ullage.errors import InputError, require_int, require_one_of
+from ullage.errors import InputError, listed, require_int, require_one_of
 from ullage.extras import needed_by
 from ullage.layout import Int64, Layout, ranges, starts_of
 
@@ -345,7 +345,7 @@ def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
         i = int(large[0])
         raise InputError(
             "a sequence is longer than the capacity",
-            where=f"sequence {i}" + (f" and {len(large) - 1} more" if len(large) > 1 else ""),
+            where=f"sequence {listed(large.tolist(), 1)}",
             expected=f"at most {capacity} tokens",
             found=int(lengths[i]),
             hint="raise the capacity, or say that such sequences are to be truncated or dropped",

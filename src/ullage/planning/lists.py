@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, require_int, require_one_of
+from ullage.errors import InputError, listed, require_int, require_one_of
 from ullage.layout import Int64, Integers, as_lengths
 from ullage.planning.bins import pack_lengths
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
@@ -240,11 +240,8 @@ def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tupl
         refuse_oversize(lengths, cap, 1)
         counts = grouping.sums(np.ones_like(lengths))
         refuse_large_groups(slots, counts, grouping.item, np.arange(len(lengths)), cap, len(lengths))
-    shown = [_named(grouping.members[k], int(slots[k])) for k in large[:4].tolist()]
-    _logger.warning(
-        "above the capacity of %d tokens, and therefore alone in a microbatch: %s", cap,
-        ", ".join(shown) + (f" and {len(large) - 4} more" if len(large) > 4 else ""),
-    )  # fmt: skip
+    shown = [_named(grouping.members[k], int(slots[k])) for k in large.tolist()]
+    _logger.warning("above the capacity of %d tokens, and therefore alone in a microbatch: %s", cap, listed(shown, 4))
     if not slots.all():
         # An item without tokens takes room too: one of n + 1 parts of a token, so that all of them are less than one.
         slots, cap = slots * (n + 1) + 1, cap * (n + 1) + n

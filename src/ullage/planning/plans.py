@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ullage.display import Paged, Shown, counted, page_of, show_page, write_page
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError, listed, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 from ullage.planning.placement import ARRAYS, Placement, slots_of
@@ -31,8 +31,7 @@ def violations(plan: Placement) -> list[str]:
 
 
 def _ids(ids: Int64) -> str:
-    shown = ", ".join(str(i) for i in ids[:_NAMED].tolist())
-    return f"{shown} and {len(ids) - _NAMED} more" if len(ids) > _NAMED else shown
+    return listed(ids.tolist(), _NAMED)
 
 
 def _membership(plan: Placement) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, require_int
+from ullage.errors import InputError, listed, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.placement import free_degrees
 
@@ -47,7 +47,7 @@ def refuse_oversize(given: Int64, most: int, pad_to_multiple_of: int) -> None:
         i = int(large[0])
         raise InputError(
             "a sequence does not fit into a microbatch",
-            where=f"sequence {i}" + (f" and {len(large) - 1} more" if len(large) > 1 else ""),
+            where=f"sequence {listed(large.tolist(), 1)}",
             expected=f"at most the capacity of {most} tokens"
             + (f" at pad_to_multiple_of={pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""),
             found=int(given[i]),
@@ -171,8 +171,7 @@ def preassigned(assignment: Any, ranks: int, multiple: int, n: int, placed: Int6
     for what, bad in (("names sequences twice", times > 1), ("misses sequences", (times == 0) & (wanted == 1))):
         ids = np.flatnonzero(bad)
         if len(ids):
-            shown = ", ".join(map(str, ids[:8].tolist())) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-            raise InputError(f"the assignment {what}", found=shown)
+            raise InputError(f"the assignment {what}", found=listed(ids.tolist(), 8))
     # Offsets count what is left of each bin.
     sizes = np.array([np.count_nonzero(wanted[part]) for part in bins], np.int64)
     return order[wanted[order] == 1], np.concatenate(([0], np.cumsum(sizes))), microbatches

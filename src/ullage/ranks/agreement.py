@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ullage.errors import DistributedError, UllageError
+from ullage.errors import DistributedError, UllageError, listed
 from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import Axis, Topology
 from ullage.ranks.wire import dumps, gather_records, settling
@@ -169,9 +169,8 @@ def _another_rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> Dis
     found = lines[0]
     if len(lines) > 1:
         # Several ranks with one error are one line; with several errors each is quoted beside its rank.
-        quoted = [f"on rank {rank} {line}" for rank, line in failures[:_QUOTED]]
-        found = "; ".join(quoted) + (f"; and {len(failures) - _QUOTED} more" if len(failures) > _QUOTED else "")
-    named = ", ".join(map(str, ranks[:_QUOTED])) + (f" and {len(ranks) - _QUOTED} more" if len(ranks) > _QUOTED else "")
+        found = listed([f"on rank {rank} {line}" for rank, line in failures], _QUOTED, "; ")
+    named = listed(ranks, _QUOTED)
     error = DistributedError(
         f"another rank failed while {doing}",
         where=f"rank {named}" if len(ranks) == 1 else f"ranks {named}",

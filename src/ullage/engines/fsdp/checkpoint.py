@@ -38,7 +38,7 @@ from ullage.engines.fsdp.optimizer import (
 )
 from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
-from ullage.errors import CheckpointError, InputError
+from ullage.errors import CheckpointError, InputError, listed
 from ullage.ranks import Axis, together
 from ullage.training.agreement import require_same_folder
 from ullage.training.damage import examine
@@ -247,7 +247,7 @@ def _require_nothing_is_left(folder: Path, model: Any, names: dict[str, Any]) ->
         raise CheckpointError(
             "the checkpoint is of a larger model",
             where=str(folder),
-            found=left[0] + (f" and {len(left) - 1} more" if len(left) > 1 else ""),
+            found=listed(left, 1),
             hint="continue with the model that it was made from",
         )
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ullage.errors import CheckpointError
+from ullage.errors import CheckpointError, listed
 
 
 def read(state: dict[str, Any], folder: Path) -> None:
@@ -41,7 +41,7 @@ def require_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -
             "the checkpoint lacks what the model needs" if missing[0].startswith("model.") else
             "the checkpoint lacks what the optimizer needs",
             where=str(folder),
-            expected=missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            expected=listed(missing, 1),
             found=f"{len(names)} other items",
         )  # fmt: skip
     for name, value in wanted.items():

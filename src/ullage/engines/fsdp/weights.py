@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ullage.engines.fsdp import chunks
-from ullage.errors import CheckpointError, InputError
+from ullage.errors import CheckpointError, InputError, listed
 from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis
 from ullage.ranks.wire import gather_objects
@@ -125,7 +125,7 @@ def names_in(model: Any, held: WeightFolder, targets: dict[str, Tensor], tied: l
             raise CheckpointError(
                 what,
                 where=str(held.folder),
-                found=names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+                found=listed(names, 1),
                 hint="take the model that it was made from; weights under other names (experts saved one by one) are "
                 "read by from_pretrained: on rank 0, with the model on meta elsewhere",
             )
