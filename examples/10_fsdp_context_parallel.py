@@ -32,7 +32,7 @@ def parse():
     parser.add_argument("--max_length", type=int, default=2048)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--run", default=None, metavar="FOLDER", help="save a checkpoint into it at the end")
+    parser.add_argument("--output_dir", default=None, metavar="FOLDER", help="save a checkpoint into it at the end")
     parser.add_argument("--resume", default=None, metavar="CHECKPOINT", help="go on from it, in any layout")
     return parser.parse_args()
 
@@ -61,14 +61,14 @@ def main():
     dtype = torch.bfloat16 if asked.bf16 else None
     model = fsdp.parallelize(LlamaForCausalLM(config), topology, dtype=dtype, cp_method=asked.cp_method)
     arguments = TrainingArguments(
-        asked.run or f"{tempfile.gettempdir()}/ullage-example",
+        asked.output_dir or f"{tempfile.gettempdir()}/ullage-example",
         packing_capacity=asked.capacity,
         per_device_train_batch_size=asked.global_batch_size // topology.dp.size,
         max_steps=asked.steps,
         learning_rate=3e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
-        save_strategy="steps" if asked.run else "no",
+        save_strategy="steps" if asked.output_dir else "no",
         save_steps=asked.steps,
         report_to="none",
         disable_tqdm=True,

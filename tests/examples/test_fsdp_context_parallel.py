@@ -35,7 +35,7 @@ def test_two_processes_print_what_one_prints(tmp_path):
     assert len(whole) == 4
     assert whole[-1] < whole[0]
     saved = tmp_path / "there" / "checkpoint-2"
-    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--run", saved.parent)
+    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--output_dir", saved.parent)
     then = torchrun(2, EXAMPLE, *SMALL, "--steps", 4, "--tp", 2, "--resume", saved)
     assert losses(first) + losses(then) == pytest.approx(whole, abs=2e-5)
     assert ".metadata" in os.listdir(saved / "model_and_optimizer")

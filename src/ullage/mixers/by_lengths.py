@@ -53,6 +53,7 @@ class PackedRow:
         self.has_own_positions = False
 
     @classmethod
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
     def of(cls, keywords: Mapping[str, Any], targets: Layout | None = None) -> PackedRow | None:
         """From the keywords of a model's call; None for a call without ``cu_seq_lens_q``. Waits for the device.
 
