@@ -66,7 +66,7 @@ def chill(folder: Path) -> int:
 
 def load(folder: Path, layers: int, cold: bool, checked: bool) -> dict[str, float]:
     """Seconds of the check, and of all of loading."""
-    from ullage.training.damage import examine
+    from ullage.training.saving.damage import examine
 
     trainer = make_trainer(folder.parent, layers)
     trainer.create_optimizer_and_scheduler(1)
@@ -88,7 +88,7 @@ def load(folder: Path, layers: int, cold: bool, checked: bool) -> dict[str, floa
 
 def save(folder: Path, layers: int) -> dict[str, float]:
     """Seconds of a save after one step, and of the sums within it."""
-    from ullage.training import staging
+    from ullage.training.saving.checkpoints import staging
 
     spent: dict[str, float] = {}
     summed, whole = staging._summed, staging.write_whole
@@ -103,7 +103,7 @@ def save(folder: Path, layers: int) -> dict[str, float]:
 
         return call
 
-    from ullage.training import saving
+    from ullage.training.saving.checkpoints import checkpoints as saving
 
     staging._summed = timed("sums", summed)
     saving.write_whole = timed("seconds", whole)  # pyright: ignore[reportPrivateImportUsage]

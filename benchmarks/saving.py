@@ -61,7 +61,7 @@ def make_trainer(folder: Path, layers: int, steps: int, way: str, every: int, st
 
 def run(folder: Path, layers: int, saves: int, way: str, every: int, stage: int) -> dict[str, Any]:
     """Seconds of each save, of the wait at the end, and of the steps after the first save."""
-    from ullage.training.saving import WholeCheckpointMixin
+    from ullage.training.saving.checkpoints import WholeCheckpointMixin
 
     stalls: list[tuple[float, float]] = []
     save = WholeCheckpointMixin._save_checkpoint

@@ -4,7 +4,7 @@ A package lists its names once for type checkers, as imports under ``TYPE_CHECKI
 of the modules that define them::
 
     if TYPE_CHECKING:
-        from ullage.training.collators import RaggedCollator as RaggedCollator
+        from ullage.training.batches.collators import RaggedCollator as RaggedCollator
     else:
         __getattr__, __dir__, __all__ = lazy_names(__name__, {"collators": ["RaggedCollator"]})
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.exits import Server, texts
-from ullage.training.saving import checkpoints_in
+from ullage.training.saving.checkpoints import checkpoints_in
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

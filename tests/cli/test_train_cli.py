@@ -19,8 +19,8 @@ from tests.support.launch import environment, full_disk
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.verb import _command, _run
 from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
-from ullage.training.saving import checkpoints_in, require_checkpoint
-from ullage.training.staging import staging_of
+from ullage.training.saving.checkpoints import checkpoints_in, require_checkpoint
+from ullage.training.saving.staging import staging_of
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support import save_script
 from tests.support.launch import environment, torchrun
-from ullage.training.saving import checkpoints_in
-from ullage.training.staging import staging_of
+from ullage.training.saving.checkpoints import checkpoints_in
+from ullage.training.saving.staging import staging_of
 
 pytestmark = pytest.mark.distributed
 

@@ -105,7 +105,7 @@ def test_a_dry_run_over_axes_runs_whole_steps_and_keeps_nothing(tmp_path, capsys
 
 
 def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
-    from ullage.training.metering import TokenMeter
+    from ullage.training.step.metering import TokenMeter
 
     data = write(tmp_path / "pairs.jsonl", pair)
     options = ["--data", data, "--model", "llama-16x1", "--packing_capacity", 64, "--max_steps", 2, "--held_out", 0]

@@ -14,7 +14,7 @@ import pytest
 from ullage.cli.train.progress import Progress
 from ullage.cli.train.verb import _run
 from ullage.errors import InputError, TrainingError
-from ullage.training.saving import checkpoints_in, is_unfinished
+from ullage.training.saving.checkpoints import checkpoints_in, is_unfinished
 
 SMALL = ["--model", "llama-16x1", "--packing_capacity", 128, "--per_device_train_batch_size", 4, "--max_steps", 8]
 SMALL += ["--learning_rate", 0.02, "--save_steps", 2, "--save_total_limit", 9, "--logging_steps", 1, "--use_cpu"]

@@ -13,7 +13,7 @@ from ullage import checkpoint
 from ullage.cli.train.folder import require_layout_of
 from ullage.cli.train.verb import _run
 from ullage.errors import CheckpointError, InputError
-from ullage.training.saving import checkpoints_in
+from ullage.training.saving.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.distributed
 

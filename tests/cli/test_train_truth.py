@@ -38,7 +38,7 @@ from ullage.datasets import byte_tokenizer, tokenize
 from ullage.errors import InputError, TrainingError, UsageError
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model
 from ullage.report import run_page
-from ullage.training.saving import checkpoints_in
+from ullage.training.saving.checkpoints import checkpoints_in
 
 TINY = ["--use_cpu", "--disable_tqdm", "true", "--max_steps", "2", "--eval_strategy", "no", "--held_out", "0.2"]
 SMALL: dict[str, Any] = {

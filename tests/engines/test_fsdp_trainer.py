@@ -8,7 +8,7 @@ from ullage import InputError
 from ullage.engines import fsdp
 from ullage.errors import DistributedError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
-from ullage.training.steps import StepCounts
+from ullage.training.step.drawing import StepCounts
 
 SAMPLES = [{"input_ids": list(range(3, 3 + length))} for length in (5, 17, 2, 30, 9, 11)]
 

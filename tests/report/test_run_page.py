@@ -22,9 +22,9 @@ from ullage.cli.train.verb import _run
 from ullage.errors import InputError
 from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
 from ullage.report.run_page import PAGE, run_page, write_run_page
-from ullage.training.arguments import published_peak
-from ullage.training.log_file import LOG, append, read_log
-from ullage.training.run_log import RunLog
+from ullage.training.run.log_file import LOG, append, read_log
+from ullage.training.run.run_log import RunLog
+from ullage.training.setup.arguments import published_peak
 
 #: Numbers of every row of a packed run that the page draws.
 DRAWN = ("loss", "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
-from ullage.training.background import Snapshot
+from ullage.training.saving.background import Snapshot
 
 #: Files whose bytes are the same too. In others pickle writes equal strings once or twice, as they are one object or two.
 BYTES = ("model.safetensors", "optimizer.pt", "scheduler.pt")

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tests.support import packing_script
 from tests.support.packing_script import leave
-from ullage.training.device_memory import DeviceMemory
+from ullage.training.setup.device_memory import DeviceMemory
 
 LENGTHS = [300, 40, 170, 290, 7, 120, 260, 33, 300, 1, 90, 210] * 3
 

@@ -25,16 +25,10 @@ from ullage.models import (
     RecurrentForSequenceClassification,
 )
 from ullage.models.causal_lm import next_token_loss
-from ullage.training import (
-    RaggedCollator,
-    Seq2SeqCollator,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-    targets,
-)
-from ullage.training.packed_batch import PackedBatch
-from ullage.training.steps import StepCounts
+from ullage.training import RaggedCollator, Seq2SeqCollator, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from ullage.training.batches import targets
+from ullage.training.batches.packed_batch import PackedBatch
+from ullage.training.step.drawing import StepCounts
 
 VOCAB, CLASSES = 29, 4
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

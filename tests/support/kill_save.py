@@ -16,7 +16,7 @@ def train(folder: str, resume: bool, told: Any, width: int) -> None:
     import torch
 
     from ullage.training import Trainer, TrainingArguments
-    from ullage.training.background import BackgroundSave
+    from ullage.training.saving.background import BackgroundSave
 
     torch.set_num_threads(1)
 
@@ -102,8 +102,8 @@ class Runs:
 
     def kill(self, number: int, save: int, delay: float) -> Outcome:
         """Kill a new run ``delay`` seconds after the copy of save ``save``; look at what is left, and go on."""
-        from ullage.training.damage import examine
-        from ullage.training.saving import checkpoints_in
+        from ullage.training.saving.checkpoints import checkpoints_in
+        from ullage.training.saving.damage import examine
 
         folder = self._folder / f"killed{number}"
         process, hear = self._start(folder, resume=False)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 from ullage.training import Trainer as OurTrainer
-from ullage.training.saving import WholeCheckpointMixin, checkpoints_in
+from ullage.training.saving.checkpoints import WholeCheckpointMixin, checkpoints_in
 
 
 class Line(torch.nn.Module):

@@ -17,8 +17,8 @@ from tests.support.kill_save import Runs
 from tests.support.launch import torchrun
 from ullage.errors import InputError, TrainingError
 from ullage.training import RaggedTrainerMixin, Trainer, TrainingArguments
-from ullage.training.background import HostMemory, Snapshot
-from ullage.training.damage import examine
+from ullage.training.saving.background import HostMemory, Snapshot
+from ullage.training.saving.damage import examine
 
 SCRIPT = Path(__file__).parents[1] / "support" / "async_script.py"
 

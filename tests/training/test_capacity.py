@@ -13,9 +13,10 @@ from transformers import HfArgumentParser
 
 from tests.support import capacity_script, packing_script
 from ullage import InputError
-from ullage.training import Trainer, TrainingArguments, capacity
-from ullage.training.capacity import CapacityFinder, CapacitySearch
-from ullage.training.device_memory import DeviceMemory, num_bytes
+from ullage.training import Trainer, TrainingArguments
+from ullage.training.run import capacity
+from ullage.training.run.capacity import CapacityFinder, CapacitySearch
+from ullage.training.setup.device_memory import DeviceMemory, num_bytes
 
 
 def found_by(search, taken):

@@ -13,7 +13,7 @@ from tests.support import packed_models, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, pack_model
 from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
-from ullage.training.choices import flattened
+from ullage.training.batches.choices import flattened
 
 SIZES = {**packed_models.QUIET, **packed_models.SIZES}
 KINDS = {

@@ -16,7 +16,7 @@ from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.proofs.tiny import model_types
 from ullage.training.loss.lazy_logits import HeadCall, LazyLogits, head_in_chunks, head_problem
-from ullage.training.packing import PackedBatch
+from ullage.training.step.packing import PackedBatch
 
 N, T, WORDS = 2, 6, 11
 
@@ -277,7 +277,7 @@ def test_who_reads_logits_gets_them(tmp_path, seen, case):
 def test_a_function_of_the_outputs_and_evaluation_get_logits(tmp_path, seen, caplog):
     trainer = packing_script.make_trainer("llama", str(tmp_path), max_steps=1)
     trainer.compute_metrics = lambda prediction: {"words": prediction.predictions[0].shape[-1]}
-    with caplog.at_level(logging.DEBUG, logger="ullage.training.loss.rule"):
+    with caplog.at_level(logging.DEBUG, logger="ullage.training.step.loss_rule"):
         trainer.compute_loss_func = given_function
         trainer.train()
     assert seen == []

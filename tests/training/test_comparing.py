@@ -8,7 +8,7 @@ import torch
 
 from tests.support.story import Stream
 from ullage import DistributedError
-from ullage.training.beginning import compare_ranks, describe_data
+from ullage.training.run.beginning import compare_ranks, describe_data
 
 SAMPLES = [{"input_ids": [i] * (i + 1), "text": f"no. {i}"} for i in range(30)]
 

@@ -18,7 +18,7 @@ from tests.support import packing_script
 from ullage import InputError, RaggedBatch
 from ullage.datasets import pack_dataset
 from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
-from ullage.training.reading import as_ragged
+from ullage.training.batches.reading import as_ragged
 
 #: One token, a sequence that fills a microbatch, and what lies between.
 LENGTHS = [1, 128, 5, 1, 77, 128, 1, 2, 30, 64, 1, 3]
@@ -249,7 +249,7 @@ def test_a_sequence_over_the_capacity_is_named_before_the_first_step(tmp_path, m
         trainer.train()
     trainer.train_dataset = [dict(sample) for sample in samples]
     # As if no length were known before the step.
-    monkeypatch.setattr("ullage.training.beginning.stored_lengths", lambda *_: None)
+    monkeypatch.setattr("ullage.training.run.beginning.stored_lengths", lambda *_: None)
     with pytest.raises(InputError, match=r"does not fit into a microbatch \(train_dataset\[1\]\): .* found 129"):
         trainer.train()
 

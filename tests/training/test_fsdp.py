@@ -17,9 +17,10 @@ from tests.support.fsdp_script import ENVIRON, FSDP, STEPS, run
 from tests.support.launch import torchrun
 from ullage import InputError
 from ullage.errors import CheckpointError
-from ullage.training import TrainingArguments, fsdp
-from ullage.training.resuming import state_notes
-from ullage.training.saving import require_checkpoint
+from ullage.training import TrainingArguments
+from ullage.training.saving.checkpoints import require_checkpoint
+from ullage.training.saving.resuming import state_notes
+from ullage.training.setup import fsdp
 
 #: Leaves microbatches of some ranks empty.
 ARRIVAL = {"packing_plan_strategy": "next_fit"}

@@ -285,7 +285,7 @@ def test_a_declared_loss_is_the_same_with_and_without_packing(name, tmp_path):
 def test_a_mean_that_nobody_declared_is_taken_for_one_and_said_once(name, reason, tmp_path, caplog):
     apart, packed = packed_and_not(name, tmp_path)
     assert close(apart, packed)
-    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.packing"]
+    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.step.packing"]
     assert len(told) == 1
     assert told[0].startswith(f"{name}.compute_loss {reason}: under packing its loss is taken for a mean over labels")
 

@@ -15,8 +15,9 @@ from tests.training.test_trainer import language_model
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.planning import plan
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, metering
-from ullage.training.metering import TokenMeter
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training.step import metering
+from ullage.training.step.metering import TokenMeter
 
 SAMPLES = [{"input_ids": [3] * 9, "labels": [3] * 9}, {"input_ids": [4], "labels": [4]}]
 #: What is logged of a packed run with a peak and a treatment of long sequences, beside transformers' own names.
@@ -165,7 +166,7 @@ def test_a_peak_that_is_not_positive_is_refused(tmp_path):
 
 
 def test_flattened_batches_of_others_know_what_padding_would_have_been():
-    from ullage.training.counting import num_elements, num_padded_tokens
+    from ullage.training.batches.counting import num_elements, num_padded_tokens
 
     row = {"input_ids": torch.ones(1, 10, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 9, 10])}
     assert (num_elements(row, "input_ids"), num_padded_tokens(row, "input_ids")) == (10, 18)

@@ -95,7 +95,7 @@ def test_what_would_go_wrong_is_told(tmp_path, how):
 
 
 def test_a_rank_without_sequences_has_an_empty_row(tmp_path):
-    from ullage.training.packed_batch import PackedBatch
+    from ullage.training.batches.packed_batch import PackedBatch
 
     steps = []
 

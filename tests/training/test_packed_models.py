@@ -12,8 +12,9 @@ from tests.support.launch import torchrun
 from ullage import InputError
 from ullage.mixers import pack_model
 from ullage.proofs.tiny import tiny_model
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, forms
-from ullage.training.packing import Packer
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training.batches import forms
+from ullage.training.step.packing import Packer
 
 #: Those that the quick tests train.
 QUICK = ("qwen3_next", "bert", "t5", "llama_last", "bert_several", "llama_answers")

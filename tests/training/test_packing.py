@@ -14,7 +14,8 @@ from ullage import CheckpointError, InputError, RaggedBatch
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
-from ullage.training import RaggedCollator, Trainer, TrainingArguments, forms
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training.batches import forms
 
 
 def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):

@@ -21,9 +21,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.support.launch import environment, full_disk
 from ullage.errors import CheckpointError, TrainingError
 from ullage.training import Trainer as OurTrainer
-from ullage.training.damage import examine
-from ullage.training.saving import WholeCheckpointMixin, checkpoints_in, require_checkpoint
-from ullage.training.staging import staging_of
+from ullage.training.saving.checkpoints import WholeCheckpointMixin, checkpoints_in, require_checkpoint
+from ullage.training.saving.damage import examine
+from ullage.training.saving.staging import staging_of
 
 
 class Line(torch.nn.Module):

@@ -17,9 +17,9 @@ from ullage.cli.train.folder import settings_of
 from ullage.engines.fsdp.trained import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
-from ullage.training.beginning import describe_arguments
 from ullage.training.loss.lazy_logits import HeadCall
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_cross_entropy, weighted_token_loss
+from ullage.training.run.beginning import describe_arguments
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

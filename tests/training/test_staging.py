@@ -13,8 +13,8 @@ import pytest
 
 from ullage.checkpoint.manifest import damage_in, read_manifests
 from ullage.errors import CheckpointError, TrainingError
-from ullage.training import staging
-from ullage.training.staging import old_of, recover, staging_of, write_into, write_whole
+from ullage.training.saving.checkpoints import staging
+from ullage.training.saving.staging import old_of, recover, staging_of, write_into, write_whole
 
 
 def writer(text: str):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
-from ullage.training import damage, staging
+from ullage.training.saving.checkpoints import damage, staging
 
 pytestmark = pytest.mark.distributed
 

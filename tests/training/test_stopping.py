@@ -16,8 +16,8 @@ from ullage.cli.train.verb import _command
 from ullage.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, StopOnSignal, Trainer
-from ullage.training.saving import checkpoints_in
-from ullage.training.stopping import _die_of
+from ullage.training.saving.checkpoints import checkpoints_in
+from ullage.training.step.stopping import _die_of
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ullage import InputError, RaggedBatch
 from ullage.training import RaggedCollator, Seq2SeqCollator
-from ullage.training.targets import apart, is_joined, joined, num_tokens_each, placeholder
+from ullage.training.batches.targets import apart, is_joined, joined, num_tokens_each, placeholder
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
 

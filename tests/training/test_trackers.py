@@ -13,7 +13,7 @@ import pytest
 from tests.training.test_metering import PACKED, trainer
 from tests.training.test_trainer import language_model
 from ullage.report.run import read_run
-from ullage.training.run_log import RunLog
+from ullage.training.run.run_log import RunLog
 
 SAMPLES = [{"input_ids": [3] * n, "labels": [3] * n} for n in (9, 1, 12, 30)]
 #: A packed run that leaves a sequence out and has a peak: every metric of one process.

@@ -332,7 +332,7 @@ def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, 
     assert mine.state.num_input_tokens_seen == number
     logged = next(entry for entry in mine.state.log_history if "loss" in entry)
     assert logged["padding_computed"] == pytest.approx(1 - number / 10)
-    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.reading"]
+    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.batches.reading"]
     expected = [] if processing_class else ["padding cannot be told from tokens, so all count as tokens"]
     assert [message.partition(":")[0] for message in told] == expected
 

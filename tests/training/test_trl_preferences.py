@@ -15,10 +15,10 @@ from ullage import InputError, RaggedBatch
 from ullage.exchange import materialize
 from ullage.planning import TransformerCost
 from ullage.ranks import Topology
-from ullage.training.arguments import PackingOptions
-from ullage.training.packing import StepPlanner
-from ullage.training.trl.preferences import PairLoss, UnpairedLoss
-from ullage.training.trl.rollouts import RolloutLoss
+from ullage.training.setup.arguments import PackingOptions
+from ullage.training.step.packing import StepPlanner
+from ullage.training.trl.losses.preferences import PairLoss, UnpairedLoss
+from ullage.training.trl.losses.rollouts import RolloutLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
 ARRIVAL = {"packing_plan_strategy": "next_fit"}

@@ -240,7 +240,7 @@ def test_rows_of_several_sequences_are_taken_apart(tmp_path):
 def test_images_are_refused_under_packing(tmp_path):
     from types import SimpleNamespace
 
-    from ullage.training.packable import refuse_images
+    from ullage.training.step.packable import refuse_images
 
     with pytest.raises(InputError, match="images cannot be packed"):
         refuse_images(SimpleNamespace(_is_vision_dataset=True))

@@ -1,6 +1,6 @@
 """A run as it lies in its folder: the rows of its log, its checkpoints, its layouts and the plan of a step.
 
-Read from ``ullage_log.jsonl`` (:mod:`ullage.training.log_file`), which ``ullage train`` and the callback ``RunLog``
+Read from ``ullage_log.jsonl`` (:mod:`ullage.training.run.log_file`), which ``ullage train`` and the callback ``RunLog``
 write; without one, from the ``trainer_state.json`` of the newest checkpoint, which any Trainer of transformers leaves.
 Reading needs neither torch nor transformers, so that a run can be followed from another terminal at once. Its figures,
 and how those of another run differ, are for terminals, pages and ``--json``.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ullage.errors import InputError
 from ullage.report.page import percent
-from ullage.training.log_file import LOG, PLAN, Event, read_log
+from ullage.training.run.log_file import LOG, PLAN, Event, read_log
 from ullage.units import duration, rate
 
 if TYPE_CHECKING:

@@ -163,7 +163,7 @@ def _step(checkpoint: Path) -> int:
 
 def _checkpoints(run: Run) -> list[tuple[str, str, str, str]]:
     """Step, layout, bytes and whether it is whole, of each checkpoint that is there."""
-    from ullage.training.damage import is_damaged
+    from ullage.training.saving.damage import is_damaged
 
     rows = []
     for path in run.checkpoints[-_MOST_CHECKPOINTS:]:

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING
 from ullage.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ullage.training.arguments import (
+    from ullage.training.setup.arguments import (
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,
     )
-    from ullage.training.collators import (
+    from ullage.training.batches.collators import (
         PackedSequenceCollator as PackedSequenceCollator,
         RaggedCollator as RaggedCollator,
         Seq2SeqCollator as Seq2SeqCollator,
     )
     from ullage.training.loss.sequence_logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
-    from ullage.training.run_log import RunLog as RunLog
-    from ullage.training.stopping import StopOnSignal as StopOnSignal
+    from ullage.training.run.run_log import RunLog as RunLog
+    from ullage.training.step.stopping import StopOnSignal as StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
-            "collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
+            "setup.arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
+            "batches.collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
             "loss.sequence_logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
-            "run_log": ["RunLog"],
-            "stopping": ["StopOnSignal"],
+            "run.run_log": ["RunLog"],
+            "step.stopping": ["StopOnSignal"],
             "trainer": ["Seq2SeqTrainer", "Trainer"],
         },
     )

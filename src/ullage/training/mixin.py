@@ -4,15 +4,15 @@ The Trainer takes batches apart in a dozen places, each by a rule of its own. Th
 loop. It is the list of the methods that it replaces; each hands on to the object that knows the rule:
 
 ==================  =================================================================================================
-``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``reading``)
-``Packer``          plans a step, exchanges it, and trains on its microbatches (``packing``)
-``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``steps``)
+``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``batches.reading``)
+``Packer``          plans a step, exchanges it, and trains on its microbatches (``step.packing``)
+``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``step.drawing``)
 ``Evaluator``       evaluates, and puts samples back together (``evaluation``)
-``Rehearsal``       evaluates a few samples before the first step (``rehearsal``)
-``CapacityFinder``  finds a capacity by dry runs before the first step (``capacity``)
-``Continuation``    finds and converts the checkpoint to continue from (``continuing``)
-``LossRule``        weighs the model's loss by the labels of the step (``loss.rule``)
-``TokenMeter``      counts tokens, padding and FLOPs (``metering``)
+``Rehearsal``       evaluates a few samples before the first step (``run``)
+``CapacityFinder``  finds a capacity by dry runs before the first step (``run``)
+``Continuation``    finds and converts the checkpoint to continue from (``saving``)
+``LossRule``        weighs the model's loss by the labels of the step (``step.loss_rule``)
+``TokenMeter``      counts tokens, padding and FLOPs (``step.metering``)
 ==================  =================================================================================================
 
 Source: transformers 5.23 ``trainer.py``, whose method names these are.
@@ -39,24 +39,25 @@ from ullage.errors import TrainingError
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.replacing import replaced
-from ullage.training import fsdp
-from ullage.training.arguments import PackingOptions, form_process_group
-from ullage.training.background import BackgroundSave
-from ullage.training.beginning import refuse_dispatching, require_agreement
-from ullage.training.capacity import CapacityFinder
-from ullage.training.continuing import Continuation, Conversion
-from ullage.training.evaluation import Evaluator, evaluation_loader
+from ullage.training.batches.reading import BatchReader
+from ullage.training.evaluation.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
-from ullage.training.loss.rule import LossRule
-from ullage.training.metering import TokenMeter
-from ullage.training.noise import NoiseHooks
-from ullage.training.packing import PackedBatch, Packer
-from ullage.training.reading import BatchReader
-from ullage.training.rehearsal import Rehearsal
-from ullage.training.saving import require_same_model
-from ullage.training.sharding import data_ranks, require_trainable, sharding_of
-from ullage.training.steps import StepSource
-from ullage.training.stopping import StopFlag
+from ullage.training.run.beginning import refuse_dispatching, require_agreement
+from ullage.training.run.capacity import CapacityFinder
+from ullage.training.run.rehearsal import Rehearsal
+from ullage.training.saving.background import BackgroundSave
+from ullage.training.saving.checkpoints import require_same_model
+from ullage.training.saving.continuing import Continuation, Conversion
+from ullage.training.setup import fsdp
+from ullage.training.setup.arguments import PackingOptions, form_process_group
+from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
+from ullage.training.step.drawing import StepSource
+from ullage.training.step.loss_rule import LossRule
+from ullage.training.step.metering import TokenMeter
+from ullage.training.step.noise import NoiseHooks
+from ullage.training.step.packing import PackedBatch, Packer
+from ullage.training.step.stopping import StopFlag
+from ullage.training.trl.losses.known import padded_loss_of
 
 logger = logging.get_logger(__name__)
 
@@ -131,7 +132,7 @@ class RaggedTrainerMixin(_Base):
         # which already calls some of the methods below.
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
-        self._packer = Packer(self, self._reader)
+        self._packer = Packer(self, self._reader, padded_loss_of)
         self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
@@ -413,7 +414,7 @@ class RaggedTrainerMixin(_Base):
         self.state.num_input_tokens_seen += int(gathered.sum())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as transformers does, with the metrics of :class:`~ullage.training.metering.TokenMeter` added.
+        """Log as transformers does, with the metrics of :class:`~ullage.training.step.metering.TokenMeter` added.
 
         Collective for the entries of training: one small reduction.
         """
@@ -438,7 +439,7 @@ class RaggedTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Each sample once (:meth:`ullage.training.evaluation.Evaluator.run`).
+        """Each sample once (:meth:`ullage.training.evaluation.evaluator.Evaluator.run`).
 
         A trainer with an evaluation of its own runs that.
         """

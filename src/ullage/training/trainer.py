@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ullage.batch import RaggedBatch
 from ullage.training.mixin import RaggedTrainerMixin
-from ullage.training.saving import WholeCheckpointMixin
+from ullage.training.saving.checkpoints import WholeCheckpointMixin
 
 
 class Trainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Trainer):

@@ -21,10 +21,9 @@ from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
+from ullage.ranks.world import agreement, several_ranks
 from ullage.replacing import replacing
-from ullage.training.agreement import agreement, several_ranks
-from ullage.training.resuming import newest_whole, require_whole, state_notes
-from ullage.training.saving import (
+from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
     checkpoints_in,
     is_unfinished,
@@ -33,6 +32,7 @@ from ullage.training.saving import (
     require_checkpoint,
     step_of,
 )
+from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
 
 #: The settings that decide the numbers of a run, and its summary once it has ended.
 RECORD = "ullage_run.json"

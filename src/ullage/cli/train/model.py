@@ -29,8 +29,8 @@ from ullage.datasets.text import byte_tokenizer
 from ullage.errors import CheckpointError, InputError, listed
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
-from ullage.training.agreement import agreement, gather, rank_here, several_ranks
-from ullage.training.saving import WEIGHT_FILES
+from ullage.ranks.world import agreement, gather, rank_here, several_ranks
+from ullage.training.saving.checkpoints import WEIGHT_FILES
 
 if TYPE_CHECKING:
     from ullage.cli.train.summary import Voice

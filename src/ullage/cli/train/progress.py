@@ -14,9 +14,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import UllageError
-from ullage.training.metering import TokenMeter
-from ullage.training.run_log import RunLog
-from ullage.training.stopping import EarlyEnd
+from ullage.training.run.run_log import RunLog
+from ullage.training.step.metering import TokenMeter
+from ullage.training.step.stopping import EarlyEnd
 from ullage.units import rate
 
 

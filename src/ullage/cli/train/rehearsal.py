@@ -24,11 +24,11 @@ from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.datasets.text import TokenDataset
 from ullage.errors import InputError
-from ullage.training.agreement import agreement, gather
-from ullage.training.capacity import state_bytes
-from ullage.training.device_memory import DeviceMemory
-from ullage.training.metering import num_parameters
-from ullage.training.packed_batch import PackedBatch
+from ullage.ranks.world import agreement, gather
+from ullage.training.batches.packed_batch import PackedBatch
+from ullage.training.run.capacity import state_bytes
+from ullage.training.setup.device_memory import DeviceMemory
+from ullage.training.step.metering import num_parameters
 from ullage.units import duration, memory_size
 
 #: Steps that are planned, and steps or batches that are run, at most.

@@ -75,7 +75,7 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.progress import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
-    from ullage.training.metering import num_parameters
+    from ullage.training.step.metering import num_parameters
 
     command = parse(argv)
     say = Voice(first, command.output.json)
@@ -145,7 +145,7 @@ def _model_of(
 @contextlib.contextmanager
 def _written(command: TrainCommand) -> Iterator[None]:
     """Raise on all ranks, in one line, if the block cannot write on one of them. Collective at its end."""
-    from ullage.training.agreement import agreement, several_ranks
+    from ullage.ranks.world import agreement, several_ranks
 
     where = command.training.output_dir
     with agreement(several_ranks(), "writing down the run"):
@@ -199,7 +199,7 @@ def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
 
     from ullage.engines import fsdp
     from ullage.training import Trainer
-    from ullage.training.arguments import form_process_group
+    from ullage.training.setup.arguments import form_process_group
 
     sizes, arguments = command.parallel, command.training
     form_process_group(arguments)  # before the axes are made of its ranks
@@ -226,8 +226,8 @@ def _train(
     """
     from ullage.cli.train.folder import never_begun
     from ullage.cli.train.progress import Stop, leave_page
-    from ullage.training.saving import checkpoints_in
-    from ullage.training.stopping import StopOnSignal, takes_sigterm
+    from ullage.training.saving.checkpoints import checkpoints_in
+    from ullage.training.step.stopping import StopOnSignal, takes_sigterm
 
     conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
     if conversion is not None:
@@ -279,8 +279,8 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def _how_to_continue(folder: Any, argv: list[str]) -> str:
-    from ullage.training.damage import is_damaged
-    from ullage.training.saving import checkpoints_in
+    from ullage.training.saving.checkpoints import checkpoints_in
+    from ullage.training.saving.damage import is_damaged
 
     checkpoints = [checkpoint for checkpoint in checkpoints_in(folder) if not is_damaged(checkpoint)]
     if not checkpoints:

@@ -40,10 +40,10 @@ from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.errors import CheckpointError, InputError, listed
 from ullage.ranks import Axis, together
-from ullage.training.agreement import require_same_folder
-from ullage.training.damage import examine
-from ullage.training.saving import require_same_model
-from ullage.training.staging import not_written, old_of, recover, write_into, write_whole
+from ullage.ranks.world import require_same_folder
+from ullage.training.saving.checkpoints import require_same_model
+from ullage.training.saving.damage import examine
+from ullage.training.saving.staging import not_written, old_of, recover, write_into, write_whole
 
 STATES = "ullage_states.json"
 _LOG = logging.getLogger(__name__)

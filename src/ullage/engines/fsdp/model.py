@@ -24,8 +24,8 @@ from ullage.engines.fsdp.weights import Source
 from ullage.errors import InputError, require_one_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
-from ullage.training.packable import make_packable, require_equal_calls
-from ullage.training.sharding import ATTRIBUTE, sharding_of
+from ullage.training.setup.sharding import ATTRIBUTE, sharding_of
+from ullage.training.step.packable import make_packable, require_equal_calls
 
 Model = TypeVar("Model", bound=nn.Module)
 #: What a loss is a mean over.

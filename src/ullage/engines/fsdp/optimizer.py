@@ -23,7 +23,7 @@ from ullage.checkpoint.formats.torch_optimizer import decaying_first
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.weights import tied_names
 from ullage.errors import CheckpointError, InputError, first_line
-from ullage.training.fsdp import reshard
+from ullage.training.setup.fsdp import reshard
 
 #: An optimizer's state by parameter and key.
 States = dict[str, dict[str, Any]]

@@ -20,7 +20,7 @@ from ullage.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects
-from ullage.training.sharding import sharding_of
+from ullage.training.setup.sharding import sharding_of
 
 AXES = ("dp", "cp", "tp")
 

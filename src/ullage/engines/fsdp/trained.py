@@ -22,7 +22,7 @@ from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel
 from ullage.errors import InputError
 from ullage.ranks import Axis
-from ullage.training.arguments import AUTO
+from ullage.training.setup.arguments import AUTO
 
 #: Arguments that are not honoured for such a model, and the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -42,7 +42,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class TrainedParallel(Parallel):
-    """:class:`ullage.training.sharding.Sharding` of a model that ``parallelize`` has spread."""
+    """:class:`ullage.training.setup.sharding.Sharding` of a model that ``parallelize`` has spread."""
 
     @property
     def averaged_over(self) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ullage.attention.heads import KNOWN_AUTHORS, package_of
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
+from ullage.training.batches.reading import defining_class
 
 _Value = TypeVar("_Value")
 
@@ -40,17 +40,6 @@ _READ: dict[str, Division] = {
     "trl.trainer.kto_trainer.KTOTrainer": "sequence_mean",
     "trl.trainer.reward_trainer.RewardTrainer": "sequence_mean",
 }
-
-
-def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:
-    """The first class in the method resolution order that defines ``name`` and is neither ours nor transformers'.
-
-    ``below``: look only at the classes after this one in the order, that is, under a mixin of ours.
-    """
-    order = kind.__mro__
-    if below is not None:
-        order = order[order.index(below) + 1 :]
-    return next((each for each in order if name in vars(each) and package_of(each) not in KNOWN_AUTHORS), None)
 
 
 def nearest_in(table: Mapping[str, _Value], kind: type, most: int | None = None) -> _Value | None:

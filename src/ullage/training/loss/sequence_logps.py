@@ -22,7 +22,7 @@ from ullage.mixers.forwards import ModelForward
 from ullage.mixers.wrappers import bare
 from ullage.rows import LENGTH_NAMES
 from ullage.schema import IGNORED_LABEL
-from ullage.training.forms import form_of
+from ullage.training.batches.forms import form_of
 
 #: Tokens whose log-softmax is taken at once.
 _CHUNK = 1024

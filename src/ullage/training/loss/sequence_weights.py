@@ -35,11 +35,11 @@ from ullage.errors import InputError
 from ullage.layout import Int64
 from ullage.models import causal_lm, classification
 from ullage.schema import IGNORED_LABEL
-from ullage.training.arguments import WEIGHTINGS, weight_field
-from ullage.training.counting import SampleError
+from ullage.training.batches.counting import SampleError
+from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss
 from ullage.training.loss.lazy_logits import LazyLogits
-from ullage.training.reading import BatchReader
+from ullage.training.setup.arguments import WEIGHTINGS, weight_field
 
 #: What a ``forward`` may name of losses, for its loss to be a cross-entropy of the logits that it returns, and a
 #: balance of experts by ``router_aux_loss_coef`` beside it.
@@ -183,7 +183,7 @@ class Weighed:
 
         Args:
             batch: packed or drawn, on the host.
-            elements: its label elements (:meth:`ullage.training.reading.BatchReader.label_elements`).
+            elements: its label elements (:meth:`ullage.training.batches.reading.BatchReader.label_elements`).
             name: of the field of labels.
             field: the per-sequence field of weights; None weighs every sequence alike.
         """

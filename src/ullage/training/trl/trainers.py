@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage.extras import needed_by
-from ullage.training.arguments import TrainingArguments
-from ullage.training.collators import RaggedCollator
+from ullage.training.batches.collators import RaggedCollator
 from ullage.training.mixin import RaggedTrainerMixin
-from ullage.training.saving import WholeCheckpointMixin
+from ullage.training.saving.checkpoints import WholeCheckpointMixin
+from ullage.training.setup.arguments import TrainingArguments
 
 with needed_by("ullage.training.trl", ["trl"]):
     import trl

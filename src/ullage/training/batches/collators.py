@@ -1,0 +1,225 @@
+"""Collators: from a list of samples to a batch without padding.
+
+``RaggedCollator`` is the better way: it gives a :class:`RaggedBatch`, and the Trainer hands it to the model in the
+form that the model takes. ``Seq2SeqCollator`` does so for samples that have a source and a target, each of its own
+length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.schema import POSITION_NAMES, behind_padding
+from ullage.training.batches.choices import as_one, choices_of, refuse_choices
+
+_TARGETS = ("labels", "decoder_input_ids")
+#: The column of a packed row with the lengths of its sequences; the name is TRL's.
+SEQ_LENGTHS = "seq_lengths"
+
+
+@dataclass(frozen=True)
+class RaggedCollator:
+    """Collator of samples (dicts of lists, arrays, numbers) to a :class:`RaggedBatch`.
+
+    A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
+    that a tokenizer padded come out without padding; places of answers (``start_positions``, ``end_positions``) are
+    then counted from the first token. ``label`` and ``label_ids`` become ``labels``.
+
+    A sample of multiple choice, whose fields are lists with an entry per choice, stays one item of the batch
+    (:mod:`ullage.training.batches.choices`).
+
+    A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
+
+    Raises ``InputError`` that names sample and field.
+
+    Attributes:
+        flattened: give a plain dict of keywords for padding-free models instead, for any other trainer.
+        labels_from: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
+            model.
+        pad_to_multiple_of: each sequence's slot is rounded up to a multiple of this many tokens.
+        per_sequence: names of array fields with one entry per sequence.
+    """
+
+    flattened: bool = False
+    labels_from: str | None = None
+    pad_to_multiple_of: int = 1
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
+        apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
+        prepared = [_prepared(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
+        batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
+        if not self.flattened:
+            return batch
+        refuse_choices(batch, "RaggedCollator(flattened=True)")
+        return _flattened(batch)
+
+
+@dataclass(frozen=True)
+class Seq2SeqCollator:
+    """Collator of samples with a source and a target to a :class:`RaggedBatch` of sources that carries the targets.
+
+    A sample's ``labels``, and ``decoder_input_ids`` if it has any, are the target; its other arrays are the source.
+    A batch has one layout, that of the sources; targets have another, so they are jagged nested tensors [n, j], one
+    row per sequence. The Trainer hands both to a recurrent encoder-decoder as they are, and pads them for a model that
+    takes padded rows. ``attention_mask`` and ``decoder_attention_mask`` are used up.
+
+    Raises ``InputError`` that names sample and field.
+
+    Attributes:
+        flattened: give a plain dict of keywords of :class:`RecurrentEncoderDecoder` instead, for any other trainer.
+        per_sequence: names of array fields with one entry per sequence.
+    """
+
+    flattened: bool = False
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
+        sources, targets = [], []
+        for i, sample in enumerate(samples):
+            fields = _with_labels(sample, None)
+            target = {name: fields.pop(name) for name in _TARGETS if name in fields}
+            if "decoder_attention_mask" in fields:
+                target["attention_mask"] = fields.pop("decoder_attention_mask")
+            if not target:
+                raise InputError("a sample has no target", where=f"sample {i}", expected="labels", found=list(fields))
+            sources.append(_without_mask(fields, i))
+            targets.append(_without_mask(target, i))
+        source = RaggedBatch.from_samples(sources, per_sequence=self.per_sequence)
+        target = RaggedBatch.from_samples(targets)
+        if self.flattened:
+            rows = {name: target[name][None] for name in target.names}
+            return {**_flattened(source), **rows, "decoder_cu_seq_lens_q": target.cu_seqlens}
+        # A RaggedBatch has one layout, here the sources'. Targets have other lengths, so they are per-sequence fields.
+        values = {name: source[name] for name in source.names} | {name: target.to_nested(name) for name in target.names}
+        return RaggedBatch(values, source.layout, (*source.per_sequence, *target.names))
+
+
+@dataclass(frozen=True)
+class PackedSequenceCollator:
+    """Collator of samples to a dict: a ``PackedSequence`` per token-aligned field, tensors [N] for the others.
+
+    ``labels_from`` and ``per_sequence`` as in :class:`RaggedCollator`. Sequences keep the order of the samples
+    (``sorted_indices`` are set). Raises ``InputError`` that names sample and field.
+    """
+
+    labels_from: str | None = None
+    per_sequence: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = RaggedCollator(labels_from=self.labels_from, per_sequence=self.per_sequence)(samples)
+        assert isinstance(batch, RaggedBatch)
+        refuse_choices(batch, "PackedSequenceCollator")
+        return {
+            name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
+        }
+
+
+@dataclass(frozen=True)
+class EitherCollator:
+    """The collator of a Trainer that was given none: transformers' own for rows of one length, ours for the rest.
+
+    Attributes:
+        stacking: transformers' collator, which stacks the values of a field.
+        ragged: ours, for samples that it cannot stack.
+        pads: fields that ``stacking`` pads first.
+    """
+
+    stacking: Callable[[Any], Any]
+    ragged: RaggedCollator | Seq2SeqCollator
+    pads: tuple[str, ...] = ()
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        collate = self.ragged if _are_unequal(samples, self.pads) else self.stacking
+        return collate(samples)
+
+
+def _are_unequal(samples: Sequence[Any], pads: Sequence[str]) -> bool:
+    """Whether a field has values of unequal length, not counting those that are padded, or rows were packed ahead."""
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        return False
+    lengths: dict[str, int] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            counts = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
+            if counts and name not in pads and lengths.setdefault(name, len(value)) != len(value):
+                return True
+        for choice in choices_of(sample) or ():
+            for name, value in choice.items():
+                if lengths.setdefault(f"{name} of a choice", len(value)) != len(value):
+                    return True
+    return any(SEQ_LENGTHS in sample for sample in samples)
+
+
+def _sequences(sample: Mapping[str, Any], i: int) -> list[Mapping[str, Any]]:
+    """The sequences of a packed row by its ``seq_lengths``; any other sample as it is."""
+    if SEQ_LENGTHS not in sample:
+        return [sample]
+    fields = {name: value for name, value in sample.items() if name != SEQ_LENGTHS}
+    ends = np.cumsum(np.asarray(sample[SEQ_LENGTHS], np.int64)).tolist()
+    for name, value in fields.items():
+        if not hasattr(value, "__len__") or not ends or len(value) != ends[-1]:
+            raise InputError(
+                "a field of a packed row does not hold its sequences",
+                where=f"sample {i}, field {name!r}",
+                expected=f"{ends[-1] if ends else 0} tokens, the sum of seq_lengths",
+                found=len(value) if hasattr(value, "__len__") else value,
+            )
+    return [{name: value[a:b] for name, value in fields.items()} for a, b in zip([0, *ends], ends)]
+
+
+def _flattened(batch: RaggedBatch) -> dict[str, Any]:
+    return {**batch.to_flattened(), **{name: batch[name] for name in batch.per_sequence}}
+
+
+def _with_labels(sample: Mapping[str, Any], labels_from: str | None) -> dict[str, Any]:
+    fields = dict(sample)
+    for alias in ("label", "label_ids"):
+        if alias in fields and "labels" not in fields:
+            fields["labels"] = fields.pop(alias)
+    if labels_from is not None and "labels" not in fields:
+        if labels_from not in fields:
+            raise InputError(
+                "samples lack the field that labels are copied from", expected=labels_from, found=list(fields)
+            )
+        fields["labels"] = fields[labels_from]
+    return fields
+
+
+def _prepared(sample: dict[str, Any], i: int) -> dict[str, Any]:
+    """The sample without padding, its choices end to end if it has several."""
+    choices = choices_of(sample)
+    if choices is None:
+        return _without_mask(sample, i)
+    return as_one(sample, [_without_mask(choice, f"{i}, choice {k}") for k, choice in enumerate(choices)])
+
+
+def _without_mask(sample: dict[str, Any], i: int | str) -> dict[str, Any]:
+    """The sample cut to the tokens that its attention mask keeps, without the mask."""
+    if "attention_mask" not in sample:
+        return sample
+    mask = np.asarray(sample.pop("attention_mask")) != 0
+    if mask.ndim != 1 or mask.all():
+        return sample
+    real = np.flatnonzero(mask)
+    if len(real) == 0:
+        raise InputError("a sequence is all padding", where=f"sample {i}", hint="drop it")
+    # The mask is padding on either side, or both. A hole would shift positions if it were cut out.
+    start, stop = int(real[0]), int(real[-1]) + 1
+    if stop - start != len(real):
+        raise InputError("attention_mask has holes", where=f"sample {i}", expected="one run of ones")
+    return {name: _cut(name, value, len(mask), start, stop) for name, value in sample.items()}
+
+
+def _cut(name: str, value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of a token-aligned value; places in the row counted from its first token; anything else as it is."""
+    if name in POSITION_NAMES:
+        return behind_padding(value, start) if start else value
+    aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length
+    return value[start:stop] if aligned else value

@@ -1,0 +1,140 @@
+"""A planned step: this rank's part of a global batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Layout
+from ullage.planning import Plan
+from ullage.training.batches import forms, targets
+
+
+@dataclass(frozen=True)
+class PackedBatch(Mapping[str, Any]):
+    """This rank's part of a global batch: what ``training_step`` is given under packing.
+
+    As a mapping it is the flattened batch of this rank's whole step, read-only and on the host: a field by token is one
+    row [1, T] of the sequences of all microbatches, in order and without padding, a field by sequence [N], beside
+    ``position_ids`` and ``cu_seq_lens_q``. So ``inputs["input_ids"].numel()`` are the tokens of this rank's step.
+
+    Attributes:
+        microbatches: as many as the plan has, the same number on every rank; some may be empty. Those of an
+            encoder-decoder have each target behind its source (:mod:`ullage.training.batches.targets`).
+        plan: of the global batch, the same on every rank.
+        weight: sum of the weights of the global batch's sequences (:mod:`ullage.training.loss.sequence_weights`); 0
+            where none are weighed.
+        beside: sequences that the step's loss needs and that nothing is trained on, planned by themselves.
+        shifts: whether the model's loss shifts labels, so that the first of a sequence is -100 in the row.
+    """
+
+    microbatches: tuple[RaggedBatch, ...]
+    plan: Plan
+    weight: float = 0.0
+    beside: PackedBatch | None = None
+    shifts: bool | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the global batch, without what the plan drops or truncates."""
+        return int(self.plan.lengths.sum())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan drops and truncates nothing."""
+        return self.num_tokens == int(self.plan.original_lengths.sum())
+
+    def numel(self) -> int:
+        """Real tokens of this rank's microbatches."""
+        return sum(microbatch.numel() for microbatch in self.microbatches)
+
+    # The mapping. Made when it is first asked for: the Trainer itself reads the microbatches only.
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, Any]:
+        whole = targets.apart(_end_to_end(self.microbatches))
+        return forms.keywords_of(whole, "flattened", shifts=self.shifts)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __setitem__(self, name: str, value: Any = None) -> NoReturn:
+        raise _read_only(name)
+
+    __delitem__ = pop = __setitem__
+
+
+def _end_to_end(microbatches: tuple[RaggedBatch, ...]) -> RaggedBatch:
+    """One batch of the sequences of all microbatches, without padding."""
+    first = microbatches[0]
+    parts = {}
+    for name in first.names:
+        by_sequence = name in first.per_sequence
+        parts[name] = torch.cat([
+            each[name] if by_sequence else each[name][torch.from_numpy(each.layout.token_index())]
+            for each in microbatches
+        ])  # fmt: skip
+    lengths = [length for each in microbatches for length in each.layout.lengths.tolist()]
+    return RaggedBatch(parts, Layout(lengths), first.per_sequence)
+
+
+def _read_only(name: str) -> InputError:
+    return InputError(
+        "a packed step cannot be changed: it runs as microbatches, and what is read here is a copy",
+        where=f"training_step, inputs[{name!r}]",
+        expected="reading",
+        found="a field that is set or taken out",
+        hint="change samples in the data collator, and keywords of the model in compute_loss",
+    )
+
+
+def stand_in(
+    microbatches: Sequence[RaggedBatch],
+    empty: RaggedBatch,
+    per_sample: int = 1,
+    counts: Callable[[RaggedBatch], object] = len,
+) -> RaggedBatch:
+    """The shortest sample of a rank's step that counts, or zeros: what runs for a microbatch in which nothing does.
+
+    It is computed in full and counts for nothing. Where a loss is a mean, no placeholder will do: a mean over no labels
+    is nan, and nan times a weight of zero is still nan.
+
+    Args:
+        microbatches: of this rank in the step.
+        empty: one of them, which knows their fields.
+        per_sample: sequences of a sample, which lie one after the other.
+        counts: whether the loss of a sample is a number.
+    """
+    found = []
+    for microbatch in microbatches:
+        samples = microbatch.samples() if len(microbatch) else []
+        for first in range(0, len(samples), per_sample):
+            sample = samples[first : first + per_sample]
+            found.append(RaggedBatch.from_samples(sample, per_sequence=microbatch.per_sequence))
+    # Two tokens of each sequence that is made up, so that a loss that shifts still has one label to take the mean over.
+    made_up = targets.placeholder(empty, [2] * per_sample, counts=True)
+    return min(filter(counts, found), key=lambda each: each.numel(), default=made_up)
+
+
+def refuse_as_one(inputs: Any) -> None:
+    """Raise ``InputError`` where a whole packed step is about to go through the model at once."""
+    if isinstance(inputs, PackedBatch):
+        raise InputError(
+            "a packed step is more than the model takes at once: it runs as microbatches",
+            where="_prepare_inputs, in a training_step of your own",
+            expected="super().training_step(model, inputs, num_items_in_batch), which runs them",
+            found=f"a step of {len(inputs.microbatches)} microbatches",
+            hint="put what changes the loss into compute_loss, which is called for each microbatch",
+        )

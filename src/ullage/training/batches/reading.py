@@ -1,0 +1,447 @@
+"""Reader of a Trainer's batches: what the model expects of them, where their labels are, their way to the device.
+
+What a model takes is read off the parameters of its ``forward``, through whatever wraps it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_shifts, package_of
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.layout import Layout
+from ullage.mixers.whole import require_multiple_choice
+from ullage.mixers.wrappers import bare
+from ullage.models.modeling import RecurrentPreTrainedModel
+from ullage.movement import to_device
+from ullage.rows import beginnings, read_row
+from ullage.schema import IGNORED_LABEL, is_target
+from ullage.training.batches import counting, forms
+from ullage.training.batches.choices import has_choices, joined
+from ullage.training.batches.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
+from ullage.training.batches.packed_batch import refuse_as_one
+from ullage.training.setup.arguments import weight_field
+from ullage.training.setup.sharding import sharding_of
+
+logger = logging.get_logger(__name__)
+
+
+class BatchReader:
+    """A trainer's expectations of a batch, looked up again where the trainer may have changed them.
+
+    ``trainer``: whose model, arguments and label names count. ``mixin``: the class of ours that stands before the
+    trainer's own classes. Nothing of the trainer is read before it is asked for, so a reader may be made first.
+    """
+
+    def __init__(self, trainer: Any, mixin: type) -> None:
+        self._trainer, self._mixin = trainer, mixin
+        self._form: str | None = None
+
+    def forget_model(self) -> None:
+        """Forget what was known of the model: the trainer has another."""
+        self._form = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without what wraps it."""
+        return bare(self._trainer.model)
+
+    @property
+    def main_input(self) -> str:
+        return getattr(self._trainer.model, "main_input_name", "input_ids")
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id of padding that the model's config names, by which heads find a row's last token; 0 without one."""
+        found = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        size = _embedding_of(self.model)
+        return found if isinstance(found, int) and found >= 0 and (size is None or found < size) else 0
+
+    @property
+    def forward_parameters(self) -> list[str]:
+        return list(inspect.signature(self.model.forward).parameters)
+
+    @property
+    def label_name(self) -> str | None:
+        """The field of labels that the loss counts, if there is one."""
+        names = self._trainer.label_names
+        return "labels" if "labels" in names else (names[0] if names else None)
+
+    @property
+    def shifts(self) -> bool | None:
+        """Whether the model's loss shifts labels; None if that is not known."""
+        return loss_shifts(self.model)
+
+    def overridden(self, name: str) -> type | None:
+        """The class under the mixin that has a method of its own in place of transformers' Trainer's, if one has."""
+        return defining_class(type(self._trainer), name, below=self._mixin)
+
+    @functools.cached_property
+    def evaluates_itself(self) -> bool:
+        """Whether the trainer under the mixin has an evaluation of its own, which the mixin then leaves to it.
+
+        So does one with a loop or a sampler of its own, and one with a loss or a ``prediction_step`` of its own that
+        keeps no column of labels, so that there are none to count (preference pairs, rewards).
+        """
+        if self.overridden("evaluation_loop") or self.overridden("_get_eval_sampler"):
+            return True
+        if not self.overridden("prediction_step") and not self.overridden("compute_loss"):
+            return False
+        # A loss of its own over columns without labels: there is nothing for our evaluation to count.
+        self._trainer._set_signature_columns_if_needed()
+        return not set(self._trainer.label_names) & set(self._trainer._signature_columns or ())
+
+    @property
+    def divides_by_count(self) -> bool:
+        """Whether what transformers' ``compute_loss`` gives is a sum divided by ``num_items_in_batch``.
+
+        transformers assumes so of every model whose forward takes ``**kwargs``; here the source of the loss decides. A
+        trainer under the mixin with a loss of its own, and a ``compute_loss_func``, are taken at their word: True.
+        """
+        if self._trainer.compute_loss_func is not None or self.overridden("compute_loss"):
+            return True
+        return bool(self._trainer.model_accepts_loss_kwargs) and loss_divides_by_count(self.model)
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether the model is an encoder-decoder, whose samples are a source and a target."""
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    def default_collator(self, *, packs: bool) -> Any:
+        """The collator of a trainer that was given none.
+
+        Under packing it is ours, and labels are the ids only where the loss shifts them. Without packing it is the one
+        that the trainer has made; where that is transformers' own, sequences of unequal length go to ours.
+        """
+        ours = Seq2SeqCollator() if self.takes_pairs else RaggedCollator()
+        if packs:
+            labels_from = None if self.takes_pairs or self.shifts is False else "input_ids"
+            return ours if labels_from is None else RaggedCollator(labels_from=labels_from)
+        theirs = self._trainer.data_collator
+        if theirs is transformers.default_data_collator:
+            return EitherCollator(theirs, ours)
+        if type(theirs) is transformers.DataCollatorWithPadding:
+            return EitherCollator(theirs, ours, pads=tuple(theirs.tokenizer.model_input_names))
+        return theirs
+
+    def as_ragged(self, batch: Any) -> RaggedBatch:
+        """A batch of any collator that knows its sequences (:func:`as_ragged`)."""
+        ragged = as_ragged(batch, self.main_input, pairs=self.takes_pairs)
+        if has_choices(ragged):
+            require_multiple_choice(self.model)
+        return ragged
+
+    @property
+    def form(self) -> str:
+        """The form in which the model takes a ragged batch (:func:`ullage.training.batches.forms.form_of`)."""
+        if self._form is None:
+            self._form = forms.form_of(self._trainer.model)
+        return self._form
+
+    def columns(self, chosen: list[str]) -> list[str]:
+        """The columns that the trainer chose, and those that our collator and the model behind a wrapper take.
+
+        A field of weights is kept too.
+        """
+        columns = self._columns_of_model(chosen)
+        ours = isinstance(self._trainer.data_collator, (RaggedCollator, EitherCollator))
+        more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours and self.main_input in columns else None]
+        return [*columns, *(name for name in more if name is not None and name not in columns)]
+
+    def _columns_of_model(self, chosen: list[str]) -> list[str]:
+        inspected = unwrap_peft_model(self._trainer.model)
+        if self.model in (self._trainer.model, inspected):
+            return chosen
+        # transformers reads the columns off forward; of a compiled or other wrapper that is (*args, **kwargs).
+        wrapper = inspect.signature(inspected.forward).parameters
+        if not set(wrapper) <= set(chosen):  # not chosen by transformers' own method
+            return chosen
+        return [*self.forward_parameters, *(name for name in chosen if name not in wrapper)]
+
+    def move(self, data: Any) -> Any:
+        """``data`` on the trainer's device, in DeepSpeed's dtype under DeepSpeed."""
+        accelerator = self._trainer.accelerator
+        plugin = accelerator.state.deepspeed_plugin
+        dtype = None if plugin is None else plugin.hf_ds_config.dtype()
+        return to_device(data, self._trainer.args.device, non_blocking=accelerator.non_blocking, float_dtype=dtype)
+
+    def prepare(self, inputs: Any, prepare: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """The batch on the device, as keywords of the model, in a dict of its own.
+
+        A trainer that makes its own inputs of a batch (``prepare``) gets its batches as they are, and ragged ones as
+        keywords. A field of weights is ours: no model sees it. Raises ``InputError`` for a whole packed step.
+        """
+        refuse_as_one(inputs)
+        if isinstance(inputs, RaggedBatch):
+            field = weight_field(self._trainer.args)
+            inputs = inputs.select(name for name in inputs.names if name != field)
+            moved, sharding = self._trainer._prepare_input(inputs), sharding_of(self._trainer.model)
+            keywords = None if sharding is None else sharding.keywords(moved)
+            if keywords is None:
+                keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
+            return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
+        if isinstance(inputs, PackedSequence):
+            inputs = {self.main_input: inputs}
+        if self.overridden("_prepare_inputs"):
+            return prepare(inputs)
+        if len(inputs) == 0:
+            raise InputError(
+                "the batch is empty",
+                expected=f"at least one of {self.forward_parameters}",
+                hint="set remove_unused_columns=False if the collator needs columns that forward does not name",
+            )
+        lengths = counting.value_of(inputs, "input_lengths")
+        prepared = self._trainer._prepare_input(inputs)
+        if prepared is inputs:  # nothing moved; whoever takes a field out takes it out of a copy
+            prepared = copy.copy(prepared)
+        if isinstance(lengths, Tensor):  # packing wants lengths on the host
+            prepared["input_lengths"] = lengths
+        return prepared
+
+    def num_tokens(self, inputs: Any) -> int:
+        """Real tokens of a batch on its way to the model; without a mask, what is not the tokenizer's padding."""
+        pad_token_id = getattr(self._trainer.processing_class, "pad_token_id", None)
+        return counting.num_tokens(inputs, self.main_input, pad_token_id)
+
+    def num_tokens_seen(self, inputs: Any) -> int:
+        """Tokens of a batch as ``include_num_input_tokens_seen`` asks for them: the real ones, or all in memory."""
+        trainer = self._trainer
+        # True, given after the arguments were made, is all.
+        if trainer.args.include_num_input_tokens_seen != "non_padding" and not counting.is_ragged(inputs):
+            return counting.num_elements(inputs, self.main_input)
+        is_told = getattr(trainer.processing_class, "pad_token_id", None) is not None
+        if not is_told and not counting.knows_padding(inputs, self.main_input) and trainer.is_world_process_zero():
+            logger.warning_once(
+                "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
+                "Trainer no processing_class with a pad_token_id"
+            )
+        return self.num_tokens(inputs)
+
+    def label_elements(self, inputs: Any) -> Tensor | None:
+        """The label elements of a batch that the loss can count (:func:`.counting.label_elements`)."""
+        if self.label_name is None:
+            return None
+        labels = counting.value_of(inputs, self.label_name)
+        # The data of a PackedSequence begin with the first element of every sequence, batch_sizes[0] of them. Our
+        # models shift within sequences, so those labels have no output before them.
+        ours = isinstance(self.model, RecurrentPreTrainedModel)  # others' own losses count as they please
+        if ours and self.shifts and isinstance(labels, PackedSequence):
+            return labels.data[int(labels.batch_sizes[0]) :].flatten()  # first labels come first, and count nowhere
+        flattened = isinstance(inputs, RaggedBatch) and self.form == "flattened"
+        return counting.label_elements(inputs, self.label_name, shifts=self.shifts, flattened=flattened)
+
+    def num_labels(self, inputs: Any) -> int:
+        """Labels of a batch that count; 0 without labels. Waits for their device."""
+        elements = self.label_elements(inputs)
+        return 0 if elements is None else int(counting.count_labels(elements))
+
+    def weights(self, inputs: Any, num_sequences: int | None = None) -> dict[str, float]:
+        """What a metric over a batch may be weighed by: "tokens", "labels" and "sequences". Waits for the labels.
+
+        ``num_sequences``: where the batch does not know it.
+        """
+        number = len(inputs) if num_sequences is None else num_sequences
+        return {"tokens": self.num_tokens(inputs), "labels": self.num_labels(inputs), "sequences": number}
+
+    def require_ids(self, inputs: Any) -> None:
+        """Raise ``SampleError`` for an id that the model's embedding does not have."""
+        size = _embedding_of(self.model)
+        if size is not None and self.main_input == "input_ids":
+            counting.require_vocabulary(inputs, self.main_input, size)
+
+
+def defining_class(kind: type, name: str, *, below: type | None = None) -> type | None:
+    """The first class in the method resolution order that defines ``name`` and is neither ours nor transformers'.
+
+    ``below``: look only at the classes after this one in the order, that is, under a mixin of ours.
+    """
+    order = kind.__mro__
+    if below is not None:
+        order = order[order.index(below) + 1 :]
+    return next((each for each in order if name in vars(each) and package_of(each) not in KNOWN_AUTHORS), None)
+
+
+def _embedding_of(model: nn.Module) -> int | None:
+    """Number of ids in the model's input embedding; None without one."""
+    try:
+        embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    except (AttributeError, NotImplementedError):
+        return None
+    return getattr(embedding, "num_embeddings", None)
+
+
+# Batches of others' collators, as the sequences that they hold.
+#
+# ===================================================  ==========================================================
+# batch                                                its sequences are told by
+# ===================================================  ==========================================================
+# one row [1, T] with ``cu_seq_lens_q``                those bounds: transformers' ``DataCollatorWithFlattening``
+#                                                      with ``return_flash_attn_kwargs``, TRL's padding-free collator
+# padded rows [N, C, L] with ``attention_mask``        the mask, C choices of one question per row:
+#                                                      ``DataCollatorForMultipleChoice``
+# padded rows [N, L] with ``attention_mask``           the mask, one sequence per row: ``DataCollatorWithPadding``,
+#                                                      ``DataCollatorForLanguageModeling``, ``DataCollatorForSeq2Seq``
+# rows with ``position_ids`` or ``seq_idx``, no mask   positions that begin anew: ``DataCollatorWithFlattening``
+# ===================================================  ==========================================================
+#
+# Labels of all of them are aligned with their tokens and not shifted, as ours are. Bounds, masks and positions that
+# only count on are used up: a batch of ours says the same by its layout.
+
+
+_BOUNDS = "cu_seq_lens_q"
+#: What says where sequences lie, and nothing else.
+_PLACES = ("attention_mask", "position_ids", "seq_idx", "seq_lengths", _BOUNDS, "cu_seq_lens_k")
+_NUMBERS = ("max_length_q", "max_length_k")
+
+
+def as_ragged(batch: Any, main_input: str = "input_ids", *, pairs: bool = False) -> RaggedBatch:
+    """The sequences of a batch; a :class:`RaggedBatch` is returned as it is.
+
+    Args:
+        batch: what a collator gave: a :class:`RaggedBatch`, or a dict of tensors or arrays on the host.
+        main_input: the field of the tokens, [1, T, ...] or [N, L, ...].
+        pairs: padded ``labels`` and ``decoder_`` fields are targets of an encoder-decoder, of lengths of their own.
+
+    Raises ``InputError`` for a batch that does not tell its sequences, or tells them in two ways that disagree.
+
+    >>> row = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": torch.tensor([[0, 1, 2, 0]])}
+    >>> as_ragged(row).layout.lengths.tolist()
+    [3, 1]
+    """
+    if isinstance(batch, RaggedBatch):
+        return batch
+    fields = _tensors(batch)
+    main = fields.get(main_input)
+    if main is None or main.is_nested or main.ndim < 2:
+        raise _unknown(batch)
+    shape = tuple(main.shape[:2])
+    counted = next((name for name in ("position_ids", "seq_idx") if _fits(fields.get(name), shape)), None)
+    if _BOUNDS in fields or ("attention_mask" not in fields and counted is not None):
+        return _flat(fields, shape, counted)
+    if "attention_mask" not in fields:
+        raise _unknown(batch)
+    return _padded(fields, shape, pairs)
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """The fields of a batch that are tensors; none of one without names."""
+    if not isinstance(batch, Mapping):
+        return {}
+    arrays = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in batch.items()
+    }
+    return {name: value for name, value in arrays.items() if isinstance(value, Tensor) and name not in _NUMBERS}
+
+
+def _unknown(batch: Any) -> InputError:
+    fields = f" of {', '.join(batch)}" if isinstance(batch, Mapping) else ""
+    return InputError(
+        "packing needs batches that know their sequences",
+        expected="a collator that gives a RaggedBatch, or tensors with attention_mask, cu_seq_lens_q or position_ids",
+        found=f"{type(batch).__name__}{fields}",
+        hint="leave data_collator out, or use RaggedCollator(labels_from='input_ids') for texts without labels",
+    )
+
+
+def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
+    return tensor is not None and tuple(tensor.shape) == shape
+
+
+def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None) -> RaggedBatch:
+    """Sequences that lie end to end, bounded by ``cu_seq_lens_q`` or where the field ``counted`` begins anew."""
+    size = shape[0] * shape[1]
+    # Indices repeat within a sequence.
+    begins = None if counted is None else beginnings(fields[counted].numpy(), int(counted == "position_ids"))
+    if _BOUNDS in fields:
+        positions = fields["position_ids"].reshape(1, size) if counted == "position_ids" else None
+        layout = read_row(fields[_BOUNDS], size, positions)
+        # Each element of padding is at 0, as if a sequence began there.
+        filled = layout.slots > 0
+        expected = np.sort(np.append(layout.starts[filled], np.flatnonzero(layout.padding_mask())))
+        if begins is not None and not np.array_equal(begins, expected):
+            raise InputError(
+                f"{counted} and cu_seq_lens_q disagree about where sequences begin",
+                expected=expected.tolist()[:8],
+                found=begins.tolist()[:8],
+                hint="leave positions of your own out",
+            )
+    else:
+        assert begins is not None
+        layout = Layout(np.diff(np.append(begins, size)))
+    if "attention_mask" in fields and not bool(fields["attention_mask"].all()):
+        raise InputError("a row with cu_seq_lens_q has padding too", where="attention_mask", hint="leave padding out")
+    values, whole = {}, []
+    for name, tensor in fields.items():
+        if name in _PLACES:
+            continue
+        if tuple(tensor.shape[:2]) == shape:
+            values[name] = tensor.flatten(0, 1)
+        else:  # one entry per sequence, or RaggedBatch says what is wrong with it
+            values[name] = tensor
+            whole.append(name)
+    return RaggedBatch(values, layout, whole)
+
+
+def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> RaggedBatch:
+    """Sequences of padded rows, one per row, told by the mask."""
+    mask = fields["attention_mask"]
+    if mask.ndim == 3 and mask.shape[:2] == shape:
+        return _questions(fields, shape)
+    positions = fields.get("position_ids")
+    if positions is not None:
+        _require_running(positions, mask)
+    values = {name: tensor for name, tensor in fields.items() if name not in _PLACES}
+    targets = {name: values.pop(name) for name in list(values) if pairs and is_target(name) and values[name].ndim > 1}
+    whole = [name for name, tensor in values.items() if tuple(tensor.shape[:2]) != shape]
+    batch = RaggedBatch.from_padded(values, mask, whole)
+    if not targets:
+        return batch
+    nested = _nested(targets)
+    fields = {name: batch[name] for name in batch.names} | nested
+    return RaggedBatch(fields, batch.layout, (*batch.per_sequence, *nested))
+
+
+def _questions(fields: dict[str, Tensor], shape: tuple[int, ...]) -> RaggedBatch:
+    """Questions of padded rows [N, C, L], each with C choices."""
+    full = fields["attention_mask"].shape
+    rows = {name: tensor.flatten(0, 1) for name, tensor in fields.items() if tuple(tensor.shape[:3]) == tuple(full)}
+    batch = _padded(rows, (shape[0] * shape[1], full[2]), pairs=False)
+    rest = {name: tensor for name, tensor in fields.items() if name not in rows}
+    return joined(batch, rest, shape[1])
+
+
+def _require_running(positions: Tensor, mask: Tensor) -> None:
+    """Raise ``InputError`` for positions that begin anew within a row."""
+    both = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    if positions.shape != mask.shape or bool((both & (positions.diff(dim=1) != 1)).any()):
+        raise InputError(
+            "position_ids do not count on within a row of attention_mask",
+            expected="one sequence per row",
+            found=f"position_ids {list(positions.shape)}",
+            hint="give rows of several sequences with position_ids and without attention_mask",
+        )
+
+
+def _nested(targets: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Padded targets [N, L] as nested fields, cut behind the last label that counts, or as the decoder's mask says."""
+    mask = targets.pop("decoder_attention_mask", None)
+    counts = targets["labels"] != IGNORED_LABEL if mask is None else mask != 0
+    # What lies behind the last label has no loss, and a decoder looks back only. At least one token each.
+    last = torch.arange(1, counts.shape[1] + 1) * counts
+    lengths = last.amax(1).clamp(min=1)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    kept = torch.arange(counts.shape[1]) < lengths[:, None]
+    return {name: torch.nested.nested_tensor_from_jagged(tensor[kept], offsets) for name, tensor in targets.items()}

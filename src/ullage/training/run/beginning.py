@@ -1,0 +1,224 @@
+"""Checks before the first step: data that can be trained on, and the same arguments and data on all ranks.
+
+Every rank runs a loop of its own over batches of its own, and meets the others in each step. With another number of
+steps, another batch size or another data set the ranks meet in different collectives, which abort or wait for each
+other; with the same samples in another order nothing breaks, and samples are trained twice or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import transformers
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import has_length
+
+from ullage.batch import RaggedBatch
+from ullage.datasets.stored import stored_lengths
+from ullage.errors import DistributedError, InputError, listed
+from ullage.exchange.source import fingerprint
+from ullage.mixers.at_rest import random_states_kept
+from ullage.ranks.world import agreement, gather
+from ullage.training.batches import counting
+from ullage.training.batches.reading import BatchReader
+from ullage.training.saving.background import is_asked_for
+from ullage.training.saving.checkpoints import WholeCheckpointMixin
+from ullage.training.setup.arguments import empty_step_of
+from ullage.training.step.packing import Packer
+
+
+def require_agreement(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
+
+    Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the capacity;
+    ``DistributedError`` on every rank where one failed, and where arguments or data differ.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    several = args.world_size > 1
+    # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
+    standard = type(trainer).get_train_dataloader is transformers.Trainer.get_train_dataloader
+    described: dict[str, Any] = {}
+    with agreement(several, "looking at its training data"):
+        empty_step_of(args)
+        _require_whole_checkpoints(trainer)
+        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
+        if standard and dataset is not None:
+            _require_capacity(trainer, reader, packer)
+            described = describe_data(dataset, reader.main_input) if several else {}
+    if several:
+        ranks = gather((describe_arguments(args), described), several)
+        compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
+
+
+def _require_capacity(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    """Raise ``InputError`` for a sequence over the capacity, where lengths are known without reading samples."""
+    dataset, options = trainer.train_dataset, packer.options
+    if options is None or options.oversize != "error":
+        return
+    lengths = stored_lengths(dataset, reader.main_input, getattr(trainer.args, "length_column_name", "length"))
+    large = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths > options.capacity)
+    if lengths is None or not len(large):
+        return
+    # A stored sequence may be longer than what is trained on, so ask the collator about the first one before refusing.
+    first = int(large[0])
+    batch = collated(trainer, reader, dataset, [first])
+    if batch is None or batch.max_seqlen <= options.capacity:
+        return  # what is stored is padded, or cut by the collator: the steps will tell
+    error = counting.over_capacity(first, options.capacity, int(lengths[first]), truncates=packer.truncates)
+    raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
+
+
+def collated(trainer: Any, reader: BatchReader, dataset: Any, indices: list[int]) -> RaggedBatch | None:
+    """Samples of a training data set as the collator gives them; None if that is not known."""
+    # Reading a sample may draw random numbers; the run is to draw the same as without this look.
+    with random_states_kept():
+        try:
+            if type(dataset).__module__.startswith("datasets."):
+                dataset = trainer._remove_unused_columns(dataset)
+                collate: Any = trainer.data_collator
+            else:
+                collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+            return reader.as_ragged(collate([dataset[index] for index in indices]))
+        except Exception:  # it is said when the sample's turn comes
+            return None
+
+
+def _require_whole_checkpoints(trainer: object) -> None:
+    """Raise ``InputError`` where saves in the background are asked of a trainer that saves as transformers does."""
+    if is_asked_for(getattr(trainer, "args", None)) and not isinstance(trainer, WholeCheckpointMixin):
+        raise InputError(
+            "this trainer's checkpoints are written by transformers itself",
+            where="TrainingArguments.async_save",
+            expected="WholeCheckpointMixin among the bases",
+            found=type(trainer).__name__,
+            hint="take a Trainer of ullage.training, or leave async_save out",
+        )
+
+
+def refuse_dispatching(accelerator: Any) -> None:
+    """Raise ``InputError`` where one process would read the batches of all, and cut them by rows."""
+    if accelerator.dispatch_batches:
+        raise InputError(
+            "dispatch_batches would cut packed batches apart",
+            where="TrainingArguments.accelerator_config",
+            expected="None or False",
+            found=True,
+            hint="leave it out: each process reads its own batches",
+        )
+
+
+#: Arguments that decide how many steps there are, what is in them, and when ranks meet beside them.
+_SAME = (
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "train_sampling_strategy",
+    "dataloader_drop_last",
+    "average_tokens_across_devices",
+    "logging_strategy",
+    "logging_steps",
+    "eval_strategy",
+    "eval_steps",
+    "save_strategy",
+    "save_steps",
+    "packing_capacity",
+    "packing_plan_strategy",
+    "packing_oversize",
+    "packing_loss_weighting",
+    "packing_chunked_loss",
+    "packing_verify",
+    "empty_step",
+)
+#: Samples at either end whose lengths are compared.
+_ENDS = 3
+
+
+def describe_arguments(arguments: Any) -> dict[str, str]:
+    """The arguments that ranks must have alike, as text."""
+    return {name: str(getattr(arguments, name)) for name in _SAME if hasattr(arguments, name)}
+
+
+def describe_data(dataset: Any, main_input: str) -> dict[str, Any]:
+    """Description of a rank's training data: their kind, their length where there is one, and a few samples.
+
+    Reads up to eight samples twice, and the first and last three, of a data set with indices; leaves the random states
+    as they were. Samples that cannot be read, or differ from one reading to the next, are not described.
+    """
+    is_map = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    described: dict[str, Any] = {"kind": "map-style" if is_map else "iterable"}
+    if not has_length(dataset):
+        return described
+    described["length"] = len(dataset)
+    if is_map:
+        with random_states_kept():
+            try:
+                content = fingerprint(dataset)
+                if content:
+                    described |= {"ends": _ends(dataset, main_input), "content": content}
+            except Exception:  # what cannot be read is found, and said, when it is its turn
+                pass
+    return described
+
+
+def _ends(dataset: Any, main_input: str) -> str:
+    """The lengths of the first and the last samples."""
+
+    def lengths(indices: Sequence[int]) -> str:
+        samples = [dataset[i] for i in indices]
+        return ", ".join(
+            str(len(s[main_input])) if isinstance(s, Mapping) and main_input in s else "?" for s in samples
+        )
+
+    size = len(dataset)
+    if size <= 2 * _ENDS:
+        return lengths(range(size))
+    return f"{lengths(range(_ENDS))}, ..., {lengths(range(size - _ENDS, size))}"
+
+
+def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``DistributedError`` where ranks differ, with the value of each.
+
+    Both sequences have one entry per rank, and are the same on every rank.
+    """
+    for name in dict.fromkeys(name for each in arguments for name in each):
+        values = [each.get(name, "not there") for each in arguments]
+        if len(set(values)) > 1:
+            raise DistributedError(
+                "ranks were given different arguments",
+                where=name,
+                expected="one value",
+                found=_by_rank(values),
+                hint="start every process with the same arguments",
+            )
+    # From coarse to fine: the first difference that is found explains the later ones.
+    for names in (("kind",), ("length",), ("ends", "content")):
+        if len({tuple(each.get(name) for name in names) for each in data}) == 1:
+            continue
+        if names[-1] == "content" and not all("content" in each for each in data):
+            continue  # not known
+        raise DistributedError(
+            "ranks hold different training data, so samples would be trained twice or never",
+            where="train_dataset",
+            expected="the same samples in the same order on every rank",
+            found=_by_rank([_told(each) for each in data]),
+            hint="load, filter and shuffle alike on every rank (with one seed): the Trainer deals samples out to ranks",
+        )
+
+
+def _told(data: Mapping[str, Any]) -> str:
+    parts = [f"{data['length']:,} samples" if "length" in data else f"{data['kind']} without a length"]
+    if "ends" in data:
+        parts += [f"of {data['ends']} tokens", f"content {data['content'][:8]}"]
+    return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:])
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """``rank 0, 2: this; rank 1: that``."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(which)}: {value}" for value, which in ranks.items())

@@ -1,0 +1,379 @@
+"""Checkpoints that are whole or absent.
+
+Trainer writes a checkpoint file by file into its final folder; whoever is killed meanwhile leaves a folder that looks
+like a checkpoint and is not one. Here it is written to a staging folder and renamed when it is whole, with a manifest
+of its files (``staging``). Whoever continues from it has it compared with the manifest first (``damage``). Older
+checkpoints are rotated out only after the new one stands; those that are damaged are neither counted nor deleted. The
+final model is staged too, and put in place file by file.
+
+Source: ``Trainer._save_checkpoint`` and ``rotate_checkpoints`` of transformers 5.23, whose writers are
+used as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ullage.checkpoint.manifest import manifest_name
+from ullage.errors import CheckpointError
+from ullage.ranks.world import agreement
+from ullage.replacing import replaced
+from ullage.training.saving.background import BackgroundSave, Snapshot
+from ullage.training.saving.damage import examine, is_damaged
+from ullage.training.saving.staging import (
+    PARTIAL,
+    finish_whole,
+    incomplete,
+    not_written,
+    old_of,
+    one_line,
+    recover,
+    stage_whole,
+    staging_of,
+    write_into,
+    write_whole,
+)
+from ullage.training.setup import fsdp
+from ullage.training.setup.sharding import sharding_of
+
+_STATE = "trainer_state.json"
+#: What holds a model's weights, or says where they are.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model_fsdp.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+#: Files of a checkpoint that look as if they held weights.
+_NO_WEIGHTS = ("optimizer.", "scheduler.", "scaler.", "rng_state", "training_args.", "latest")
+_TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+
+    from ullage.training.saving.staging import Staged
+else:
+    _Base = object
+
+
+class WholeCheckpointMixin(_Base):
+    """Checkpoints of a Trainer that appear under their names only when they are whole.
+
+    Put it before ``transformers.Trainer`` among the bases of a class.
+    """
+
+    _staging: Path | None = None
+    _push_later: str | None = None
+    _background: BackgroundSave | None = None
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' loop; with ``async_save``, no save outlasts it."""
+        if self._background is None:
+            self._background = BackgroundSave(self)
+        with self._background.run():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is not None:
+            self._push_later = checkpoint_folder
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        background = self._background if self._background is not None and self._background.is_on else None
+        if background is not None:
+            background.settle()  # before this save looks at what there is
+        run_dir = Path(self._get_output_dir(trial))
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best_step = self.state.best_global_step
+        if best_step:
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
+            # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
+            # here.
+            if best == final or best.exists():
+                self.state.best_model_checkpoint = str(best)
+
+        def write(place: Path) -> None:
+            # Trainer writes to _get_output_dir()/checkpoint-N, which is `place` from here on. Its own rotation looks
+            # into that folder too, and finds nothing to delete.
+            # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
+            # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
+            with replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
+                super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
+            # The state was written without its best step: write it again.
+            if self.args.should_save and best_step:
+                self.state.save_to_json(str(place / _STATE))
+
+        best = self.state.best_model_checkpoint
+        save_checkpoint(run_dir, self.state.global_step, write, self.args, best=best, background=background)
+        # An upload from the staging folder would race with the rename.
+        if self._push_later is not None:
+            self._push_later = None
+            self._push_from_checkpoint(str(final))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
+
+        Every rank calls it. Raises on every rank if one of them could not write.
+        """
+        sharding = sharding_of(self.model)
+        if _internal_call and sharding is not None:
+            if self.args.save_only_model:
+                sharding.save(Path(output_dir or "."), self.model)
+            return  # otherwise they are saved with the optimizer's state
+        if _internal_call:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        write = super().save_model
+        whole = None if sharding is None else sharding.whole_weights(self.model)
+
+        def write_weights(staging: Path) -> None:
+            if whole is None:
+                write(str(staging), _internal_call=True)
+            elif self.args.should_save:
+                self._save(str(staging), whole)
+
+        with fsdp.whole_weights(self):
+            write_into(
+                output_dir if output_dir is not None else self.args.output_dir or ".",
+                write_weights,
+                several=self.args.world_size > 1,
+                first_of_machine=self.args.local_process_index == 0,
+            )
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharding = sharding_of(self.model)
+        if sharding is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            sharding.save(Path(output_dir), self.model, self.optimizer, self.lr_scheduler)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint or "")
+        if self.state.best_model_checkpoint and best.is_dir():
+            finding = examine(best, self.args.world_size > 1)
+            if finding.damage:
+                raise finding.error("the last checkpoint holds the model as it was trained")
+        if (sharding := sharding_of(self.model)) is not None:
+            sharding.load(best, self.model)
+            return
+        with fsdp.read_as_written(self, best):
+            super()._load_best_model()
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, whose last deletion, beside the best checkpoint, would take damaged ones too.
+
+        What is being saved is whole before the best model is loaded.
+        """
+        if self._background is not None:
+            self._background.settle()
+        # Without a limit Trainer deletes nothing here; rotate() does it below and leaves damaged checkpoints alone.
+        limit = self.args.save_total_limit
+        with replaced(self.args, "save_total_limit", None):
+            output = super()._finalize_training(trial, *args, **kwargs)
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and limit == 1:
+            rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
+        return output
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    write: Callable[[Path], None],
+    arguments: Any,
+    *,
+    best: str | None = None,
+    background: BackgroundSave | None = None,
+) -> None:
+    """Make ``checkpoint-<step>`` of a run, whole or not at all, and rotate older ones out. Collective.
+
+    Args:
+        run_dir: the folder of the run.
+        step: optimizer steps trained so far, for the name.
+        write: as for :func:`ullage.training.saving.staging.write_whole`.
+        arguments: of the Trainer; the local rank, the ranks and ``save_total_limit`` are read.
+        best: path of the checkpoint that is kept whatever its age.
+        background: writes the checkpoint after this function has returned; None writes it before.
+    """
+    final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    several, first = arguments.world_size > 1, arguments.local_process_index == 0
+    if first:
+        remove_unfinished(run_dir)
+    limit = arguments.save_total_limit if arguments.should_save else None
+    if background is None:
+        write_whole(final, write, several=several, first_of_machine=first, check=_require_written)
+        rotate(run_dir, limit, best, keep=final)
+        return
+
+    staged: list[Staged] = []
+
+    def copy(snapshot: Snapshot) -> None:
+        def copied(place: Path) -> None:
+            with snapshot.taking(place):
+                write(place)
+
+        staged.append(stage_whole(final, copied, several=several, first_of_machine=first))
+
+    def finish(write_copies: Callable[[], None]) -> None:
+        with agreement(several, "writing a checkpoint"), one_line(final):
+            write_copies()
+        finish_whole(staged[0], _require_written)
+        rotate(run_dir, limit, best, keep=final)
+
+    background.begin(copy, finish)
+
+
+def _require_written(place: Path) -> None:
+    """Raise ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
+    files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
+    weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
+    missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
+    if missing:
+        raise not_written(place, missing)
+
+
+def put_back(run_dir: Path) -> None:
+    """Put checkpoints back that a killed save had moved aside, where a folder cannot be replaced in one step."""
+    for final in _left_by(run_dir, old_of):
+        with contextlib.suppress(OSError):  # who cannot rename cannot save either, and hears of it there
+            recover(final)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what killed saves left in the folder of a run, after putting back what they had moved aside."""
+    put_back(run_dir)
+    for staging in (run_dir / PARTIAL, *map(staging_of, _left_by(run_dir, staging_of))):
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a killed or failed save left this in the folder of a run."""
+    final = _final_of(path)
+    return path.name == PARTIAL or (step_of(final) >= 0 and path in (staging_of(final), old_of(final)))
+
+
+def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
+    """The checkpoints for which there is a folder of the name that ``name_of`` gives."""
+    found = map(_final_of, run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
+    return [final for final in found if step_of(final) >= 0 and name_of(final).is_dir()]
+
+
+def _final_of(path: Path) -> Path:
+    """``_checkpoint-8.partial`` -> ``checkpoint-8``."""
+    return path.with_name(path.name[1:].rpartition(".")[0] or path.name)
+
+
+def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
+    """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
+
+    Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
+    """
+    if limit is None or limit <= 0:
+        return
+    whole = [path for path in checkpoints_in(run_dir) if not is_damaged(path)]
+    kept = {path.resolve() for path in (keep, Path(best) if best else None) if path is not None}
+    protected = [path for path in whole if path.resolve() in kept]
+    others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
+    # Protected ones count towards the limit, and stay even where they are more than it allows.
+    for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
+        # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
+        away = staging_of(path)
+        shutil.rmtree(away, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path = path.rename(away)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _written(checkpoint: Path) -> float:
+    """Time at which a checkpoint was written; of one without a manifest, when something was last put into it."""
+    manifest = checkpoint / manifest_name()
+    return (manifest if manifest.is_file() else checkpoint).stat().st_mtime
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The whole checkpoints in an output folder, by rising step; [] if there are none or there is no folder."""
+    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a folder ``checkpoint-N`` was saved after; -1 if its name tells none."""
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(step) if step.isdecimal() else -1
+
+
+def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
+    """``folder`` as a ``Path`` if training can continue from it; reads no weights.
+
+    ``optimizer``: whether the optimizer's state must be in it. Raises ``CheckpointError`` that says what is missing,
+    and which checkpoints lie inside or beside it.
+    """
+    folder = Path(folder)
+    inside = checkpoints_in(folder) if folder.is_dir() else []
+    beside = inside or (checkpoints_in(folder.parent) if folder.parent.is_dir() else [])
+    others = [str(path) for path in beside if path != folder]
+    hint = f"take {others[-1]}" if others else "give the folder checkpoint-N of a run, or start without it"
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing there"
+        raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found=found, hint=hint)
+    if any(name.startswith("_") and name.endswith(".partial") for name in (folder.absolute().parent.name, folder.name)):
+        raise CheckpointError("this checkpoint was never finished", where=str(folder), hint=hint)
+    missing = [name for name in (_STATE,) if not (folder / name).is_file()]
+    sharded = any("optimizer" in path.name or "model" in path.name for path in folder.iterdir() if path.is_dir())
+    deepspeed = (folder / "latest").is_file()
+    if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
+        missing.append("model.safetensors")
+    if optimizer and not (deepspeed or sharded):
+        missing += missing_states(folder)
+    if missing:
+        raise incomplete(folder, "this folder is no checkpoint to continue from", missing, hint)
+    return folder
+
+
+def missing_states(checkpoint: Path) -> list[str]:
+    """The names of an optimizer's state and a schedule that are not in ``checkpoint``; FSDP's has a name of its own."""
+    there = {"optimizer.pt": ("optimizer.pt", "optimizer.bin"), "scheduler.pt": ("scheduler.pt",)}
+    return [name for name, names in there.items() if not any((checkpoint / each).is_file() for each in names)]
+
+
+#: What of a config decides the shapes of a model's weights.
+_SHAPES = (
+    "model_type", "cell", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+
+
+def require_same_model(config: Any, folder: str | Path) -> None:
+    """Raise ``CheckpointError`` if ``folder`` is no checkpoint, or holds a model of other shapes than ``config``."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found="nothing there")
+    written = folder / "config.json"
+    if config is None or not written.is_file():
+        return
+    saved, wanted = json.loads(written.read_text()), config.to_dict()
+    differing = [name for name in _SHAPES if name in saved and name in wanted and saved[name] != wanted[name]]
+    if differing:
+        raise CheckpointError(
+            "this checkpoint is of another model",
+            where=str(folder),
+            expected=", ".join(f"{name}={wanted[name]}" for name in differing),
+            found=", ".join(f"{name}={saved[name]}" for name in differing),
+            hint="continue with the model that it was made from",
+        )

@@ -1,0 +1,192 @@
+"""Damage to a checkpoint: its files against its manifest, by all ranks, before anything of it is loaded.
+
+The ranks that see the same disk share the blocks that the manifest lists, so each block is read once, and all of them
+come to the same answer. Without a manifest (of an older version, or by others) only files that were visibly cut are
+found. What is damaged is remembered in the folder itself, in ``damaged.txt``, so that it is never taken for a
+checkpoint by rotation, and never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage.checkpoint.manifest import (
+    Block,
+    Damage,
+    Manifest,
+    blocks_of,
+    damage_in,
+    files_in,
+    read_manifests,
+    share_of_blocks,
+)
+from ullage.errors import CheckpointError
+from ullage.ranks.world import gather, rank_here
+
+#: The file, in a damaged checkpoint, that says what was found.
+MARK = "damaged.txt"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of examining a checkpoint; the same on every rank.
+
+    Attributes:
+        checkpoint: the folder.
+        has_manifest: whether any rank saw a manifest in it.
+        damage: files that are not what was written.
+        changed: names of files that are not what was written, and were allowed.
+    """
+
+    checkpoint: Path
+    has_manifest: bool
+    damage: tuple[Damage, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on a checkpoint that is loaded."""
+        if not self.has_manifest:
+            return (f"{self.checkpoint} has no manifest.json, so its files are loaded unchecked",)
+        if self.changed:
+            return (f"{self.checkpoint}: taken as changed on purpose: {', '.join(self.changed)}",)
+        return ()
+
+    def __str__(self) -> str:
+        first = self.damage[0]
+        return f"{first.name}: expected {first.expected}, found {first.found}{self._others}"
+
+    def error(self, hint: str) -> CheckpointError:
+        """The error of a checkpoint that is damaged."""
+        first = self.damage[0]
+        return CheckpointError(
+            "this checkpoint is damaged",
+            where=str(self.checkpoint / first.name),
+            expected=first.expected,
+            found=f"{first.found}{self._others}",
+            hint=hint,
+        )
+
+    @property
+    def _others(self) -> str:
+        count = len(self.damage) - 1
+        return f", and {count} more damaged {'file' if count == 1 else 'files'}" if count else ""
+
+
+def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = False) -> Finding:
+    """Compare every file that the manifest of ``checkpoint`` lists with it, in full. Collective.
+
+    ``allow_changed``: files of other content or size count as changed, not as damaged, if they can be read at all.
+    Reads what it compares, once per disk; returns damage instead of raising.
+    """
+    manifest, identity = _seen(checkpoint)
+    said = gather((identity, manifest is not None), several)
+    has_manifest = any(own for _, own in said)
+    # Ranks of equal identity see one folder on one disk and divide its blocks; each other disk is read by its own
+    # ranks.
+    group = [rank for rank, (other, _) in enumerate(said) if other == identity]
+    part, parts = group.index(rank_here(several)), len(group)
+    found: list[Damage] = []
+    changed: list[str] = []
+    if identity and manifest is not None:
+        found += manifest.damage
+        found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
+    elif identity and not has_manifest:
+        # Nowhere a manifest. Where only this rank sees none, it has nothing to compare and says nothing.
+        found += _cut_files(checkpoint, part, parts)
+    if allow_changed:
+        # Changed on purpose is only what its own format can still read; a file that is cut never passes.
+        passing = {d.name for d in found if d.kind in ("size", "changed") and _cut(checkpoint / d.name) is None}
+        changed, found = sorted(passing), [d for d in found if d.name not in passing]
+    told = gather((found, changed), several)
+    # Later entries overwrite, so reversed: for each file the lowest rank's finding, the same everywhere.
+    damage = {d.name: d for own, _ in reversed(told) for d in own}
+    names = sorted({name for _, own in told for name in own} - damage.keys())
+    return Finding(checkpoint, has_manifest, tuple(damage[name] for name in sorted(damage)), tuple(names))
+
+
+def is_damaged(checkpoint: Path) -> bool:
+    """Whether ``checkpoint`` was found damaged before, or lacks files or bytes that its manifest lists. Reads none."""
+    if (checkpoint / MARK).exists():
+        return True
+    manifest = read_manifests(checkpoint)
+    if manifest is None:
+        return False
+    return bool(manifest.damage or damage_in(checkpoint, manifest.blocks, content=False))
+
+
+def remember(finding: Finding) -> None:
+    """Write the damage that was found into ``damaged.txt`` in the checkpoint; remove the file if it is whole again.
+
+    Does nothing where the folder cannot be written to.
+    """
+    with contextlib.suppress(OSError):
+        mark = finding.checkpoint / MARK
+        if finding.damage:
+            mark.write_text("".join(f"{d.name}: expected {d.expected}, found {d.found}\n" for d in finding.damage))
+        elif finding.has_manifest and not finding.changed:
+            mark.unlink(missing_ok=True)
+
+
+def name_for_damaged(checkpoint: Path) -> Path:
+    """The first of ``checkpoint.damaged``, ``checkpoint.damaged2``, ... that is free."""
+    for count in itertools.count(1):
+        path = checkpoint.with_name(f"{checkpoint.name}.damaged{count if count > 1 else ''}")
+        if not path.exists():
+            return path
+    raise AssertionError
+
+
+def _seen(checkpoint: Path) -> tuple[Manifest | None, str]:
+    """The manifest, and an identity that only ranks which see the same folder on the same disk have in common.
+
+    The identity is "" where there is no folder.
+    """
+    try:
+        manifest = read_manifests(checkpoint)
+        status = checkpoint.stat()
+    except OSError:
+        return None, ""
+    if manifest is None:
+        return None, f"{status.st_ino}:{status.st_mtime_ns}"
+    return manifest, manifest.identity or f"{status.st_ino}"
+
+
+def _cut_files(folder: Path, part: int, parts: int) -> list[Damage]:
+    """Files that their own format shows to be cut."""
+    mine: list[Block] = share_of_blocks(
+        [block for block in blocks_of(files_in(folder)) if block.offset == 0], part, parts
+    )
+    problems = ((block.name, _cut(folder / block.name)) for block in mine)
+    return [Damage(name, "size", "a whole file", problem) for name, problem in problems if problem is not None]
+
+
+def _cut(path: Path) -> str | None:
+    """The way in which a file ends before its format says so; None for a whole one and for formats that do not tell.
+
+    Looks at the table of contents only.
+    """
+    kind = path.suffix
+    try:
+        if kind == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(str(path), framework="numpy"):
+                return None
+        if kind in (".pt", ".pth", ".bin"):
+            with open(path, "rb") as stream:
+                start = stream.read(2)
+            if not start:
+                return "nothing in it"
+            if start == b"PK":  # files of torch before 1.6 are no archives, and do not tell
+                zipfile.ZipFile(path).close()
+        elif path.name in ("trainer_state.json", "config.json"):
+            json.loads(path.read_text(encoding="utf-8"))
+    except Exception as error:  # a torn file raises whatever its reader raises
+        return " ".join(f"{error}".split()) or type(error).__name__
+    return None

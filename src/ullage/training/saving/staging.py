@@ -1,0 +1,376 @@
+"""Atomic writing of a folder: whole or absent, even if a process is killed while it is written.
+
+``run/checkpoint-8`` is written to ``run/_checkpoint-8.partial/checkpoint-8``, listed in a manifest, flushed to disk,
+and renamed when every rank has written its part. The staging folder is named after what is made in it, so saving one
+thing never touches another, and the next save of the same thing removes what was left of it. Names that begin with
+``_`` are taken for no checkpoint by Trainer, and are not uploaded.
+
+A folder that is replaced trades places with the new one in one step (``renameat2`` of Linux). Where a system has no
+such step, the old one is renamed to ``_checkpoint-8.replaced`` first: :func:`recover` puts it back if the process was
+killed before the new one was in its place.
+
+Machines need not share a disk. Every process that is the first of its machine leaves a mark in the staging folder; the
+lowest mark that a rank sees is the owner of its disk, who writes the manifest of what lies there and puts it in place.
+The ranks of a disk share the reading that the sums of the manifest cost.
+
+With several processes the ranks agree after each part: if one could not do it, all raise and nothing is renamed.
+
+Torch and safetensors write files by themselves. What they raise where a disk is full names neither the disk nor its
+room, "unexpected pos 204608 vs 204500": :func:`one_line` says it, whatever library found it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
+from ullage.errors import CheckpointError, TrainingError, UllageError
+from ullage.ranks.world import agreement, gather, rank_here, require_same_folder
+from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
+
+#: The staging folder of files that are put into a folder one by one.
+PARTIAL = "_partial"
+
+_MARK = ".rank-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: Errors of a system that cannot swap two names: no such call, not on this file system, or forbidden in a sandbox.
+_CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+#: What libraries say when a file cannot be written, other than OSError.
+_WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+#: A disk with fewer bytes free is full: what did not fit may have left a few blocks.
+_FULL = 2**20
+
+
+def staging_of(target: Path) -> Path:
+    """The staging folder of the folder ``target``."""
+    return target.with_name(f"_{target.name}.partial")
+
+
+def old_of(target: Path) -> Path:
+    """The place of the folder ``target`` while it is replaced, if two names cannot be swapped."""
+    return target.with_name(f"_{target.name}.replaced")
+
+
+def incomplete(folder: Path, problem: str, missing: Sequence[str], hint: str) -> CheckpointError:
+    """The error for a folder that lacks the files ``missing``: it lists some of those that are there."""
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
+    return CheckpointError(problem, where=str(folder), expected=", ".join(missing[:8]), found=found, hint=hint)
+
+
+def not_written(folder: Path, missing: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint that was to be written and lacks the files ``missing``."""
+    hint = "it is not put in place; what was there before is as it was"
+    return incomplete(folder, "the checkpoint that was written is not whole", missing, hint)
+
+
+def recover(target: Path) -> None:
+    """Put back the folder that a killed process had moved aside; remove it if its successor is in place."""
+    old = old_of(target)
+    if old.is_dir():
+        if os.path.lexists(target):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def write_whole(
+    target: str | Path,
+    write: Callable[[Path], None],
+    *,
+    several: bool = False,
+    first_of_machine: bool = True,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Make the folder ``target``, with a manifest; one of that name is replaced, or set aside if it is damaged.
+
+    Args:
+        target: the folder to make, the same path on every rank.
+        write: called with the path to write to, which has the name of ``target`` and is not there yet.
+        several: whether other processes do the same with the same ``target``; then all succeed or all raise.
+        first_of_machine: whether this process makes the staging folder of its machine, in place of an old one.
+        check: called with the written folder before it is renamed, on rank 0; raises if something is missing.
+    """
+    finish_whole(stage_whole(target, write, several=several, first_of_machine=first_of_machine), check)
+
+
+def stage_whole(
+    target: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
+) -> Staged:
+    """The first part of :func:`write_whole`, which has the arguments: write, and leave it to :func:`finish_whole`."""
+    target = require_same_folder(Path(target), several)
+    staging = staging_of(target)
+    return _stage(staging, target, lambda _: write(staging / target.name), several, first_of_machine)
+
+
+def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
+    """Sum what was written, list it in a manifest, flush it and give it its name. Collective.
+
+    Any thread of a rank may do it (:func:`ullage.ranks.world.meeting_over`). ``check``: as for
+    :func:`write_whole`.
+    """
+    target, staging, several = staged.target, staged.staging, staged.several
+    place = staged.place
+
+    def look() -> None:
+        if not place.is_dir():
+            raise _vanished(target, staging)
+        if check is not None:
+            check(place)
+
+    owner = _owner(staged, look)
+    # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
+    damaged = bool(examine(target, several).damage)
+    blocks, crcs = _summed(place, owner, several)
+    with agreement(several, "putting a checkpoint in its place"), one_line(target):
+        if owner == rank_here(several) and place.is_dir():
+            # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
+            write_manifest(place / manifest_name(owner), blocks, crcs)
+            _flush(place)
+            _put(place, target, damaged or is_damaged(target))
+    _clear(staged, owner)
+
+
+def write_into(
+    folder: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
+) -> None:
+    """Call ``write`` with an empty folder and move each file it wrote into ``folder``, where others stay.
+
+    ``several``: as for :func:`write_whole`.
+    """
+    folder = require_same_folder(Path(folder), several)
+    staging = folder / PARTIAL
+    staged = _stage(staging, folder, write, several, first_of_machine)
+    owner = _owner(staged, None)
+    with agreement(several, "putting files in their place"), one_line(folder):
+        if owner == rank_here(several):
+            _flush(staging)
+            for entry in sorted(staging.iterdir()):
+                # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
+                if not entry.name.startswith(_MARK):
+                    _put(entry, folder / entry.name)
+    _clear(staged, owner)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What was written to a staging folder and is not in its place yet.
+
+    Attributes:
+        target: what it becomes, or becomes part of.
+        staging: the folder it was written to.
+        mark: beginning of the names of the marks of its disks.
+        several: whether there are other ranks.
+    """
+
+    target: Path
+    staging: Path
+    mark: str
+    several: bool
+
+    @property
+    def place(self) -> Path:
+        """The folder under its own name in the staging folder."""
+        return self.staging / self.target.name
+
+
+def _stage(staging: Path, target: Path, write: Callable[[Path], None], several: bool, first_of_machine: bool) -> Staged:
+    """Write below ``staging`` on all ranks. Collective.
+
+    Args:
+        staging: the folder to write to; removed first if it is there.
+        target: what it becomes part of, for recovery and for messages.
+        write: called with ``staging`` on every rank.
+        several: whether there are other ranks.
+        first_of_machine: whether this rank makes the folder, and marks its disk.
+    """
+    # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
+    mark = f"{_MARK}{gather(uuid.uuid4().hex, several)[0]}-"
+    with agreement(several, "preparing to save"), one_line(target):
+        if first_of_machine:
+            if target.is_file():
+                raise CheckpointError("a file lies where the folder should", where=str(target))
+            # write_into stages inside its target, which it never moves: there is nothing to recover.
+            if staging.parent != target:
+                recover(target)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True, exist_ok=True)
+    with agreement(several, "writing a checkpoint"), one_line(target):
+        if first_of_machine:
+            # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
+            # separate disks each folder has its own; so the lowest mark names one owner per disk. Meeting before this
+            # block has made sure that no first rank removes the folder after another has marked it.
+            (staging / f"{mark}{rank_here(several)}").touch()
+        write(staging)
+    return Staged(target, staging, mark, several)
+
+
+def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
+    """The lowest first rank of a machine that sees the same staging folder as this one, once all have written.
+
+    Collective. ``check``: called on rank 0; raises if something is missing.
+    """
+    with agreement(staged.several, "checking what was written"):
+        # No mark with this token: another process has removed the folder and perhaps made one of its own.
+        marks = staged.staging.glob(f"{staged.mark}*")
+        owner = min((int(path.name.removeprefix(staged.mark)) for path in marks), default=None)
+        if owner is None:
+            raise _vanished(staged.target, staged.staging)
+        if rank_here(staged.several) == 0 and check is not None:
+            check()
+    return owner
+
+
+def _clear(staged: Staged, owner: int) -> None:
+    """Remove the staging folder of this rank's disk."""
+    if owner == rank_here(staged.several):
+        shutil.rmtree(staged.staging, ignore_errors=True)
+
+
+def _vanished(target: Path, staging: Path) -> CheckpointError:
+    return CheckpointError(
+        "what was written has been removed before it was in its place",
+        where=str(target),
+        expected=f"it in {staging}",
+        hint="another process saves to the same folder; give each a folder of its own",
+    )
+
+
+def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[int]]:
+    """The blocks of all files in ``place`` and their sums, read by the ranks of this disk together."""
+    rank = rank_here(several)
+    with agreement(several, "listing a checkpoint"), one_line(place):
+        files = files_in(place) if owner == rank else None
+    told = gather((owner, files), several)
+    # Ranks that see the same disk. Each sums a share of the blocks; neighbouring shares in rank order join in block
+    # order.
+    group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
+    blocks = blocks_of(told[owner][1])
+    with agreement(several, "summing a checkpoint"), one_line(place):
+        mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
+    return blocks, [crc for other, own in enumerate(gather(mine, several)) if other in group for crc in own]
+
+
+def _put(place: Path, target: Path, damaged: bool = False) -> None:
+    """Rename ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
+    # What an earlier kill left comes first, so that .replaced is free and holds nothing that is needed.
+    recover(target)
+    if damaged and os.path.lexists(target):
+        target.rename(name_for_damaged(target))
+    if not target.is_dir():
+        place.replace(target)
+    elif not _swap(place, target):
+        # Here is a moment without `target`. A kill in it leaves .replaced, which recover() puts back.
+        old = old_of(target)
+        target.rename(old)
+        place.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    # The rename is an entry of the parent: it lasts when that is on the disk.
+    _flush_entry(target.parent)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot."""
+    try:
+        # Python has no renameat2; glibc has it since 2.28.
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_SWAP:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _flush(folder: Path) -> None:
+    """Flush every file below ``folder`` to disk: after a power cut a rename may be there and the content lost."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _flush_entry(Path(root) / name)
+        _flush_entry(Path(root))
+
+
+def _flush_entry(path: Path) -> None:
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return  # Windows opens no folder
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some file systems refuse to flush a folder. These say that what was written has not come to the disk.
+        if error.errno in _LOST:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def one_line(target: Path) -> Iterator[None]:
+    """Turn what a full disk or a folder that is not ours raises in any library into one line that says what to do."""
+    try:
+        yield
+    except UllageError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OSError) and not any(word in said for word in _WRITE_FAILED):
+            raise
+        words = _no_room(error, target)
+        if words is not None:
+            raise _disk_full(words, target) from error
+        raise TrainingError(
+            "this cannot be written",
+            where=str(target),
+            found=error.strerror if isinstance(error, OSError) and error.strerror else said,
+            hint="make room, or give a folder that can be written to; what was there before is as it was",
+        ) from error
+
+
+def _no_room(error: Exception, target: Path) -> str | None:
+    """The system's words for the want of room that an error is about; None if it is about something else."""
+    for code in _NO_ROOM:
+        words = os.strerror(code)
+        if (isinstance(error, OSError) and error.errno == code) or words in str(error):
+            return words
+    # Torch says only how many bytes of how many it has written.
+    free = None if isinstance(error, OSError) else _free_bytes(target)
+    return os.strerror(errno.ENOSPC) if free is not None and free < _FULL else None
+
+
+def _disk_full(words: str, target: Path) -> TrainingError:
+    free, needed = _free_bytes(target), _size_of_one_before(target)
+    return TrainingError(
+        "the disk is full",
+        where=str(target),
+        expected=f"about {needed} bytes, the size of the one before" if needed else None,
+        found=words if free is None else f"{words}, {free} bytes free beside what is written of it",
+        hint="make room, or give a folder on another disk; what was there before is as it was",
+    )
+
+
+def _free_bytes(target: Path) -> int | None:
+    with suppress(OSError, StopIteration):
+        return shutil.disk_usage(next(path for path in (target, *target.parents) if path.exists())).free
+    return None
+
+
+def _size_of_one_before(target: Path) -> int:
+    """Bytes of the newest folder beside ``target`` that differs from it in its number alone; 0 if there is none."""
+    stem, _, number = target.name.rpartition("-")
+    others = [path for path in target.parent.glob(f"{stem}-*") if path.name.rpartition("-")[2].isdecimal()]
+    if not number.isdecimal() or not others:
+        return 0
+    newest = max(others, key=lambda path: path.stat().st_mtime)
+    return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())

@@ -1,0 +1,1 @@
+"""One optimizer step: drawn on every rank, planned and exchanged, and trained on as microbatches."""

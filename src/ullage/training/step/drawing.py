@@ -1,0 +1,697 @@
+"""Batches of one optimizer step: drawn on every rank, counted together, and packed where packing is on.
+
+The ranks meet once before each step, in one small reduction: how many labels count, whether a rank has a problem, how
+many batches each has drawn, and whether one is asked to stop. A problem on one rank is raised on all of them. Ranks
+whose data end first are met here too: packed, the others draw more batches in their place, as
+:class:`~ullage.exchange.PackedIterator` does; not packed, the epoch ends on all ranks together.
+
+What a plan drops or truncates is not trained on: then, and only then, the labels are counted again after the exchange,
+in a second reduction.
+
+The place of a run in its epochs: transformers finds it again by the number of steps in an epoch, one batch of each rank
+per step. Two runs are elsewhere. Under packing, ranks that still have data give more batches than steps; and an epoch
+of iterable data ends when the data do, while transformers takes all steps of the run for one epoch. Both are kept with
+the trainer's state, only then.
+
+Iterable data: accelerate divides them in one of two ways. One of ``datasets`` with at least as many shards as there are
+ranks is divided by shards, which is exact, and stays. Any other is read by every rank, each keeping every n-th batch;
+its last batches are filled up with the first samples of all, so these are trained on twice. Under packing, where ranks
+may end unequally, they stay short here. And a data set that ``split_dataset_by_node`` has divided already would be
+divided once more, and most of it never read: it is left as it is.
+
+Sources: transformers 5.23 ``trainer.py``, ``_init_training_state`` and ``_run_epoch``, which calls
+``get_batch_samples`` equally often on every rank; accelerate 1.15 ``data_loader.py``, ``prepare_data_loader`` and
+``IterableDatasetShard``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from ullage.batch import RaggedBatch
+from ullage.errors import CheckpointError, DistributedError, TrainingError
+from ullage.exchange.source import deal
+from ullage.layout import Int64
+from ullage.ranks import Axis, agree
+from ullage.training.batches import counting
+from ullage.training.batches.reading import BatchReader
+from ullage.training.saving.background import BackgroundSave
+from ullage.training.setup.arguments import empty_step_of
+from ullage.training.setup.sharding import data_ranks, sharding_of
+from ullage.training.step.metering import TokenMeter
+from ullage.training.step.packable import require_losses
+from ullage.training.step.packing import Packer
+from ullage.training.step.padded_loss import PaddedLoss
+from ullage.training.step.stopping import StopFlag
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of a step that the ranks tell each other before it, one row of integers from each.
+
+    Attributes:
+        labels: [ranks], label elements that count, on the device.
+        batches: [ranks], batches drawn, on the host.
+        complete: whether every batch of every rank has labels.
+        weight: sum of the weights of the sequences of all ranks, where sequences are weighed; else 0.
+        failed: whether a rank has a problem.
+        stop: the signal that a rank was asked to stop by, 0 without.
+    """
+
+    labels: Tensor
+    batches: Int64
+    complete: bool
+    weight: float
+    failed: bool = False
+    stop: int = 0
+
+    @classmethod
+    def sum(cls, meetings: Sequence[StepCounts]) -> StepCounts:
+        """The counts of a step that was drawn in several rounds."""
+        return cls(
+            torch.stack([met.labels for met in meetings]).sum(0),
+            np.sum([met.batches for met in meetings], 0),
+            all(met.complete for met in meetings),
+            math.fsum(met.weight for met in meetings),
+        )
+
+    @staticmethod
+    def row(
+        labels: int, complete: bool, problem: BaseException | None, batches: int, stop: int, weight: float
+    ) -> list[int]:
+        """What a rank tells the others before a step: six integers, of which the last holds the bits of a float64."""
+        return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
+
+    @classmethod
+    def of(cls, ranks: Tensor, sharing: Sequence[Sequence[int]] | None = None) -> StepCounts:
+        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device.
+
+        ``sharing``: the ranks that draw the same batches, each group one rank of the result; None if all draw others.
+        Raises ``DistributedError`` on every rank if those of a group have drawn others.
+        """
+        told = ranks.cpu().numpy()
+        _, complete, failed, _, stops, _ = told.T
+        if sharing is not None:
+            drawn = told[np.array(sharing)]
+            if not failed.any() and (drawn != drawn[:, :1])[..., [0, 3]].any():
+                raise DistributedError(
+                    "ranks that share their batches have drawn different ones",
+                    expected="as many batches and labels on the ranks of tp and cp",
+                    found=f"(labels, batches) by place in dp: {drawn[..., [0, 3]].tolist()}",
+                    hint="a data set that draws random numbers has to draw the same on these ranks",
+                )
+            firsts = [group[0] for group in sharing]
+            told, ranks = told[firsts], ranks[firsts]
+        batches, weights = told[:, 3], told[:, 5]
+        return cls(
+            labels=ranks[:, 0],
+            batches=batches,
+            complete=bool(complete.all()),
+            # fsum rounds once, so the order of the ranks does not matter.
+            weight=math.fsum(np.ascontiguousarray(weights).view(np.float64).tolist()),
+            failed=bool(failed.any()),
+            stop=int(stops.max()),
+        )
+
+
+class RecordedBatches:
+    """A batch sampler, and the indices of its batches that were not drawn yet. In all else it is the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._waiting: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A new queue per epoch. The generator keeps its own, so that one left half read cannot add to the next epoch's.
+        self._waiting = waiting = deque()
+
+        def batches() -> Iterator[Any]:
+            for indices in self._sampler:
+                waiting.append(list(indices))
+                yield indices
+
+        return batches()
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """That of the sampler, as accelerate's own wrappers of dataloaders do it."""
+        return type(self._sampler)
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+class SampleIndices:
+    """Data set indices of the samples of training batches. Made for one dataloader, whose batch sampler it wraps.
+
+    A collator sees samples, not indices. The batch sampler is therefore wrapped: it remembers the indices that it gave
+    out until the Trainer draws the batch that was made of them. Batches come in the sampler's order, also from worker
+    processes that read ahead. A dataloader over an iterable, and one whose sampler gives batches itself, have no
+    indices to record.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._batches: RecordedBatches | None = None
+        inner = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(inner, "batch_sampler", None)
+        if sampler is not None and not isinstance(getattr(inner, "dataset", None), IterableDataset):
+            self._batches = RecordedBatches(sampler)
+            vars(inner)["batch_sampler"] = self._batches  # a DataLoader's own setter refuses it after construction
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return None if self._batches is None else self._batches.next_batch()
+
+    def index_of(
+        self,
+        indices: list[int] | None,
+        batch: Any,
+        position: int,
+        main_input: str,
+        padded: PaddedLoss | None = None,
+    ) -> int | None:
+        """The index of the sample at ``position`` in ``batch``; ``None`` unless reading it again gives that sample.
+
+        ``padded``: what made ``batch`` of collated rows, where they were.
+        """
+        if indices is None or position >= len(indices):
+            return None
+        try:
+            # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
+            # compared; what the batch padded is cut off.
+            again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
+            parts = counting.samples_of(again if padded is None else padded.ragged(again), main_input)
+            number = 1 if padded is None else padded.per_sample
+            there = counting.samples_of(batch, main_input)[position * number : (position + 1) * number]
+            same = len(parts) == len(there) == number
+            same = same and all(torch.equal(part, other[: len(part)]) for part, other in zip(parts, there))
+        except Exception:  # whatever it is, there is an error to report already
+            return None
+        return indices[position] if same else None
+
+
+class EverySample(IterableDatasetShard):
+    """One rank's part of an iterable data set that every rank reads, without samples that fill up the last batches.
+
+    Made of accelerate's part, whose batches it gives: only the last one of each rank may be shorter, or missing.
+    """
+
+    def __init__(self, part: IterableDatasetShard) -> None:
+        super().__init__(**{name: value for name, value in vars(part).items() if name != "epoch"})
+        if hasattr(part, "epoch"):
+            self.epoch = part.epoch
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        # Seed a data set's own generator as accelerate does, for one that does not listen to set_epoch.
+        generator = getattr(self.dataset, "generator", None)
+        if generator is not None and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(getattr(self, "epoch", 0))
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        for i, sample in enumerate(self.dataset):
+            if i // size % self.num_processes == self.process_index:
+                yield sample
+
+
+class EveryBatch(BatchSamplerShard):
+    """One rank's batches of a data set with indices, without samples that fill up an epoch's last step."""
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of all ranks, which whoever begins an epoch tells its number, also behind skipped batches."""
+        return self.batch_sampler.sampler
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        yield from itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
+
+
+def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = False) -> None:
+    """Make a prepared dataloader over an iterable data set read each sample on one rank.
+
+    Args:
+        loader: the dataloader that accelerate has prepared.
+        dataset: that of the dataloader before.
+        packed: whether ranks may end unequally. Without packing the last batches are filled up, as accelerate does.
+        sharded: whether the last step of a data set with indices stays short too, so that it is that of one process.
+    """
+    inner = getattr(loader, "base_dataloader", loader)
+    part, batches = getattr(inner, "dataset", None), getattr(inner, "batch_sampler", None)
+    if sharded and isinstance(batches, BatchSamplerShard) and not (batches.split_batches or batches.drop_last):
+        vars(inner)["batch_sampler"] = EveryBatch(batches.batch_sampler, batches.num_processes, batches.process_index)
+    if part is dataset or not isinstance(part, IterableDataset):
+        return
+    # A DataLoader's own setter refuses another data set after construction.
+    if getattr(dataset, "_distributed", None) is not None:
+        vars(inner)["dataset"] = dataset
+    elif packed and isinstance(part, IterableDatasetShard) and not part.drop_last:
+        vars(inner)["dataset"] = EverySample(part)
+
+
+#: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
+#: each rank, and the number of the ``epoch`` if it is not the one that transformers computes.
+_DRAWN = "ullage_batches_drawn"
+
+
+@dataclass
+class Epoch:
+    """Progress through the running epoch.
+
+    Attributes:
+        given: [ranks], batches drawn so far.
+        live: [ranks], whether a rank's data have not ended.
+        number: of the epoch, from 0.
+        steps: drawn so far.
+        steps_before: of the run before this epoch, as transformers counts them.
+        recorded: skipped batches of this rank whose indices were recorded before those of the first one drawn.
+        ahead: batches of this rank that are still to be skipped, because a step before the checkpoint took them.
+        ended: whether no rank draws any further step.
+    """
+
+    given: Int64
+    live: np.ndarray
+    number: int = 0
+    steps: int = 0
+    steps_before: int = 0
+    recorded: int = 0
+    ahead: int = 0
+    ended: bool = False
+
+    @classmethod
+    def of(cls, ranks: int, number: int = 0, steps_before: int = 0) -> Epoch:
+        return cls(np.zeros(ranks, np.int64), np.ones(ranks, bool), number, steps_before=steps_before)
+
+
+def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
+    """The keywords of transformers' ``_run_epoch``, with the place that a checkpoint tells.
+
+    None for an epoch that was trained before the checkpoint.
+    """
+    if _resumes(trainer, progress):
+        _require_same_steps(trainer, progress["num_update_steps_per_epoch"])
+    kept: Any = trainer.state.stateful_callbacks.get(_DRAWN)
+    number = progress.get("epoch", 0)
+    if not _resumes(trainer, progress) or not isinstance(kept, dict) or number > kept.get("epoch", -1):
+        return progress
+    if number < kept["epoch"]:
+        return None
+    steps = kept["steps"] * trainer.args.gradient_accumulation_steps
+    return {**progress, "epochs_trained": number, "steps_trained_in_current_epoch": steps}
+
+
+def _require_same_steps(trainer: Any, steps_per_epoch: int) -> None:
+    """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
+    state, (_, ranks) = trainer.state, data_ranks(trainer)
+    if sharding_of(trainer.model) is None or not state.epoch:
+        return
+    before = state.global_step / state.epoch
+    if abs(before - steps_per_epoch) >= 0.5:
+        each = trainer.args.per_device_train_batch_size
+        raise CheckpointError(
+            "the run would go on with steps of another size",
+            where=f"step {state.global_step}",
+            expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
+            found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
+            hint="choose per_device_train_batch_size and dp whose product is that of the run",
+        )
+
+
+def begin(
+    trainer: Any,
+    epoch: int = 0,
+    epochs_trained: int = 0,
+    steps_trained_in_current_epoch: int = 0,
+    num_update_steps_per_epoch: int = 0,
+    **others: Any,
+) -> Epoch:
+    """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
+    args = trainer.args
+    rank, number = data_ranks(trainer)
+    begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
+    drawn = trainer.state.stateful_callbacks.pop(_DRAWN, None)
+    if not _resumes(trainer, others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
+        return begun
+    # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
+    # them from the recorded sampler, so their indices wait in front of those of the first real batch.
+    begun.recorded = steps_trained_in_current_epoch
+    begun.steps = begun.recorded // args.gradient_accumulation_steps
+    begun.given[:] = begun.steps
+    # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
+    # ended). Those ahead are skipped here in addition; a rank with fewer has nothing left.
+    if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
+        begun.given = np.array(drawn["given"], np.int64)
+        begun.live = begun.given >= begun.steps
+        begun.ahead = max(0, int(begun.given[rank]) - begun.steps)
+    return begun
+
+
+def keep_place(trainer: Any, epoch: Epoch) -> None:
+    """Count a step that was drawn, and keep for a checkpoint what transformers would not find again."""
+    epoch.steps += 1
+    elsewhere = epoch.steps_before + epoch.steps != trainer.state.global_step + 1
+    # What is resumed skips one batch a step; this says which ranks are further, or have ended.
+    if elsewhere or len(set(epoch.given.tolist())) > 1:
+        kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
+        trainer.state.stateful_callbacks[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
+
+
+def _resumes(trainer: Any, progress: dict[str, Any]) -> bool:
+    return progress.get("resume_from_checkpoint") is not None and not trainer.args.ignore_data_skip
+
+
+_logger = logging.getLogger(__name__)
+
+#: The most batches of a rank that are read on only to be counted, where the epoch ends without them.
+_MOST_COUNTED = 100
+
+
+class StepSource:
+    """The batches of a trainer's steps, and the counts of each that the ranks exchange.
+
+    Args:
+        trainer: whose arguments, state and accelerator count.
+        reader: of its batches.
+        packer: of its steps.
+        meter: counts what goes through the model.
+        stop: the request to stop, which the ranks agree on before every step.
+        background: the save that may be under way, whose failure ends training before the next step.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        reader: BatchReader,
+        packer: Packer,
+        meter: TokenMeter,
+        stop: StopFlag,
+        background: BackgroundSave,
+    ) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
+        self._meter, self._stop, self._background = meter, stop, background
+        self._epoch: Epoch | None = None
+        self._indices: SampleIndices | None = None
+        self._is_empty = False
+        self._has_warned_of_unused = False
+
+    def begin_run(self) -> None:
+        """Forget what an earlier run has warned of."""
+        self._has_warned_of_unused = False
+
+    def read_from(self, loader: Any, dataset: Any) -> Any:
+        """The training dataloader over ``dataset``, whose indices are recorded from now on."""
+        divide_exactly(
+            loader,
+            dataset,
+            packed=self._packer.options is not None,
+            sharded=sharding_of(self._trainer.model) is not None,
+        )
+        self._indices = SampleIndices(loader)
+        return loader
+
+    @contextlib.contextmanager
+    def epoch(self, **progress: Any) -> Iterator[dict[str, Any] | None]:
+        """An epoch of the trainer. ``progress``: the keywords of transformers' ``_run_epoch``.
+
+        Gives the keywords to run it with; None for an epoch that was trained before the checkpoint.
+        """
+        place = continued(self._trainer, progress)
+        if place is None:
+            yield None
+            return
+        self._epoch = begin(self._trainer, **place)
+        try:
+            yield place
+        finally:
+            self._epoch, self._is_empty = None, False
+
+    def draw_step(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """This rank's batches of a step, one packed batch under packing, and the labels that count over all ranks.
+
+        Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
+        """
+        epoch = self._epoch or Epoch.of(data_ranks(self._trainer)[1])
+        self._is_empty = False
+        if epoch.ended:
+            return [], None
+        if self._packer.packs_drawn:
+            return self._packed_step(epoch, epoch_iterator, device)
+        # Every branch below is taken from gathered numbers, so all ranks enter the same collectives.
+        batches, problem = self._draw(epoch, epoch_iterator, num_batches)
+        met = self._count_together(batches, device, problem)
+        fewest = int(met.batches.min())
+        epoch.ended = fewest < num_batches
+        # An unequal step: keep what every rank has, and count labels again, because the first count has those of
+        # batches that are now left out.
+        if fewest < met.batches.max():
+            self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
+            batches = batches[:fewest]
+            met = self._count_together(batches, device)
+        if not fewest:
+            return [], None
+        keep_place(self._trainer, epoch)
+        for batch in batches:
+            self._count_batch(batch)
+        return batches, self._num_items(met.labels, met.complete)
+
+    def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:
+        """Up to ``number`` batches, and what is wrong with them."""
+        batches: list[Any] = []
+        try:
+            # Read and drop the batches that earlier steps took; their indices are dropped with the next ones.
+            for _ in itertools.islice(iterator, epoch.ahead):
+                epoch.recorded += 1
+            epoch.ahead = 0
+            for drawn in itertools.islice(iterator, number):
+                batches.append(self._as_packed(drawn))
+                # The indices of skipped batches come first; the last ones popped are those of this batch.
+                indices = None
+                for _ in range(epoch.recorded + 1):
+                    indices = None if self._indices is None else self._indices.next_batch()
+                epoch.recorded = 0
+                self._check(batches[-1], indices)
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            return batches, error
+        return batches, None
+
+    def _as_packed(self, drawn: Any) -> Any:
+        """A drawn batch in the form that packing takes; as it is without packing, or if its rollouts are packed."""
+        packer = self._packer
+        if packer.options is None or not packer.packs_drawn:
+            return drawn
+        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.ragged(drawn)
+
+    def _check(self, batch: Any, indices: list[int] | None = None) -> None:
+        """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
+        options, padded = (self._packer.options, self._packer.padded_loss) if self._packer.packs_drawn else (None, None)
+        per_sample = 1 if padded is None else padded.per_sample
+        try:
+            self._reader.require_ids(batch)
+            self._packer.weigher.require_weights(batch)
+            if options is not None and padded is None:
+                require_losses(self._trainer, self._reader, batch)
+            if options is not None and options.oversize == "error":
+                counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
+        except counting.SampleError as error:
+            index, sample = None, error.sample // per_sample
+            if self._indices is not None:
+                index = self._indices.index_of(indices, batch, sample, self._reader.main_input, padded)
+            place = f"train_dataset[{index}]"
+            if index is None:
+                rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
+                place = f"{rank}sample {sample} of the batch"
+            raise error.at(place) from None
+
+    def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:
+        """Warn once per run that an epoch ends before a rank has used up its data. Collective.
+
+        ``number``: batches that this rank has drawn for nothing; what it would have drawn further is read to count it.
+        """
+        if self._has_warned_of_unused:
+            return
+        self._has_warned_of_unused = True
+        if number:
+            with contextlib.suppress(Exception):  # what is not trained on cannot be in the way
+                number += sum(1 for _ in itertools.islice(iterator, _MOST_COUNTED))
+        unused = self._gathered([number], device)[:, 0].tolist()
+        if self._trainer.is_world_process_zero():
+            counts = [
+                f"{'at least ' if count > _MOST_COUNTED else ''}{count} of rank {rank}"
+                for rank, count in enumerate(unused)
+                if count
+            ]
+            _logger.warning(
+                "the data of rank %s ended first, and the epoch with them on all ranks: batches not used: %s. Give "
+                "every rank as many, or pack them (packing_capacity=...), where the others fill the step.",
+                ", ".join(str(rank) for rank, count in enumerate(unused) if not count),
+                ", ".join(counts),
+            )
+
+    def _packed_step(
+        self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The step's one packed batch, made of as many batches as there are ranks, or of all that are left."""
+        rank, number = data_ranks(self._trainer)
+        wanted = number
+        drawn: list[RaggedBatch] = []
+        meetings: list[StepCounts] = []
+        # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
+        # has ended, and the next round asks the others for what is missing. given, live and wanted change by gathered
+        # numbers only, so every rank leaves the loop after the same round.
+        while wanted and epoch.live.any():
+            quota = deal(epoch.given, epoch.live, wanted)
+            batches, problem = self._draw(epoch, iterator, int(quota[rank]))
+            met = self._count_together(batches, device, problem)
+            epoch.live &= met.batches == quota
+            epoch.given = epoch.given + met.batches
+            wanted -= int(met.batches.sum())
+            drawn += batches
+            meetings.append(met)
+        if wanted == number:
+            epoch.ended = True
+            return [], None
+        keep_place(self._trainer, epoch)
+        packed = self._packer.pack(drawn)
+        # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
+        # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
+        # labels to look for.
+        counts = StepCounts.sum(meetings)
+        if counts.complete and not packed.is_whole:
+            counts = self._count_together([batch for batch in packed.microbatches if len(batch)], device)
+        return [replace(packed, weight=counts.weight)], self._num_items(counts.labels, counts.complete)
+
+    # Counting together.
+
+    def _count_batch(self, batch: Any) -> None:
+        form = self._reader.form if isinstance(batch, RaggedBatch) else None
+        self._meter.add(
+            self._reader.num_tokens(batch),
+            counting.num_elements(batch, self._reader.main_input, form),
+            counting.num_padded_tokens(batch, self._reader.main_input),
+        )
+
+    def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """The divisor of the loss of these batches (:meth:`draw_step`). Collective."""
+        problem = None
+        try:
+            for batch in batch_samples:
+                self._check(batch)
+        except Exception as error:
+            problem = error
+        met = self._count_together(batch_samples, device, problem)
+        return self._num_items(met.labels, met.complete) if met.batches.any() else None
+
+    def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> StepCounts:
+        """One reduction of six integers; waits for the device. Raises on every rank if one has a problem."""
+        counts: list[int] = []
+        weight, weigher = 0.0, self._packer.weigher
+        if problem is None:
+            try:
+                if weigher.is_on:
+                    weighed = [weigher.weigh(batch) for batch in batches]
+                    counts, weight = [each.num_labels for each in weighed], math.fsum(each.total for each in weighed)
+                else:
+                    found = [self._reader.label_elements(batch) for batch in batches]
+                    counts = [int(counting.count_labels(elements)) for elements in found if elements is not None]
+            except Exception as error:
+                problem = error
+        # Everything the ranks must know before a step travels in this one gather.
+        complete = len(counts) == len(batches)
+        told = problem or self._background.failure
+        mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
+        sharding = sharding_of(self._trainer.model)
+        met = StepCounts.of(self._gathered(mine, device), None if sharding is None else sharding.ranks_of_batch)
+        self._stop.agreed = met.stop
+        if met.failed:  # only then do the ranks meet again, to hear of the error
+            self._background.settle()  # that of a save comes first: it is older
+            agree(problem, Axis.world(), "reading its batches")
+        return met
+
+    def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Integers of every rank, [ranks, n], on the device."""
+        mine = torch.tensor([numbers], device=device)
+        if self._trainer.args.world_size == 1:
+            return mine
+        # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
+        # The first meeting of a step: whoever is ready early waits here for the last.
+        with self._meter.times.measured("wait"):
+            ranks = self._trainer.accelerator.gather(mine)
+        assert isinstance(ranks, Tensor)
+        return ranks
+
+    def _num_items(self, labels: Tensor, complete: bool) -> Tensor | None:
+        """The divisor of this rank's loss: labels of the step over all ranks, or its own if it averages so.
+
+        ``labels`` [ranks]: that count. ``None`` where not all batches have labels. Where none counts, 1: a sum over
+        nothing is then zero, not 0/0.
+        """
+        if not complete:
+            return None
+        total = labels.sum()
+        if int(total) == 0:
+            self._meet_an_empty_step()
+        args = self._trainer.args
+        if not args.average_tokens_across_devices:
+            # Trainer averages the losses of nn.DataParallel's replicas, each of which is divided by this number; with
+            # the average over devices it multiplies them by the replicas instead.
+            total = labels[args.process_index if args.world_size > 1 else 0] // max(args.n_gpu, 1)
+        total = total.clamp(min=1)
+        # DataParallel gives each replica a part of every tensor, so each needs the number.
+        return total if args.n_gpu <= 1 else total.unsqueeze(0).expand(args.n_gpu, -1)
+
+    # Steps in which no label counts.
+
+    def _meet_an_empty_step(self) -> None:
+        """Count the step, and warn once, or raise ``TrainingError`` if the arguments say so. Alike on every rank."""
+        where = f"step {self._trainer.state.global_step + 1}, field {self._reader.label_name!r}"
+        if empty_step_of(self._trainer.args) == "error":
+            raise TrainingError(
+                "no label counts in this step",
+                where=where,
+                expected="at least one label that is not -100",
+                hint="leave out samples without labels, take a larger batch, or set empty_step='warn'",
+            )
+        self._is_empty = True
+        self._meter.left_out.empty_steps += 1
+        if self._meter.left_out.empty_steps == 1 and self._trainer.is_world_process_zero():
+            _logger.warning(
+                "no label counts in this step (%s): its loss is 0.0 and its gradients are zero. It is said once; "
+                "the closing summary counts such steps, empty_step='error' ends the run at the first.",
+                where,
+            )
+
+    def without_nan(self, model: nn.Module, loss: Tensor) -> Tensor:
+        """The loss of a step after backward; 0/0 in a step in which no label counts becomes zero, in gradients too.
+
+        Other steps pass unchanged, and so do a finite loss and finite gradients of a step without labels.
+        """
+        if not self._is_empty:
+            return loss
+        # 0/0 in the loss can make nan of gradients too. A parameter whose gradient is finite keeps it: it may come from
+        # what the loss has beside the labels.
+        for parameter in model.parameters():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                parameter.grad.zero_()
+        return loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,141 @@
+"""Models, labels and data that packed training can take, and what it does to models first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ullage.attention import packing_problem, require_packing
+from ullage.attention.heads import is_multiple_choice, second_label
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.mixers import call_equally_often, is_packed, pack_model
+from ullage.mixers.packed_model import forward_of, put_in
+from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
+from ullage.mixers.whole import has_two_losses, require_one_loss
+from ullage.schema import IGNORED_LABEL
+from ullage.training.batches.counting import SampleError
+from ullage.training.batches.reading import BatchReader
+from ullage.training.loss.divisions import OwnLoss
+
+#: Ways in which a model calls each layer once for a row.
+_EQUAL_CALLS = ("native", "mixers")
+
+
+def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool = False) -> Candidates | None:
+    """Make a bare model keep the sequences of a packed row apart, in place; one that does so already stays as it is.
+
+    Args:
+        model: bare.
+        is_sharded: whether ranks gather its parameters in each call, so that only some ways will do.
+        is_proved: whether its way is proved before the first step: then one that is not certain will do until that.
+
+    Returns the ways that it may be packed in; None for one that was packed before, or that is nobody's but the user's.
+    Raises ``InputError`` for a transformers model whose sequences compete by design, and for a model of anybody else
+    whose ``forward`` names no ``cu_seq_lens_q``.
+    """
+    if is_packed(model):
+        return None
+    if not isinstance(model, PreTrainedModel):
+        require_independent_rows(model)
+        problem = packing_problem(model)
+        if problem is not None and "attn_implementation" not in problem:
+            # Whatever its own collator gives it, PackedSequence for example, is what it trains on.
+            raise InputError(
+                f"this model would let packed sequences see each other: {problem}",
+                where=type(model).__name__,
+                hint="leave packing_capacity out: it trains on the batches of its collator",
+            )
+        require_packing(model)
+        return None
+    found = ways_of(model)
+    if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
+        return found
+    equal = [way for way in found.ways if way.kind in _EQUAL_CALLS]
+    if is_sharded and is_proved and equal:
+        put_in(model, equal[0], is_proved=True)
+    else:
+        pack_model(model)
+    return found
+
+
+def require_equal_calls(model: nn.Module) -> None:
+    """Make a packed model call its layers equally often on every rank, where parameters are sharded.
+
+    Ranks gather them in each call. Raises ``InputError`` for a model that runs all its layers once per length of a row.
+    """
+    if call_equally_often(model):
+        return
+    forward = forward_of(model)
+    raise InputError(
+        "this model cannot be packed where its parameters are sharded: its layers run once per length of a row, so "
+        "ranks would gather them unequally often",
+        where=type(model).__name__,
+        expected="DDP, or ZeRO 1 or 2",
+        found=f"{None if forward is None else forward.way}, under ZeRO 3 or FSDP",
+        hint="leave packing_capacity and pack_model out: the batches are padded then",
+    )
+
+
+def truncation_problem(model: nn.Module) -> InputError | None:
+    """The error where a plan would cut an encoder-decoder's targets, or the last choices of a question; else None."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        what, together = "targets", "source and target count"
+    elif is_multiple_choice(model):
+        what, together = "choices", "those of a question count"
+    else:
+        return None
+    return InputError(
+        f"packing_oversize='truncate' would cut {what}: {together} as one length",
+        where=type(model).__name__,
+        expected="'error' or 'drop'",
+        found="'truncate'",
+        hint="cut samples before they are collated",
+    )
+
+
+def refuse_images(trainer: Any) -> None:
+    """Raise ``InputError`` for a trainer that has found images in its data."""
+    if getattr(trainer, "_is_vision_dataset", False):
+        raise InputError(
+            "data with images cannot be packed",
+            where=type(trainer).__name__,
+            expected="text",
+            found="a column of images",
+            hint="leave packing_capacity out",
+        )
+
+
+def adds_two_losses(trainer: Any, reader: BatchReader, fields: Any) -> bool:
+    """Whether the loss of a trainer is its model's own, the sum of one per token and one per sequence.
+
+    ``fields``: of a batch, or keywords of the model.
+    """
+    own = OwnLoss.of(trainer) is None and trainer.label_smoother is None
+    return own and has_two_losses(reader.model, fields)
+
+
+def require_losses(trainer: Any, reader: BatchReader, batch: RaggedBatch) -> None:
+    """Raise ``InputError`` for labels by sequence beside those by token, where the model's loss cannot be packed."""
+    labels = reader.label_name
+    if OwnLoss.of(trainer) is not None or labels not in batch or labels in batch.per_sequence:
+        return
+    require_one_loss(reader.model, batch.per_sequence)
+    _require_counted(reader.model, batch)
+
+
+def _require_counted(model: nn.Module, batch: RaggedBatch) -> None:
+    """Raise ``SampleError`` for a sequence whose label by sequence is -100: the step divides by all its sequences."""
+    name = (second_label(model) or ("",))[0]
+    if name in batch and bool((batch[name] == IGNORED_LABEL).any()):
+        raise SampleError(
+            "a sequence without a label cannot be packed beside labels by token",
+            sample=int((batch[name].flatten() == IGNORED_LABEL).nonzero()[0]),
+            detail=name,
+            expected="a class",
+            found=IGNORED_LABEL,
+            hint=f"give every sample a {name}, or leave the field out of all",
+        )

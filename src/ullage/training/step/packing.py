@@ -1,0 +1,494 @@
+"""Packed, balanced training: each optimizer step is a global batch, planned over the ranks and run as microbatches.
+
+Where the Trainer draws a batch, the ranks gather the lengths of all their sequences, plan them (every rank by itself,
+the same plan), and exchange them, so that each rank gets microbatches of at most ``capacity`` tokens and as much work
+as the others. Sampling, workers, resuming and epochs stay transformers' own: one batch in, one batch out. The
+microbatches then run inside one ``training_step``; gradients meet once, after the last. The loss is normalised by the
+labels that count in the whole step over all ranks, or by the weights of its sequences, so it does not depend on how the
+sequences were packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.utils import logging
+
+from ullage.attention.heads import second_label
+from ullage.batch import RaggedBatch
+from ullage.errors import InputError
+from ullage.exchange import exchange, gather_lengths, materialize
+from ullage.mixers.wrappers import refuse_learned_prompt
+from ullage.planning import Plan, TransformerCost, plan
+from ullage.planning.cost import Cost
+from ullage.ranks import Topology
+from ullage.replacing import replaced
+from ullage.schema import IGNORED_LABEL
+from ullage.training.batches import targets
+from ullage.training.batches.packed_batch import PackedBatch, stand_in
+from ullage.training.batches.reading import BatchReader
+from ullage.training.loss.divisions import Division, division_of, shares
+from ullage.training.loss.sequence_weights import SequenceWeigher
+from ullage.training.setup.arguments import PackingOptions
+from ullage.training.setup.sharding import Sharding, sharding_of
+from ullage.training.step.call_metrics import CallMetrics, Taken
+from ullage.training.step.metering import StepTimes, cost_of, num_parameters
+from ullage.training.step.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.step.padded_loss import PaddedLoss
+from ullage.training.step.verifying import PackingProof
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class StepPlanner:
+    """Plans steps and exchanges them.
+
+    Attributes:
+        topology: all ranks along dp.
+        options: of packing.
+        cost: of the model.
+        meets_every_microbatch: whether ranks wait for each other in each microbatch.
+        times: what planning and exchanging took is added to them.
+    """
+
+    topology: Topology
+    options: PackingOptions
+    cost: Cost
+    meets_every_microbatch: bool
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def packed(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
+        """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
+
+        ``batches``: of this rank. ``padded``: which of its sequences stay together, and go together.
+        """
+        options = self.options
+
+        def planned(lengths: Any) -> Plan:
+            if padded is None:
+                return self._plan(lengths, options.capacity, options.oversize)
+            asked = padded.planned_lengths(lengths, options.capacity, options.oversize)
+            made = self._plan(asked, options.capacity, options.oversize, padded.groups(len(lengths)))
+            return replace(made, original_lengths=lengths)
+
+        return self._exchanged(batches, planned)
+
+    def packed_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
+        least = self.options.capacity
+        return self._exchanged(batches, lambda all: self._plan(all, max(least, int(all.max(initial=1))), "error"))
+
+    def _plan(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
+        """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
+        ranks = self.topology.dp.size
+        limits: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "oversize": oversize}
+        # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
+        # the reduction of gradients.
+        made = plan(
+            lengths,
+            cost=self.cost,
+            strategy=self.options.strategy,
+            sync="microbatch" if self.meets_every_microbatch else "step",
+            keep_together=together,
+            **limits,
+        )
+        if made.num_microbatches:
+            return made
+        # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
+
+    def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
+        # The empty array first, so that a rank without batches concatenates to no lengths.
+        lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
+        times = self.times
+        before = replace(times)
+        with times.measured("exchange"):
+            gathered = gather_lengths(lengths, self.topology)
+        with times.measured("plan"):
+            schedule = make_plan(gathered.lengths)
+        with times.measured("exchange"):
+            microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
+        logger.debug(
+            "rank %d: %d sequences in %d microbatches per rank; planned in %.4f s, exchanged in %.4f s",
+            self.topology.dp.rank,
+            schedule.num_sequences,
+            schedule.num_microbatches,
+            times.plan - before.plan,
+            times.exchange - before.exchange,
+        )
+        return PackedBatch(microbatches, schedule)
+
+
+class Packer:
+    """Packing of a trainer's steps. Off unless the arguments say ``packing_capacity=...``: ``options`` is then None.
+
+    ``metrics``: of the calls of the loss.
+
+    Args:
+        trainer: whose arguments, model and accelerator count.
+        reader: of its batches.
+        padded_loss_of: gives what packs a trainer whose loss takes padded rows; None for any other trainer.
+    """
+
+    def __init__(self, trainer: Any, reader: BatchReader, padded_loss_of: Callable[[Any], PaddedLoss | None]) -> None:
+        self._trainer, self._reader, self._padded_loss_of = trainer, reader, padded_loss_of
+        self.metrics = CallMetrics(trainer)
+        #: For packing_capacity='auto', once it is found.
+        self.found_capacity: int | None = None
+        self._divided: Division | None = None
+        #: Fraction of the step, over all ranks, that the running microbatch makes up.
+        self._share_of_step = 1.0
+        #: Sequences of the running step, over all ranks.
+        self.sequences_of_step = 1
+        self.weigher = SequenceWeigher(trainer, reader)
+        self.proof = PackingProof(trainer, reader, self)
+
+    @functools.cached_property
+    def options(self) -> PackingOptions | None:
+        """The arguments of packing, None without it."""
+        return PackingOptions.of(self._trainer.args, self.found_capacity)
+
+    @property
+    def padded_loss(self) -> PaddedLoss | None:
+        """What packs the batches of a trainer whose loss takes padded rows; None for others, and without packing."""
+        return self._padded_loss if self.options is not None else None
+
+    @property
+    def packs_drawn(self) -> bool:
+        """Whether the batches that are drawn are planned and exchanged, and not what a trainer makes of them."""
+        return self.options is not None and not (self.padded_loss is not None and self.padded_loss.makes_batches)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a plan may cut a sequence over the capacity: a sample is one sequence of tokens."""
+        return self.padded_loss is None and truncation_problem(self._reader.model) is None
+
+    @functools.cached_property
+    def _padded_loss(self) -> PaddedLoss | None:
+        return self._padded_loss_of(self._trainer)
+
+    def forget_options(self) -> None:
+        """Read the arguments again: they were changed."""
+        vars(self).pop("options", None)
+
+    def forget_model(self) -> None:
+        """Forget what was known of the model: the trainer has another."""
+        self._divided = None
+        for name in ("_cost_of_model", "_num_parameters"):
+            vars(self).pop(name, None)
+
+    def require_packable(self) -> None:
+        """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
+        options, args = self.options, self._trainer.args
+        if options is None:
+            if self.meets_every_microbatch:  # it may have been packed by hand
+                require_equal_calls(self._reader.model)
+            return
+        if self._reader.evaluates_itself and self.padded_loss is None:
+            trainer = self._reader.overridden("compute_loss") or type(self._trainer)
+            raise InputError(
+                "this trainer cannot be packed yet: its batches are not sequences with labels",
+                where=trainer.__name__,
+                expected=f"a field {self._reader.label_name!r} to train on",
+                found=f"columns {self._trainer._signature_columns}",
+                hint="leave packing_capacity out: it trains and evaluates as without the mixin",
+            )
+        if args.n_gpu > 1:
+            raise InputError(
+                "packing runs one process per GPU: nn.DataParallel would cut a packed row anywhere",
+                expected="one GPU",
+                found=f"{args.n_gpu} in one process",
+                hint="start the script with torchrun --nproc_per_node",
+            )
+        refuse_learned_prompt(self._reader.model)
+        if args.gradient_accumulation_steps > 1:
+            raise InputError(
+                "packing takes no gradient_accumulation_steps: each optimizer step is one global batch, "
+                "and its plan says how many microbatches it has",
+                expected=1,
+                found=args.gradient_accumulation_steps,
+                hint="multiply per_device_train_batch_size by it instead",
+            )
+        if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
+            raise problem
+        refuse_images(self._trainer)
+        if self._sharding is None:  # otherwise whoever sharded it has packed it
+            self.proof.pack(self._reader.model)
+        self.weigher.require_weighable()
+        if self.padded_loss is not None:
+            self.padded_loss.require_packable()
+        if self.meets_every_microbatch and self._sharding is None:
+            require_equal_calls(self._reader.model)
+        if args.average_tokens_across_devices is False:
+            raise InputError(
+                "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
+            )
+
+    # Planning and exchange.
+
+    @functools.cached_property
+    def _topology(self) -> Topology:
+        """All ranks along dp unless the model says otherwise, on gloo where their group takes device tensors only."""
+        if self._trainer.args.world_size == 1:
+            return Topology.single()
+        sharding = self._sharding
+        topology = Topology.from_groups(dp=dist.group.WORLD) if sharding is None else sharding.topology
+        return topology if self._trainer.args.device.type == "cpu" else topology.on_gloo()
+
+    @functools.cached_property
+    def _cost_of_model(self) -> Cost:
+        return cost_of(self._reader.model)
+
+    @functools.cached_property
+    def _num_parameters(self) -> int:
+        return num_parameters(self._reader.model)
+
+    @property
+    def _zero_stage(self) -> int:
+        return int(getattr(self._trainer.accelerator.state.deepspeed_plugin, "zero_stage", 0))
+
+    @property
+    def meets_every_microbatch(self) -> bool:
+        """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
+        is_sharded = self._sharding is not None and self._trainer.args.world_size > 1
+        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled or is_sharded
+
+    @property
+    def _sharding(self) -> Sharding | None:
+        return sharding_of(self._trainer.model)
+
+    @property
+    def averaged_over(self) -> int:
+        """The ranks whose gradients are averaged, by which a loss is multiplied beforehand."""
+        sharding = self._sharding
+        return self._trainer.accelerator.num_processes if sharding is None else sharding.averaged_over
+
+    def flops(self, batch: PackedBatch) -> int:
+        """Model FLOPs of this rank's part of a step, forward and backward.
+
+        Of real tokens, with the causal half of attention; without a formula for the model, six times parameters times
+        tokens.
+        """
+        tokens, cost = batch.numel(), self._cost_of_model
+        if isinstance(cost, TransformerCost):
+            squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
+            return int(cost.training_flops(tokens, squares))
+        # Two FLOPs per parameter and token forward, four backward.
+        return 6 * tokens * self._num_parameters
+
+    def pack(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """Plan and exchange the batches of all ranks as one global batch; returns this rank's part. Collective.
+
+        ``batches``: those that this rank has drawn; none if its data have ended.
+        """
+        assert self.options is not None
+        meter = self._trainer.meter
+        meter.times.steps += 1
+        meets = self.meets_every_microbatch
+        planner = StepPlanner(
+            self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
+        )
+        padded = self.padded_loss
+        step = planner.packed([targets.joined(batch) for batch in batches], padded)
+        step = replace(step, shifts=self._reader.shifts)
+        meter.add_packed(step.microbatches, step.plan, self.flops(step))
+        return step if padded is None else padded.completed(step, batches, planner.packed_beside)
+
+    # One step.
+
+    def train_step(
+        self, run: Callable[[nn.Module, Any, Any], Tensor], model: nn.Module, inputs: PackedBatch, count: Any
+    ) -> Tensor:
+        """Train on all microbatches of a step; gradients meet once. Returns the loss of the step.
+
+        ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
+        """
+        self.proof.before_step(model, inputs)
+        division = self._division(inputs, count)
+        self.sequences_of_step = len(inputs.plan.order)
+        parts = self._shares(inputs, division, count)
+        accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
+        losses = []
+        around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
+        # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
+        # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
+        # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
+        calls: list[Taken] = []
+        with self._weighed(division), around, self._gradients_meet_once() as coalesced:
+            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
+                accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
+                # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
+                # its share is left. A share of zero is a division by infinity, hence zero.
+                self._share_of_step = share
+                number = 1 / (share * self.averaged_over) if share else math.inf
+                self._trainer.current_gradient_accumulation_steps = number
+                runs = self._runnable(inputs, microbatch, division)
+                batch = self._inputs_of(runs)
+                self.weigher.begin(batch, inputs.weight)
+                # A stand-in counts in no metric, whatever it has in it.
+                weigh = (self.padded_loss or self._reader).weights
+                weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
+                with self._deferred(model, k < last), self.metrics.taken(calls, "train", weights):
+                    losses.append(run(model, batch, count if division == "sum" else None))
+            self.metrics.merge(calls, "train", inputs.num_tokens)
+        # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
+        accelerator.gradient_state._set_sync_gradients(True)
+        return torch.stack(losses).sum()
+
+    def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
+        """The division of a microbatch's loss; warns once where nobody declared it. The same on every rank."""
+        if self._divided is None:
+            first, name = batch.microbatches[0], self._reader.label_name
+            by_token = name is not None and name in first and name not in first.per_sequence
+            self.weigher.require_weighable()  # the model may be another than the trainer was made with
+            self._divided, warning = division_of(
+                self._trainer,
+                divides_by_count=self._reader.divides_by_count
+                or self.weigher.is_on
+                or adds_two_losses(self._trainer, self._reader, first),
+                labels=name if by_token else None,
+                counted=num_items_in_batch is not None,
+            )
+            if warning is not None and self._trainer.is_world_process_zero():
+                logger.warning(warning)
+        return self._divided
+
+    def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
+        """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
+        if self.padded_loss is not None:
+            return self.padded_loss.shares(batch)
+        # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
+        if division == "sum":
+            whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
+            return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
+        if division == "token_mean":
+            return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
+        return shares(map(len, batch.microbatches), len(batch.plan.order))
+
+    @contextlib.contextmanager
+    def _weighed(self, division: Division) -> Iterator[None]:
+        """Make transformers multiply a mean by its microbatch's share, and leave a sum unchanged.
+
+        A context manager: the trainer's own settings are restored after it.
+        """
+        divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
+        try:
+            # An instance attribute over the class's None. training_step divides the loss by
+            # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
+            with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
+                yield
+        finally:
+            self._trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self.weigher.end()
+
+    def _inputs_of(self, microbatch: RaggedBatch) -> Any:
+        """A microbatch as the trainer takes its batches."""
+        return targets.apart(microbatch) if self.padded_loss is None else self.padded_loss.padded(microbatch)
+
+    def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
+        """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
+
+        A sum over no labels is zero, so a placeholder will do; a mean over none would be nan.
+        """
+        if self.padded_loss is not None:
+            return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
+        if division == "sum":
+            if len(microbatch):
+                return microbatch
+            second = (second_label(self._reader.model) or ("",))[0]  # of a head with two losses, counted by sequence
+            ignored: dict[str, Any] = {second: IGNORED_LABEL}
+            return targets.placeholder(microbatch, **ignored)
+        if self._share_of_step > 0:
+            return microbatch
+        counts = len if division == "sequence_mean" else self._reader.num_labels
+        return stand_in(batch.microbatches, microbatch, counts=counts)
+
+    def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
+        """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
+        coalesces = self.options is not None and self.options.coalesce_gradients
+        if more_to_come and coalesces and self._sharding is not None:
+            return self._sharding.deferred(model)
+        is_sharded = coalesces and isinstance(model, FSDPModule)
+        if more_to_come and (is_sharded or isinstance(model, nn.parallel.DistributedDataParallel)):
+            return self._trainer.accelerator.no_sync(model)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _gradients_meet_once(self) -> Iterator[bool]:
+        """Make ZeRO reduce and step once for all microbatches, after the block, where its engine can; gives whether.
+
+        Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
+        """
+        engine: Any = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        asked = self.options is not None and self.options.coalesce_gradients and self._zero_stage in (1, 2, 3)
+        # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
+        # them, as it does at stage 0.
+        can = hasattr(engine, "coalesce_grad_reduction")
+        if not asked or not can or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+            yield False
+            return
+        # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would
+        # have made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
+        with engine.coalesce_grad_reduction():
+            yield True
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
+        engine.step()
+
+    @property
+    def adds_auxiliary(self) -> bool:
+        """Whether a packed microbatch's loss is the model's own and adds a mean over tokens to that over labels.
+
+        Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
+        mixin with a loss of its own weighs it by itself.
+        """
+        trainer = self._trainer
+        own = trainer.label_smoother is None and trainer.compute_loss_func is None
+        own = own and not self._reader.overridden("compute_loss")
+        return self.options is not None and own and self._auxiliary_factor is not None
+
+    @property
+    def _auxiliary_factor(self) -> float | None:
+        return getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
+
+    def weigh_auxiliary(self, loss: Tensor, outputs: Any, *, included: bool = True) -> Tensor:
+        """Weigh the auxiliary loss that a model adds (experts' balance), a mean over tokens, by its share of the step.
+
+        ``loss``: as ``compute_loss`` returns it. ``outputs``: of the model, with ``aux_loss``. ``included``: whether it
+        is in the loss already.
+        """
+        auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        factor = self._auxiliary_factor
+        if auxiliary is None or factor is None:
+            return loss
+        # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
+        # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
+        return loss + (self._share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
+
+    # Evaluation.
+
+    def within_capacity(self, batch: RaggedBatch) -> list[RaggedBatch]:
+        """An evaluation batch as microbatches that fit the capacity, in order."""
+        options = self.options
+        # Sharded models run equally often on every rank.
+        if (
+            options is None
+            or self.meets_every_microbatch
+            or int(targets.num_tokens_each(batch).sum()) <= options.capacity
+        ):
+            return [batch]
+        whole = targets.joined(batch)
+        # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
+        capacity = max(options.capacity, whole.max_seqlen)
+        schedule = plan(whole.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
+        return [targets.apart(microbatch) for microbatch in materialize(schedule, whole, 0)]

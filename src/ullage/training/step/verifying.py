@@ -1,0 +1,290 @@
+"""The proof that a run's own model keeps the sequences of its own data apart, before the first step.
+
+A few sequences of the first batch run alone and as one packed row through the model that is about to be trained
+(:mod:`ullage.mixers.proof`). Where they differ, the next coarser way of the model is tried; where none is accepted,
+every rank raises. All ranks try the same ways and make equally many calls: one without data runs a placeholder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ullage.batch import RaggedBatch
+from ullage.display import counted
+from ullage.mixers import call_equally_often, is_packed
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
+from ullage.mixers.proof import Proof, prove
+from ullage.mixers.trial import Trial, trial_of
+from ullage.mixers.ways import Candidates, Way
+from ullage.ranks.world import gather, rank_here
+from ullage.training.batches import choices, targets
+from ullage.training.batches.packed_batch import PackedBatch
+from ullage.training.batches.reading import BatchReader
+from ullage.training.setup.sharding import sharding_of
+from ullage.training.step.packable import make_packable
+
+_logger = logging.getLogger(__name__)
+
+#: Sequences of a trial: the same number on every rank.
+_SEQUENCES = 4
+#: Most tokens of a row, and most numbers of its logits, which no chunks make smaller here.
+_MOST_TOKENS, _MOST_LOGITS = 8192, 1 << 27
+
+
+class PackingProof:
+    """The proof of a trainer's packing, once per run.
+
+    ``trainer``: whose model and arguments count. ``reader``: of its batches. ``packer``: of its steps. Nothing is
+    proved without packing, and under ``packing_verify=False``.
+
+    Attributes:
+        candidates: the ways of the model, as they were before it was packed; None where nobody knows.
+        found: the last proof of this rank, None before.
+    """
+
+    def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
+        self.candidates: Candidates | None = None
+        self.found: Proof | None = None
+        self._is_done = False
+
+    def pack(self, model: nn.Module) -> None:
+        """Make a bare model keep packed sequences apart, in a way that is not proved yet where it is not certain."""
+        self.candidates = make_packable(
+            model, is_sharded=self._packer.meets_every_microbatch, is_proved=self._capacity is not None
+        )
+
+    def begin_run(self) -> None:
+        """Prove the next batch: a run begins, or another model."""
+        self._is_done = False
+
+    @property
+    def _capacity(self) -> int | None:
+        """Tokens of a row; None where nothing is to be proved."""
+        options = self._packer.options
+        # Whoever shards a model by hand looks at its parts; rows of a trial are whole on every rank.
+        if options is None or not options.verify or sharding_of(self._trainer.model) is not None:
+            return None
+        return options.capacity
+
+    def before_step(self, model: nn.Module, batch: PackedBatch) -> None:
+        """Prove the packing of the model before it trains on its first batch. Collective.
+
+        ``model``: as the training loop calls it. Raises ``SequencesMeet`` on every rank if no way is accepted.
+        """
+        capacity, is_sharded = self._capacity, self._packer.meets_every_microbatch
+        if self._is_done or capacity is None:
+            return
+        self._is_done = True
+        several, bare_model = self._trainer.args.world_size > 1, self._reader.model
+        self._reader.form  # noqa: B018  read once, whatever the ways that are tried look like
+
+        def problem() -> str | None:
+            meeting = _Meeting(several)
+            try:
+                if is_sharded and not call_equally_often(bare_model):
+                    mine = "its layers run once per length of a row, and its parameters are sharded"
+                else:
+                    mine = self._proved(model, batch.microbatches, capacity, meeting.any).problem()
+            except _Elsewhere as error:
+                return str(error)
+            except Exception as error:  # whatever a model raises on a packed row, it cannot be packed in this way
+                mine = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            return meeting.end(mine)
+
+        current = way_of(bare_model)
+        ways: Sequence[Way] = (current,) if self.candidates is None else self.candidates.ways
+        if not is_packed(bare_model):  # it takes the lengths by itself, as it is
+            ways = (current, *(way for way in ways if way.kind != "native"))
+        with self._trainer.compute_loss_context_manager():
+            way = first_accepted(bare_model, ways, problem, current=current)
+        self._tell(way)
+
+    def before_evaluation(self, model: nn.Module, batch: RaggedBatch) -> None:
+        """Prove the packing of a model that is evaluated and was not trained, forward only.
+
+        Not collective, and as many calls on every rank. Raises ``SequencesMeet`` on a rank where something differs.
+        """
+        capacity = self._capacity
+        # A run proves its first step, forward and backward, and may take another way then.
+        if (
+            self._is_done
+            or self._trainer.is_in_train
+            or capacity is None
+            or not len(batch)
+            or self._reader.form != "flattened"
+        ):
+            return
+        self._is_done = True
+        with self._trainer.compute_loss_context_manager():
+            proof = self._proved(model, [targets.joined(batch)], capacity, None, training=False)
+        problem = proof.problem()
+        if problem is not None:
+            raise SequencesMeet(
+                "packed, the sequences of this model do not get what they get alone",
+                where=type(self._reader.model).__name__,
+                found=problem,
+                hint="leave packing_capacity out; packing_verify=False evaluates it packed all the same",
+            )
+        self._tell(way_of(self._reader.model))
+
+    def _proved(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[RaggedBatch],
+        capacity: int,
+        agree: Callable[[bool], bool] | None,
+        *,
+        training: bool = True,
+    ) -> Proof:
+        trial = self._trial(self._chosen(microbatches, capacity))
+        # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
+        called = within_engine(model)
+        proof = prove(
+            self._reader.model,
+            trial,
+            call=called,
+            training=training,
+            backward=training,
+            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._trainer.accelerator.mixed_precision),
+            agree=bool if agree is None else agree,
+            in_step=self._packer.meets_every_microbatch,
+        )
+        forget_trace(model)
+        self.found = proof
+        return proof
+
+    def _tell(self, way: Way) -> None:
+        proof = self.found
+        if proof is None or rank_here(self._trainer.args.world_size > 1):
+            return
+        name = type(self._reader.model).__name__
+        _logger.info(
+            "packing proved on %s of %s tokens: %s, %s; %d tokens in %.2f s",
+            counted(len(proof.lengths), "sequence"),
+            ", ".join(map(str, proof.lengths)),
+            name,
+            way,
+            proof.tokens,
+            proof.seconds,
+        )
+        for part in proof.left_out:
+            _logger.info("the proof of packing leaves out %s", part)
+        if proof.weak:
+            _logger.warning(
+                "the proof of packing is weak: %s gives other numbers each time it runs a sequence, so sequences that "
+                "see each other a little would not be noticed",
+                name,
+            )
+
+    # The trial.
+
+    def _chosen(self, microbatches: Sequence[RaggedBatch], capacity: int) -> list[RaggedBatch]:
+        """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
+        there = [each for each in microbatches if each.numel()]
+        if not there:
+            return [targets.placeholder(microbatches[0], [1])] * _SEQUENCES
+        vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
+        most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
+        places = [(batch, place) for batch in there for place in range(len(batch))]
+        lengths = np.concatenate([each.layout.lengths for each in there])
+        order = [int(each) for each in np.argsort(lengths, kind="stable") if lengths[each]]
+        # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
+        fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
+        long, short = fitting[-1], fitting[0]
+        if len(set(lengths[fitting])) < 3 and not there[0].per_sequence and lengths[long] > 3:
+            # Of too few lengths: cut to others.
+            size = int(lengths[long])
+            sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
+            return [
+                _one(*places[fitting[-1 - at % len(fitting)]], most=min(each, most)) for at, each in enumerate(sizes)
+            ]
+        others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
+        middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
+        taken = [short, long, middle]
+        chosen = [_one(*places[each], most=most) for each in taken]
+        # And one more of a length that is there: by lengths, these two share a call.
+        alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
+        longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
+        if not alike and longer and not there[0].per_sequence:
+            return [*chosen, _one(*places[longer[0]], most=int(lengths[middle]))]
+        return [*chosen, _one(*places[alike[-1] if alike else middle], most=most)]
+
+    def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
+        """The keywords of the calls, of the fields that the model takes."""
+        # A head of multiple choice scores each choice by itself: one of each question.
+        each = [choices.last_choice(batch) if choices.has_choices(batch) else targets.apart(batch) for batch in chosen]
+        samples = [dict(sample) for batch in each for sample in batch.samples()]
+        if self._packer.padded_loss is not None:
+            # Its loss is made of rows; what the model makes of the tokens is what packing could change.
+            samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+        taken = set(self._reader.forward_parameters)
+        samples = [{name: value for name, value in sample.items() if name in taken} for sample in samples]
+        whole = [name for name in each[0].per_sequence if name in samples[0]]
+        return trial_of(self._reader.model, samples, device=self._trainer.args.device, per_sequence=whole)
+
+
+class _Elsewhere(Exception):
+    """Another rank has a problem that ends this rank's proof too."""
+
+
+class _Meeting:
+    """Questions that all ranks answer in one proof, and its end, which one with an error comes to early."""
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+
+    def any(self, mine: bool) -> bool:
+        """Whether it holds on any rank. Collective. Raises where another rank has ended with an error."""
+        answers = gather((False, mine), self._several)
+        problem = _first([what if ended else None for ended, what in answers])
+        if problem is not None:
+            raise _Elsewhere(problem)
+        return any(what for _, what in answers)
+
+    def end(self, mine: str | None) -> str | None:
+        """The first problem of any rank. Collective."""
+        answers = gather((True, mine), self._several)
+        return mine if not self._several else _first([what if ended else None for ended, what in answers])
+
+
+def _first(problems: Sequence[Any]) -> str | None:
+    return next((f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None), None)
+
+
+def within_engine(model: nn.Module) -> Any:
+    """The module that DDP or DeepSpeed's engine calls, without their hooks on outputs and gradients."""
+    is_engine = isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+    return model.module if is_engine else model
+
+
+def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
+    """One sequence of a batch, cut to what a row may have where it can be cut."""
+    sample = batch.samples()[place]
+    length = int(batch.layout.lengths[place])
+    if length > most and not batch.per_sequence:
+        sample = {name: value[:most] for name, value in sample.items()}
+    return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
+
+
+def forget_trace(model: Any) -> None:
+    """Let ZeRO 3 record the order of modules anew: that of calls before a step is not that of the step.
+
+    DeepSpeed 0.19.8 gathers and lets go of parameters by the first order that it sees, and a step of a model with
+    adapters then met parameters that had been let go ("size of tensor a (0)").
+    """
+    coordinate = getattr(
+        getattr(getattr(model, "optimizer", None), "parameter_offload", None), "get_param_coordinator", None
+    )
+    if coordinate is None:
+        return
+    coordinator = coordinate()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    coordinator.reset_step()

@@ -1,0 +1,1 @@
+"""The losses of TRL's trainers on packed sequences."""
