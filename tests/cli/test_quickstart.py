@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from tests.support.launch import environment
+from ullage.cli.quickstart import compared, faster
+from ullage.report.run import Run, read_run
+from ullage.training.log_file import append
 
 pytestmark = pytest.mark.distributed
 
@@ -58,26 +61,19 @@ def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one
     done = quickstart(folder, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
     assert done.returncode == 0, done.stderr[-3000:]
     assert not compiled.exists()
-    table = json.loads(done.stdout.splitlines()[-1])
-    assert table["agrees"]
-    assert [row["layout"] for row in table["rows"]] == [
-        "2 processes, ZeRO 2",
-        "2 processes, ZeRO 2",
-        "2 processes, ZeRO 2",
-        "1 process, ZeRO 1",
-        "2 processes, ZeRO 3",
-        "1 process",
+    changes = json.loads(done.stdout.splitlines()[-1])["changes"]
+    layouts = ("1 process, ZeRO 1", "2 processes, ZeRO 3", "1 process")
+    assert [(each["layout"], each["step"]) for each in changes] == [
+        (layout, step) for layout, start in zip(layouts, (4, 8, 12), strict=True) for step in range(start, start + 4)
     ]
-    for row in table["rows"][3:]:
-        pairs = [pair.split(", ") for pair in row["losses before and after: here, uninterrupted"].split("; ")]
-        assert len(pairs) == 4
-        assert all(abs(float(ours) - float(theirs)) < 2e-5 * float(theirs) for ours, theirs in pairs)
+    for each in changes:
+        assert abs(each["loss"] - each["uninterrupted"]) < 1e-5 * each["uninterrupted"]
+        assert each["agrees"]
     assert "torchrun --standalone --nproc_per_node 2 -m ullage train" in done.stderr
     assert "each rank reads its part of it" in done.stderr  # by itself, after saying so
     assert "for 1 process, without DeepSpeed every process reads it whole" in done.stderr
-    page = (folder / "quickstart.html").read_text()
-    assert page.count("<polyline") == 5
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "2 processes, ZeRO 2, then on 1 process, ZeRO 1" in (folder / "quickstart.html").read_text()
+    assert "Ranks against time" in (folder / "plan.html").read_text()
     # killed in the last leg: the rest is there, and the last leg alone is run again
     shutil.rmtree(folder / "run" / "checkpoint-16")
     record = json.loads((folder / "run" / "ullage_run.json").read_text())
@@ -85,7 +81,32 @@ def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one
     again = quickstart(folder)
     assert again.returncode == 0, again.stderr[-3000:]
     assert again.stderr.count("(done before)") == 8
-    assert json.loads(again.stdout.splitlines()[-1])["rows"][-1]["steps"] == "13 to 16"
+    assert json.loads(again.stdout.splitlines()[-1])["changes"] == changes
+
+
+def run_of(folder: Path, spans: list[tuple[str, int, int]], loss=lambda step: 5.0 / step, speed: float = 1000.0) -> Run:
+    """A run with a log of one row a step, on each layout from a step to another."""
+    folder.mkdir()
+    for layout, start, stop in spans:
+        append(folder, "begin", start, layout=layout)
+        for step in range(start + 1, stop + 1):
+            append(folder, "log", step, values={"loss": loss(step), "tokens_per_second": speed})
+    return read_run(folder)
+
+
+def test_losses_beside_each_change_are_compared_and_a_difference_is_seen(tmp_path):
+    whole = run_of(tmp_path / "whole", [("2 processes", 0, 12)])
+    spans = [("2 processes", 0, 4), ("1 process", 4, 6), ("2 processes, ZeRO 3", 6, 12)]
+    for name, error, differing in (("same", 1e-6, []), ("other", 1e-4, [5])):
+        run = run_of(tmp_path / name, spans, lambda step, error=error: 5.0 / step * (1 + error * (step == 5)))
+        changes = compared(run, whole)
+        assert [each.step for each in changes] == [4, 5, 6, 6, 7, 8, 9]
+        assert [each.step for each in changes if not each.agrees] == differing
+
+
+def test_speeds_are_compared_over_the_steps_of_both_after_the_first(tmp_path):
+    padded = run_of(tmp_path / "padded", [("2 processes", 0, 6)], speed=250.0)
+    assert faster(run_of(tmp_path / "whole", [("2 processes", 0, 12)]), padded) == (4.0, 3, 6)
 
 
 def test_what_is_missing_is_said_before_anything_is_written(tmp_path):

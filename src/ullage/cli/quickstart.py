@@ -1,6 +1,7 @@
 """``ullage quickstart``: one run on four layouts, by commands that anyone could type, and what became of its loss.
 
-Every command continues what it finds in its folder, so an interrupted quickstart goes on where it was.
+Every command continues what it finds in its folder, so an interrupted quickstart goes on where it was. The last of
+them, ``ullage report``, shows the run beside the padded one and the one that nothing interrupted.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,14 +26,18 @@ from ullage.errors import InputError, TrainingError
 from ullage.extras import MissingExtraError
 
 if TYPE_CHECKING:
-    from ullage.report.journey import Journey
+    from ullage.report.run import Run
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
-#: Sequences of a global batch; tokens of a microbatch; bytes that the checkpoints take at the most.
-_BATCH, _CAPACITY, _DISK_BYTES = 32, 2048, 1_000_000_000
+#: Sequences of a global batch; tokens of a microbatch.
+_BATCH, _CAPACITY = 32, 2048
 #: Steps of the padded run, which only shows its speed and its padding.
 _PADDED_STEPS = 6
+#: Steps after a change of layout that are compared with the uninterrupted run, and digits that must agree.
+_COMPARED, _DIGITS = 3, 5
+#: Steps at the start of a process, which wait for compilers and caches and are left out of a comparison of speeds.
+_WARMING = 2
 
 
 @dataclass(frozen=True)
@@ -69,26 +75,30 @@ def quickstart(
     overwrite: Annotated[
         bool, typer.Option("--overwrite_output_dir", "--overwrite-output-dir", help="Start over.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The table as one line of JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The comparison as one line of JSON on stdout.")] = False,
 ) -> None:
     """Train packed on two processes, stop, convert, and go on with other processes and ZeRO stages.
 
-    Shows each command, then a table and a page. Exit status 1 if a loss is not what the uninterrupted run has.
+    Shows each command, then what became of the losses. Exit status 1 if one is not what the uninterrupted run has.
     """
+    from ullage.report.run import read_run
+
     _require_surroundings(output_dir)
     if overwrite:
         _remove(output_dir)
-    _Shown.quiet = as_json
+    commands = _Commands(output_dir, steps, model, quiet=as_json)
     try:
-        journey, page = _Quickstart(output_dir, steps, model).run()
+        commands.run()
     except KeyboardInterrupt:
         typer.echo("\ninterrupted; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
+    padded, whole, run = (read_run(output_dir / name) for name in ("padded", "whole", "run"))
+    changes = compared(run, whole)
     if as_json:
-        typer.echo(json.dumps({**journey.to_dict(), "page": str(page)}))
+        typer.echo(json.dumps({"changes": [asdict(each) for each in changes], "page": str(commands.page)}))
     else:
-        _show(journey, page)
-    if not journey.agrees:
+        _show(changes, faster(whole, padded), commands.page)
+    if not all(each.agrees for each in changes):
         raise typer.Exit(1)
 
 
@@ -101,40 +111,22 @@ def _require_surroundings(folder: Path) -> None:
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError("the folder cannot be written", where=str(above), hint="give another --output_dir")
-    free = shutil.disk_usage(above).free
-    if free < _DISK_BYTES:
-        raise InputError(
-            "too little disk",
-            where=str(above),
-            expected=f"{_DISK_BYTES / 1e9:.1f} GB free",
-            found=f"{free / 1e9:.1f} GB",
-            hint="free some space, or give another --output_dir",
-        )
 
 
 def _remove(folder: Path) -> None:
     """Remove the files of an earlier quickstart, and nothing else."""
     for name in ("padded", "whole", "run"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / "quickstart.html").unlink(missing_ok=True)
+    for name in ("plan.html", "quickstart.html"):
+        (folder / name).unlink(missing_ok=True)
 
 
-class _Shown:
-    """Commands are shown on stdout; with ``--json`` on stderr, with what they print."""
+class _Commands:
+    """The commands of one quickstart, in order; shown on stdout, or, if ``quiet``, on stderr with what they print."""
 
-    quiet = False
-
-    @classmethod
-    def line(cls, text: str) -> None:
-        typer.secho(text, err=cls.quiet, bold=text.startswith("$"))
-
-
-class _Quickstart:
-    """The commands of one quickstart, in order. ``typed`` keeps them for the page."""
-
-    def __init__(self, folder: Path, steps: int, model: str) -> None:
-        self.folder, self.steps = folder, steps
-        self.typed: list[str] = []
+    def __init__(self, folder: Path, steps: int, model: str, *, quiet: bool) -> None:
+        self.folder, self.steps, self.quiet = folder, steps, quiet
+        self.page = folder / "quickstart.html"
         # The last step of each leg: equal parts of the run, the last one at its end.
         self.stops = [steps * (k + 1) // len(_LAUNCHES) for k in range(len(_LAUNCHES))]
         self.common = ["--model", model, "--learning_rate", "2e-3", "--logging_steps", "1", "--eval_strategy", "no"]
@@ -142,10 +134,12 @@ class _Quickstart:
         # --max_steps is that of the whole run on every leg, since the learning rate's schedule depends on it.
         self.packed = ["--packing_capacity", str(_CAPACITY), "--max_steps", str(steps)]
 
-    def run(self) -> tuple[Journey, Path]:
+    def run(self) -> None:
+        """Run what is not done yet. Raises ``TrainingError`` for a command that fails."""
         first, *others = _LAUNCHES
-        _Shown.line("Each line that begins with $ is a command for your own terminal; OMP_NUM_THREADS=1 is set.\n")
-        self.tell("How one step is planned", "plan", "docstrings", "--n", _BATCH, "--ranks", 2, "--capacity", _CAPACITY)
+        self.show("Each line that begins with $ is a command for your own terminal; OMP_NUM_THREADS=1 is set.\n")
+        step = ["docstrings", "--n", _BATCH, "--ranks", 2, "--capacity", _CAPACITY]
+        self.do("How one step is planned", ["ullage", "plan", *step, "--html", self.folder / "plan.html"])
         padded = ["--max_steps", str(_PADDED_STEPS), "--save_steps", str(_PADDED_STEPS)]
         self.train("Padded, for comparison", first, "padded", _PADDED_STEPS, [*self.common, *padded])
         saves = ["--save_steps", str(self.stops[0])]
@@ -156,8 +150,8 @@ class _Quickstart:
         for launch, stop in zip(others, self.stops[1:], strict=True):
             title = f"Continued on {launch}" + (" without DeepSpeed" if not launch.zero else "")
             self.train(title, launch, "run", stop, ["--resume_from_checkpoint"], stop=stop < self.steps)
-        journey = self.journey()
-        return journey, self.page(journey)
+        runs = [self.folder / name for name in ("run", "whole", "padded")]
+        self.do("Drawn beside the others", ["ullage", "report", *runs, "--html", self.page])
 
     def train(
         self, title: str, launch: _Launch, name: str, until: int, flags: Sequence[str], stop: bool = False
@@ -174,7 +168,7 @@ class _Quickstart:
         """
         folder = self.folder / name
         flags = [*launch.flags, *flags, *(["--stop_at_step", str(until)] if stop else [])]
-        command = [*launch.launcher, "ullage", "train", "--output_dir", str(folder), *flags]
+        command = [*launch.launcher, "ullage", "train", "--output_dir", folder, *flags]
         self.do(title, command, done=_reached(folder) >= until)
 
     def convert(self) -> None:
@@ -183,52 +177,23 @@ class _Quickstart:
         tag = f"global_step{self.stops[0]}"
         target = checkpoint / f"{tag}_universal"
         done = target.is_dir()
-        self.do("What it left behind", ["ullage", "inspect", str(checkpoint / tag), "--summary"], done)
-        self.do("Converted, for any number of ranks", ["ullage", "convert", str(checkpoint / tag), str(target)], done)
-        self.do("Compared, byte by byte", ["ullage", "verify", str(checkpoint / tag), str(target)], done)
+        self.do("What it left behind", ["ullage", "inspect", checkpoint / tag, "--summary"], done)
+        self.do("Converted, for any number of ranks", ["ullage", "convert", checkpoint / tag, target], done)
+        self.do("Compared, byte by byte", ["ullage", "verify", checkpoint / tag, target], done)
 
-    def tell(self, title: str, *command: Any) -> None:
-        self.do(title, ["ullage", *map(str, command)], done=False)
-
-    def do(self, title: str, command: Sequence[str], done: bool) -> None:
+    def do(self, title: str, command: Sequence[object], done: bool = False) -> None:
         """Show a command and run it unless that is ``done``. Raises ``TrainingError`` if it fails."""
-        shown = shlex.join(command)
-        self.typed.append(shown)
-        _Shown.line(f"\n{title}{' (done before)' if done else ''}")
-        _Shown.line(f"$ {shown}")
+        words = list(map(str, command))
+        self.show(f"\n{title}{' (done before)' if done else ''}")
+        self.show(f"$ {shlex.join(words)}")
         if not done:
-            _run(command, shown)
+            _run(words, sys.stderr if self.quiet else None)
 
-    def journey(self) -> Journey:
-        """The logs of the runs."""
-        from ullage.report.journey import Journey, Leg, read_steps
-
-        folders = {name: self.folder / name for name in ("padded", "whole", "run")}
-        steps = {name: read_steps(folder / f"checkpoint-{_reached(folder)}") for name, folder in folders.items()}
-        # The log of the last checkpoint has the steps of all legs; each leg is cut out of it by its numbers.
-        begins = [0, *self.stops]
-        legs = [
-            Leg(str(launch), [step for step in steps["run"] if begin < step.number <= end])
-            for launch, begin, end in zip(_LAUNCHES, begins, self.stops, strict=False)
-        ]
-        first = str(_LAUNCHES[0])
-        return Journey(Leg(first, steps["padded"]), Leg(first, steps["whole"]), legs)
-
-    def page(self, journey: Journey) -> Path:
-        """Write the page; returns its path."""
-        from ullage.checkpoint import read
-        from ullage.datasets.text import docstring_lengths
-        from ullage.display import write_page
-        from ullage.planning import plan
-        from ullage.report.journey import journey_page
-
-        stop = self.stops[0]
-        inventory = read(self.folder / "run" / f"checkpoint-{stop}" / f"global_step{stop}")
-        step = plan(docstring_lengths(_BATCH), ranks=2, capacity=_CAPACITY, sync="step")
-        return write_page(self.folder / "quickstart.html", journey_page(journey, step, inventory, self.typed))
+    def show(self, line: str) -> None:
+        typer.secho(line, err=self.quiet, bold=line.startswith("$"))
 
 
-def _run(command: Sequence[str], shown: str) -> None:
+def _run(command: Sequence[str], stdout: Any) -> None:
     """Run a command with this Python; Ctrl-C ends all of its processes at once, which harms no checkpoint."""
     modules = {"torchrun": "torch.distributed.run", "ullage": "ullage"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
@@ -236,7 +201,7 @@ def _run(command: Sequence[str], shown: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", modules[command[0]], *command[1:]],
         env=environment,
-        stdout=sys.stderr if _Shown.quiet else None,
+        stdout=stdout,
         start_new_session=True,
     )
     try:
@@ -247,7 +212,7 @@ def _run(command: Sequence[str], shown: str) -> None:
     if status:
         raise TrainingError(
             "a command failed; what it said stands above",
-            where=shown,
+            where=shlex.join(command),
             expected="exit status 0",
             found=status,
             hint="the same quickstart goes on from here; --overwrite_output_dir starts over",
@@ -272,40 +237,55 @@ def _reached(folder: Path) -> int:
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
-def _show(journey: Journey, page: Path) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """The loss of one step beside a change of layout, here and in the uninterrupted run; whether they agree."""
+
+    layout: str
+    step: int
+    loss: float
+    uninterrupted: float
+    agrees: bool
+
+
+def compared(run: Run, whole: Run) -> list[Comparison]:
+    """The losses around each change of layout of ``run``, beside those of ``whole``."""
+    ours, theirs = dict(run.values("loss")), dict(whole.values("loss"))
+    found = []
+    for span in run.spans[1:]:
+        # From the last step before the change, which shows that both runs were alike up to there.
+        for step in range(span.start, min(span.start + _COMPARED, span.stop) + 1):
+            agrees = abs(ours[step] - theirs[step]) < 10**-_DIGITS * max(1.0, abs(theirs[step]))
+            found.append(Comparison(span.layout, step, ours[step], theirs[step], agrees))
+    return found
+
+
+def faster(whole: Run, padded: Run) -> tuple[float, int, int]:
+    """Real tokens per second, packed over padded, by medians over the steps of both; the first and the last of them."""
+    ours, theirs = (dict(run.values("tokens_per_second")) for run in (whole, padded))
+    both = sorted(ours.keys() & theirs.keys())[_WARMING:]
+    ratio = statistics.median(ours[step] for step in both) / statistics.median(theirs[step] for step in both)
+    return ratio, both[0], both[-1]
+
+
+def _show(changes: Sequence[Comparison], speed: tuple[float, int, int], page: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ullage.report.journey import HEADINGS
-
     console = Console(highlight=False)
-    # 78 columns wide, so that a terminal or a log of 80 cuts no number.
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
-    for heading in HEADINGS[:-1]:
-        number = heading in ("tokens/s", "padding", "unused", "imbalance")
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for row in journey.rows():
-        table.add_row(*row[:-1])
-    console.print("\n", table, "\n", sep="")
-    after = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("continued on", "step", "loss", "uninterrupted", ""):
-        after.add_column(heading, no_wrap=True)
-    for leg in journey.legs:
-        for k, found in enumerate(journey.comparisons(leg)):
-            losses = f"{found.loss:.5f}", f"{found.uninterrupted:.5f}"
-            verdict = "" if found.agrees else "[bold red]differs"
-            after.add_row(leg.layout if k == 1 else "", str(found.number), *losses, verdict)
-        after.add_section()
-    console.print(after, "\n", sep="")
-    first, last = journey.compared[0], journey.compared[-1]
-    console.print(
-        f"Packed, {journey.faster:.1f} times as many real tokens per second as padded, over the same steps, "
-        f"{first} to {last}.",
-        soft_wrap=True,
-    )
-    if journey.agrees:
-        line = "After every change of layout the next losses equal the uninterrupted run's to five digits."
-        console.print(line, soft_wrap=True)
+        table.add_column(heading, no_wrap=True)
+    for each in changes:
+        losses = f"{each.loss:.5f}", f"{each.uninterrupted:.5f}"
+        table.add_row(each.layout, str(each.step), *losses, "" if each.agrees else "[bold red]differs")
+    console.print("\n", table, "\n", sep="")
+    ratio, first, last = speed
+    told = f"Packed, {ratio:.1f} times as many real tokens per second as padded"
+    console.print(f"{told}, over the same steps, {first} to {last}.", soft_wrap=True)
+    if all(each.agrees for each in changes):
+        told = "After every change of layout the next losses equal the uninterrupted run's to five digits."
+        console.print(told, soft_wrap=True)
     else:
         console.print("[bold red]After a change of layout a loss differs within five digits.")
-    console.print(f"The curves, the plan and the shards: {page}", soft_wrap=True)
+    console.print(f"The curves, the layouts and the checkpoints: {page}", soft_wrap=True)

@@ -27,12 +27,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points (step, value) by rising step, with their name and a class of colour. ``short``: the name in tooltips."""
+    """Points (step, value) by rising step, with their name and a class of colour."""
 
     label: str
     style: str
     points: Sequence[Point]
-    short: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,12 @@ def chart(
         cuts: steps at which a vertical line stands.
     """
     form = form or (lambda value: f"{value:,.5g}")
-    finite = [Series(s.label, s.style, [p for p in s.points if math.isfinite(p[1])], s.short) for s in series]
+    finite = [Series(s.label, s.style, [p for p in s.points if math.isfinite(p[1])]) for s in series]
     finite = [s for s in finite if s.points]
     if not finite:
         return None
     thick = max(-(-len(s.points) // MAX_POINTS) for s in finite)
-    drawn = [Series(s.label, s.style, thinned(s.points), s.short) for s in finite]
+    drawn = [Series(s.label, s.style, thinned(s.points)) for s in finite]
     steps = [x for s in series for x, _ in s.points]
     first, last = min(steps), max(steps)
     ticks = round_numbers(min(y for s in drawn for _, y in s.points), max(y for s in drawn for _, y in s.points))
@@ -167,9 +166,8 @@ def _strips(series: Sequence[Series], across: Callable[[float], float], form: Ca
     """Strips between the middles of neighbouring steps, over the whole width."""
     by_step: dict[float, list[str]] = {}
     for each in series:
-        name = f"{each.short or each.label}: "
         for step, value in each.points:
-            by_step.setdefault(step, []).append(name + form(value))
+            by_step.setdefault(step, []).append(f"{each.label}: {form(value)}")
     steps = sorted(by_step)
     steps = steps[:: -(-len(steps) // MAX_STRIPS)]
     middles = [(across(a) + across(b)) / 2 for a, b in itertools.pairwise(steps)]

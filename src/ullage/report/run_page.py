@@ -91,9 +91,8 @@ def _began(seconds: float) -> str:
 def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
     for drawn in _all_drawn(runs):
         series = list(_series(drawn, runs, names))
-        # Where one run is drawn alone, a line stands where its layout changes.
-        cuts = [span.start for span in runs[0].spans[1:]] if len(runs) == 1 else []
-        made = chart(series, drawn.form, cuts)
+        # A line stands where the layout of the first run changes.
+        made = chart(series, drawn.form, [span.start for span in runs[0].spans[1:]])
         lost = _not_finite(series)
         # A single step makes no curve: its figures stand in the table.
         if made is not None and made.first < made.last:
